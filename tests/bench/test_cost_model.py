@@ -55,8 +55,8 @@ def test_a_decode_step_reads_the_weights_and_the_caches() -> None:
 
 def test_sampling_goes_in_waves() -> None:
     # 1,000 rollouts on 1 sampler of 350 rows: 3 waves of 334; prefill of 100 prompts x 1,000 tokens: 2e15 / 4e14 = 5 s
-    one = 3 * 1000 * (20e9 + 334 * 1500 * 1e5) / 0.6e12
-    assert sample_seconds(TEN, Cluster(ROUND, 1, 1), WORK) == pytest.approx(5 + one)
+    sampling_seconds = 3 * 1000 * (20e9 + 334 * 1500 * 1e5) / 0.6e12
+    assert sample_seconds(TEN, Cluster(ROUND, 1, 1), WORK) == pytest.approx(5 + sampling_seconds)
 
 
 def test_training_and_scoring() -> None:

@@ -76,9 +76,9 @@ def test_work_is_what_the_trainer_packs() -> None:
 
 
 def test_samples_are_equal_for_equal_seeds_and_within_their_sizes() -> None:
-    made = sft_samples("1M", (9, 20, 30))
-    assert made == sft_samples("1M", (9, 20, 30))
-    assert all(20 <= len(s.token_ids) <= 30 and min(s.token_ids) > 2 for s in made)
+    samples = sft_samples("1M", (9, 20, 30))
+    assert samples == sft_samples("1M", (9, 20, 30))
+    assert all(20 <= len(s.token_ids) <= 30 and min(s.token_ids) > 2 for s in samples)
 
 
 def test_the_small_and_large_models_are_of_their_names_size() -> None:
@@ -107,8 +107,8 @@ ROW = Row("p", "one", 1.5, "s", ok=True)
 def test_rows_of_a_part_that_fails_are_kept_with_its_last_words() -> None:
     text = f"print({ROW.line()!r}, flush=True); print('not a row', flush=True); raise SystemExit('out of luck')"
     heard: list[str] = []
-    found = run_part("p", script(text), 60, heard.append)
-    assert found == [ROW, Row("p", "failed", "status 1", "", "out of luck", False)]
+    rows = run_part("p", script(text), 60, heard.append)
+    assert rows == [ROW, Row("p", "failed", "status 1", "", "out of luck", False)]
     assert heard == [ROW.line(), "not a row", "out of luck"]
 
 
@@ -122,17 +122,17 @@ def test_a_part_that_hangs_is_stopped_with_what_it_started(tmp_path: Path) -> No
         f"print({ROW.line()!r}, flush=True)\n"
         "child.wait()\n"
     )
-    found = run_part("p", script(text), 8, lambda line: None)
-    assert found == [ROW, Row("p", "stopped", "after 8 s", "", "", False)]
+    rows = run_part("p", script(text), 8, lambda line: None)
+    assert rows == [ROW, Row("p", "stopped", "after 8 s", "", "", False)]
     state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] in "ZX"  # gone, or only waiting to be reaped
 
 
 def test_no_part_starts_when_the_time_is_up_and_rows_go_to_the_file(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    found = run_parts(["device", "vllm"], smoke=True, seconds=0, out=out)
-    assert [(row.part, row.what, row.ok) for row in found] == [("device", "not run", False), ("vllm", "not run", False)]
-    assert [row_of(line.rstrip()) for line in out.read_text().splitlines()] == found
+    rows = run_parts(["device", "vllm"], smoke=True, seconds=0, out=out)
+    assert [(row.part, row.what, row.ok) for row in rows] == [("device", "not run", False), ("vllm", "not run", False)]
+    assert [row_of(line.rstrip()) for line in out.read_text().splitlines()] == rows
 
 
 def test_the_table_says_what_is_wrong() -> None:

@@ -14,11 +14,11 @@ pytestmark = pytest.mark.slow
 
 def test_ten_optimizer_steps_have_the_losses_of_trl(tmp_path: Path) -> None:
     folder = build_tiny_model(tmp_path / "tiny", seed=0)
-    found = {}
+    gaps = {}
     for name, run in cases(folder, tmp_path / "trl", steps=10, lr=1e-3).items():
         mine, theirs = run()
         assert len(mine) == len(theirs) == 10
         assert mine[0] != mine[-1]
-        found[name] = difference(mine, theirs)
-    assert len(found) >= 10
-    assert {name: gap for name, gap in found.items() if gap > TOLERANCE} == {}
+        gaps[name] = difference(mine, theirs)
+    assert len(gaps) >= 10
+    assert {name: gap for name, gap in gaps.items() if gap > TOLERANCE} == {}

@@ -133,11 +133,11 @@ def watched() -> Iterator[Watched]:
         arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
-        found = Watched(page, [], [])
-        page.on("console", lambda said: said.type == "error" and found.errors.append(f"{said.text} {said.location}"))
-        page.on("pageerror", lambda error: found.errors.append(str(error)))
-        page.on("request", lambda request: _is_elsewhere(request.url) and found.elsewhere.append(request.url))
-        yield found
+        watched = Watched(page, [], [])
+        page.on("console", lambda said: said.type == "error" and watched.errors.append(f"{said.text} {said.location}"))
+        page.on("pageerror", lambda error: watched.errors.append(str(error)))
+        page.on("request", lambda request: _is_elsewhere(request.url) and watched.elsewhere.append(request.url))
+        yield watched
         browser.close()
 
 

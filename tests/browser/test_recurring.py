@@ -37,8 +37,8 @@ class Schedule:
     def __init__(self, world: World, config: dict[str, Any]) -> None:
         self.world, self.deployment = world, world.deployment("recurring")
         body = {"schedule": EACH_MINUTE, "active": True, "parameters": {"config": config}}
-        made = httpx.post(f"{world.api_url}/deployments/{self.deployment}/schedules", json=[body], trust_env=False)
-        self.id = made.raise_for_status().json()[0]["id"]
+        response = httpx.post(f"{world.api_url}/deployments/{self.deployment}/schedules", json=[body], trust_env=False)
+        self.id = response.raise_for_status().json()[0]["id"]
 
     def stop(self) -> None:
         """Nothing is due any more, and nothing runs."""
@@ -47,17 +47,17 @@ class Schedule:
 
     def first(self, outcome: str) -> str:
         """The flow run that came to it, once there is one."""
-        found: list[str] = []
+        matching: list[str] = []
 
         def look() -> bool:
             runs = self.world.runs_of("recurring")
             assert not [run for run in runs if run["state_type"] in BAD_ENDS]
             ended = [run["id"] for run in runs if run["state_name"] == "Completed"]
-            found[:] = [run for run in ended if self._said(run).startswith(f"## digits: {outcome}\n")]
-            return bool(found)
+            matching[:] = [run for run in ended if self._said(run).startswith(f"## digits: {outcome}\n")]
+            return bool(matching)
 
         wait_for(look, RUN_SECONDS)
-        return found[0]
+        return matching[0]
 
     def _said(self, flow_run: str) -> str:
         return str(self.world.artifacts_of(flow_run).get("recurring", {}).get("data", ""))
@@ -67,9 +67,9 @@ class Schedule:
 def schedule(world: World) -> Iterator[Schedule]:
     config = recurring_config(world.folder, world.tiny, steps=STEPS)
     answers(world.folder, "2")
-    made = Schedule(world, config)
-    yield made
-    made.stop()
+    schedule = Schedule(world, config)
+    yield schedule
+    schedule.stop()
 
 
 def read_decision(world: World, watched: Watched, flow_run: str, *said: str) -> None:

@@ -71,8 +71,8 @@ def test_a_run_of_grpo_from_the_form_to_its_curves(world: World, watched: Watche
     watched.screenshot("curves")
     page.goto(f"{world.url}/artifacts/artifact/{artifacts['samples']['id']}")
     page.get_by_text("completion", exact=True).first.wait_for()
-    asked = {row["prompt"] for row in json.loads(artifacts["samples"]["data"])}
-    assert len(asked) > 1 and asked <= {json.loads(line)["prompt"] for line in (ROOT / PROMPTS).open()}
-    assert all(page.get_by_text(prompt, exact=True).first.is_visible() for prompt in asked)
+    prompts = {row["prompt"] for row in json.loads(artifacts["samples"]["data"])}
+    assert len(prompts) > 1 and prompts <= {json.loads(line)["prompt"] for line in (ROOT / PROMPTS).open()}
+    assert all(page.get_by_text(prompt, exact=True).first.is_visible() for prompt in prompts)
     watched.screenshot("samples")
     watched.check()

@@ -86,11 +86,11 @@ class ReadingContract(EngineFixtures):
         self, engine: Engine, start: PolicyRef, tiny_folder: Path
     ) -> None:
         greedy = SamplingParams(temperature=0, max_new_tokens=3)
-        one, two = await engine.generate(GenerateRequest(start, [[10, 11, 12]] * 2, [1, 2], greedy))
-        assert same_draws([one], [two], exact=self.exact)
+        first, second = await engine.generate(GenerateRequest(start, [[10, 11, 12]] * 2, [1, 2], greedy))
+        assert same_draws([first], [second], exact=self.exact)
         module = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
         ids = [10, 11, 12]
-        for token, logprob in zip(one.token_ids, one.logprobs, strict=True):
+        for token, logprob in zip(first.token_ids, first.logprobs, strict=True):
             with torch.no_grad():
                 expected_V = module(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
             assert token == int(expected_V.argmax())

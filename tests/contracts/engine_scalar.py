@@ -42,8 +42,8 @@ async def values_of(engine: Engine, policy: PolicyRef, sequences: list[TokenSequ
 
 def pair(preferred: tuple[list[int], list[int]], other: tuple[list[int], list[int]]) -> list[dict[str, Any]]:
     """Two conversations as rows whose last token alone is trained."""
-    said = [row([*p, *t], [2], group="p") for p, t in (preferred, other)]
-    return [said[0] | {"preferred": True}, said[1] | {"preferred": False}]
+    rows = [row([*p, *t], [2], group="p") for p, t in (preferred, other)]
+    return [rows[0] | {"preferred": True}, rows[1] | {"preferred": False}]
 
 
 class ScalarContract(EngineFixtures):

@@ -170,14 +170,14 @@ class WritingContract(EngineFixtures):
     ) -> None:
         other_run = await new_policy(engine, tiny_folder, run="other")
         request = request_after(start, commit_batch(store, start))
-        one = GenerateRequest(start, [[10]], [1], SHORT)
+        generation = GenerateRequest(start, [[10]], [1], SHORT)
         for _ in range(2):
             acquire_lease(store, start.run, {})
-        await engine.generate(one, epoch=2)
+        await engine.generate(generation, epoch=2)
         with pytest.raises(Fenced, match=r"epoch 1.*epoch 2"):
             await engine.take_gradient_step(request, epoch=1)
         with pytest.raises(Fenced):
-            await engine.generate(one, epoch=1)
+            await engine.generate(generation, epoch=1)
         with pytest.raises(Fenced):
             await engine.logprobs(LogprobsRequest(start, [SCORED]), epoch=1)
         with pytest.raises(Fenced):
@@ -194,10 +194,10 @@ class WritingContract(EngineFixtures):
         self, engine: Engine, store: ObjectStore, start: PolicyRef
     ) -> None:
         epoch = acquire_lease(store, start.run, {})
-        one = GenerateRequest(start, [[10]], [1], SHORT)
-        await engine.generate(one, epoch=epoch + 1000)
+        generation = GenerateRequest(start, [[10]], [1], SHORT)
+        await engine.generate(generation, epoch=epoch + 1000)
         await engine.release(start.run, epoch=epoch + 1000)
-        assert len(await engine.generate(one, epoch=epoch)) == 1
+        assert len(await engine.generate(generation, epoch=epoch)) == 1
         request = request_after(start, commit_batch(store, start))
         assert (await engine.take_gradient_step(request, epoch=epoch)).policy.step == 1
 

@@ -86,10 +86,10 @@ class ObjectStoreContract(ABC):
 
     def test_a_listing_is_sorted_by_whole_keys(self, store: ObjectStore) -> None:
         # '-' and '.' sort before '/', digits after it: the order of folders' names is not the order of keys
-        found = ["a-b", "a.b", "a/b", "a/b-c", "a/b.d/e", "a/c/d", "a0", "b"]
-        for key in reversed(found):
+        sorted_keys = ["a-b", "a.b", "a/b", "a/b-c", "a/b.d/e", "a/c/d", "a0", "b"]
+        for key in reversed(sorted_keys):
             store.put(key, key.encode())
-        assert [info.key for info in store.list()] == found
+        assert [info.key for info in store.list()] == sorted_keys
         assert [info.key for info in store.list("a/")] == ["a/b", "a/b-c", "a/b.d/e", "a/c/d"]
         assert [info.key for info in store.list("a/b")] == ["a/b", "a/b-c", "a/b.d/e"]
         assert [info.key for info in store.list("a/b.d/")] == ["a/b.d/e"]
@@ -254,8 +254,8 @@ class ObjectStoreContract(ABC):
             files["sub/weights"].write_bytes(b"w" * (1_000_000 + attempt))
             ref = commit_files(store, "models/m", files, kind="folder", provenance=PROVENANCE)
             assert ref.bytes == 1_000_003  # the first attempt's
-        found = materialise_files(opener(), "models/m", tmp_path / "here")
-        assert {name: path.read_bytes() for name, path in found.items()} == {
+        paths = materialise_files(opener(), "models/m", tmp_path / "here")
+        assert {name: path.read_bytes() for name, path in paths.items()} == {
             "config.json": b"{}",
             "sub/weights": b"w" * 1_000_001,
         }

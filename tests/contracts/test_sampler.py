@@ -57,14 +57,14 @@ def distribution(logits_V: Tensor, params: SamplingParams, *, forbidden: set[int
         ranked = ranked[: params.top_k]
     peak = scaled[ranked[0]]
     mass = sum(math.exp(scaled[i] - peak) for i in ranked)
-    kept, reached = [], 0.0
+    nucleus, reached = [], 0.0
     for i in ranked:
-        kept.append(i)
+        nucleus.append(i)
         reached += math.exp(scaled[i] - peak) / mass
         if reached >= params.top_p:
             break
-    total = sum(math.exp(scaled[i] - peak) for i in kept)
-    return {i: scaled[i] - peak - math.log(total) for i in kept}
+    total = sum(math.exp(scaled[i] - peak) for i in nucleus)
+    return {i: scaled[i] - peak - math.log(total) for i in nucleus}
 
 
 def assert_drawn_from(model: Any, prompt: TokenIds, drawn: Completion, params: SamplingParams) -> None:
@@ -164,8 +164,8 @@ class SamplerContract:
 
     def test_large_seeds_are_taken(self, sampler: Sampler) -> None:
         params = SamplingParams(max_new_tokens=6, min_new_tokens=6)
-        one, other = sampler.sample([[40], [40]], [(1 << 62) + 1, (1 << 62) + 2], params)
-        assert one.token_ids != other.token_ids
+        first, second = sampler.sample([[40], [40]], [(1 << 62) + 1, (1 << 62) + 2], params)
+        assert first.token_ids != second.token_ids
 
     def test_nothing_is_drawn_for_no_prompts(self, sampler: Sampler) -> None:
         assert sampler.sample([], [], SamplingParams()) == []
@@ -198,8 +198,12 @@ class SamplerContract:
         ended = sampler.sample(prompts, seeds, params)
         ignoring = params.model_copy(update={"ignore_eos": True})
         drawn = sampler.sample(prompts, seeds, ignoring)
-        assert [(len(one.token_ids), one.stop_reason) for one in drawn] == [(64, "length")] * 32
-        passed = [at for at, one in enumerate(ended) if one.stop_reason == "eos" and len(one.token_ids) < 64]
+        assert [(len(completion.token_ids), completion.stop_reason) for completion in drawn] == [(64, "length")] * 32
+        passed = [
+            index
+            for index, completion in enumerate(ended)
+            if completion.stop_reason == "eos" and len(completion.token_ids) < 64
+        ]
         assert passed  # one of 32 at least, of about one end in 259 tokens
         for at in passed:
             before = ended[at].token_ids
@@ -207,9 +211,9 @@ class SamplerContract:
             assert_drawn_from(model, prompts[at], drawn[at], ignoring)
         stop = drawn[passed[0]].token_ids[len(ended[passed[0]].token_ids)]
         stopping = ignoring.model_copy(update={"stop_token_ids": (stop,)})
-        (one,) = sampler.sample([[40]], [seeds[passed[0]]], stopping)
-        assert one.stop_reason == "stop" and one.token_ids[-1] == stop
-        assert one.token_ids == drawn[passed[0]].token_ids[: drawn[passed[0]].token_ids.index(stop) + 1]
+        (stopped,) = sampler.sample([[40]], [seeds[passed[0]]], stopping)
+        assert stopped.stop_reason == "stop" and stopped.token_ids[-1] == stop
+        assert stopped.token_ids == drawn[passed[0]].token_ids[: drawn[passed[0]].token_ids.index(stop) + 1]
 
     def test_before_min_new_tokens_nothing_ends(self, sampler: Sampler) -> None:
         greedy = SamplingParams(temperature=0, max_new_tokens=6)

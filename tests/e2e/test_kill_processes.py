@@ -89,8 +89,8 @@ class Command:
 
 def actors(process: psutil.Process, title: str) -> list[psutil.Process]:
     """The Ray actors below it of a class, by the title of their processes, the first started first."""
-    found = [child for child in process.children(recursive=True) if child.name().startswith(title)]
-    return sorted(found, key=lambda child: child.create_time())
+    children = [child for child in process.children(recursive=True) if child.name().startswith(title)]
+    return sorted(children, key=lambda child: child.create_time())
 
 
 @pytest.mark.slow

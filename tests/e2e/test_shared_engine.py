@@ -62,12 +62,12 @@ def alone(
     tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, prefect_server: str
 ) -> dict[str, list[CommitRecord]]:
     """Every run by itself, with an embedded engine and a store of its own."""
-    found = {}
+    records_of = {}
     for run in RUNS:
         folder = tmp_path_factory.mktemp(f"alone-{run}")
         asyncio.run(grpo(config(run, folder, tiny_folder, DETERMINISTIC.model_dump())))
-        found[run] = records(folder, run)
-    return found
+        records_of[run] = records(folder, run)
+    return records_of
 
 
 def metrics_of(page: str) -> dict[str, float]:

@@ -125,8 +125,8 @@ def _figures_are_those_of_the_grades(runs: EvaluationRuns, result: dict[str, Any
     assert len(result["differences"]) == 2
     for difference in result["differences"]:
         paired = difference["paired"]
-        found = (paired["before_mean"], paired["after_mean"], paired["low"], paired["high"], paired["n"])
-        assert any(found == pytest.approx(figures) for figures in expected)
+        reported = (paired["before_mean"], paired["after_mean"], paired["low"], paired["high"], paired["n"])
+        assert any(reported == pytest.approx(figures) for figures in expected)
     table = pandas.read_parquet(next((runs.folder / "data").glob("runs/evaluation-*/stages/*/evaluations/*.parquet")))
     assert len(table) == 2 * 2 * PROMPTS
 
@@ -176,8 +176,8 @@ def test_prefect_shows_the_table_and_the_comparison(runs: EvaluationRuns, prefec
     result = runs.run(runs.models[0], suite={"samples_per_prompt": 1})
     query = {"artifacts": {"key": {"any_": ["evaluation", "comparison"]}}, "sort": "CREATED_DESC"}
     with httpx.Client(base_url=prefect_server, trust_env=False) as client:
-        found = client.post("/artifacts/filter", json=query).json()
-    newest = {artifact["key"]: artifact for artifact in reversed(found)}
+        artifacts = client.post("/artifacts/filter", json=query).json()
+    newest = {artifact["key"]: artifact for artifact in reversed(artifacts)}
     rows = json.loads(newest["evaluation"]["data"])
     assert [row["mean"] for row in rows] == [round(score["mean"], 4) for score in result["scores"]]
     assert "| digits | even |" in newest["comparison"]["data"]

@@ -45,7 +45,7 @@ def test_policy_and_value_step_over_one_batch(runs: FlowRuns) -> None:
     assert all(p.request.reference is not None and p.request.reference.step == 0 for p in policies)
 
 
-def test_while_the_value_model_is_trained_alone_the_policy_stays_and_its_schedule_waits(runs: FlowRuns) -> None:
+def test_the_policy_waits_while_the_value_model_is_trained_alone(runs: FlowRuns) -> None:
     policies, values = runs.records("whole", "policy"), runs.records("whole", "value")
     assert [record.updates for record in policies] == [0, 0, 1, 1]
     assert [record.updates for record in values] == [1, 1, 1, 1]

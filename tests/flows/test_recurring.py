@@ -237,10 +237,10 @@ def _resume(api: str, answers: list[dict[str, Any]], asked: list[str]) -> None:
         while answers and time.monotonic() < deadline:
             for run in client.post("/flow_runs/filter", json=query).json():
                 keyset = run["state"]["state_details"]["run_input_keyset"]
-                found = client.get(f"/flow_runs/{run['id']}/input/{keyset['description']}")
-                if found.status_code != 200:
+                response = client.get(f"/flow_runs/{run['id']}/input/{keyset['description']}")
+                if response.status_code != 200:
                     continue  # the form is on its way
-                asked.append(found.text)
+                asked.append(response.text)
                 body = {"run_input": answers.pop(0)}
                 assert client.post(f"/flow_runs/{run['id']}/resume", json=body).json()["status"] == "ACCEPT"
             time.sleep(0.2)
@@ -251,12 +251,12 @@ REQUIRED = {"required": True, "timeout_seconds": 60}
 
 @pytest.mark.slow
 def test_a_person_approves_and_is_named(line: Line, answer: Callable[..., list[str]]) -> None:
-    asked = answer({"promote": True, "your_name": "Ada", "reason": "reads well"})
+    questions = answer({"promote": True, "your_name": "Ada", "reason": "reads well"})
     outcome = line.run(approval=REQUIRED)
     assert outcome["outcome"] == "promoted"
     decision = line.decisions[0]
     assert (decision.who, decision.reasons) == ("Ada", ("there is no champion yet", "reads well"))
-    assert "95 % interval" in asked[0] and "no champion" in asked[0]
+    assert "95 % interval" in questions[0] and "no champion" in questions[0]
 
 
 @pytest.mark.slow
@@ -269,9 +269,9 @@ def test_a_person_declines(line: Line, answer: Callable[..., list[str]]) -> None
 
 @pytest.mark.slow
 def test_an_answer_without_a_name_is_asked_for_again(line: Line, answer: Callable[..., list[str]]) -> None:
-    asked = answer({"promote": True}, {"promote": True, "your_name": "Ada"})
+    questions = answer({"promote": True}, {"promote": True, "your_name": "Ada"})
     assert line.run(approval=REQUIRED)["outcome"] == "promoted"
-    assert "The last answer is not valid (your_name: " in asked[1]
+    assert "The last answer is not valid (your_name: " in questions[1]
 
 
 @pytest.mark.slow

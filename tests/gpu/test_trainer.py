@@ -135,9 +135,9 @@ def test_a_trainer_holds_what_it_says(cuda: torch.device, tiny_folder: Path) -> 
     trainer = TorchTrainer(load(tiny_folder, cuda))
     trainer.update(batch("sft", tiny_folder), OBJECTIVES["sft"], LR, max_tokens=4096)
     held = torch.cuda.memory_allocated(cuda) - before
-    said = trainer.nbytes(training=False)
+    planned = trainer.nbytes(training=False)
     # besides: rotary frequencies, 512 bytes of rounding a tensor, what cuBLAS keeps
-    assert said <= held <= 1.1 * said + (40 << 20)
+    assert planned <= held <= 1.1 * planned + (40 << 20)
 
 
 LONG = [Sample([3 + n % 200 for n in range(1000)], [0.0] + [1.0] * 999, f"s{k}") for k in range(8)]

@@ -84,9 +84,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Whole:
     store = tmp_path_factory.mktemp("whole")
     with own_engines():
         asyncio.run(recipe(opened(store), str(tiny_folder), nowhere))
-    found = records(store)
-    assert len(found) == STEPS
-    return Whole([record.state for record in found], [record.weights_digest for record in found], store)
+    chain_records = records(store)
+    assert len(chain_records) == STEPS
+    return Whole([record.state for record in chain_records], [record.weights_digest for record in chain_records], store)
 
 
 async def test_the_listing_learns(tmp_path: Path, tiny_folder: Path) -> None:
@@ -121,10 +121,10 @@ async def test_a_recipe_that_is_cut_off_ends_as_one_that_was_not(
     passed: list[str] = []
     await recipe(opened(tmp_path), str(tiny_folder), passed.append)
     assert passed[0] == "1:before_step_0"  # the first iteration was not gone through again
-    found = records(tmp_path)
-    assert [record.attempt for record in found[: len(committed)]] == [record.attempt for record in committed]
-    assert [record.state for record in found] == whole.states
-    assert [record.weights_digest for record in found] == whole.digests
+    chain_records = records(tmp_path)
+    assert [record.attempt for record in chain_records[: len(committed)]] == [record.attempt for record in committed]
+    assert [record.state for record in chain_records] == whole.states
+    assert [record.weights_digest for record in chain_records] == whole.digests
 
     passed.clear()
     await recipe(opened(tmp_path), str(tiny_folder), passed.append)
@@ -143,10 +143,10 @@ async def test_a_fork_goes_on_in_its_loop(
     passed: list[str] = []
     await recipe(opened(store, run="forked"), str(tiny_folder), passed.append)
     assert passed[0] == begins
-    found = records(store, "forked")
-    assert [record.attempt for record in found[:step]] == shared
-    assert [record.state for record in found] == whole.states
-    assert [record.weights_digest for record in found] == whole.digests
+    chain_records = records(store, "forked")
+    assert [record.attempt for record in chain_records[:step]] == shared
+    assert [record.state for record in chain_records] == whole.states
+    assert [record.weights_digest for record in chain_records] == whole.digests
     assert audit_store(open_store(store)).problems == ()
 
 
@@ -199,8 +199,8 @@ async def test_two_models_that_were_cut_off_between_their_steps_take_one_each(
         await both(cut=True)
     actor = Chain(open_store(tmp_path), "by-hand", "0-recipe", "actor")
     committed = [record.attempt for record in actor.records(0, 2)]
-    found = await both(cut=False)
-    assert found["actor"] == committed and len(found["critic"]) == 2
+    committed_again = await both(cut=False)
+    assert committed_again["actor"] == committed and len(committed_again["critic"]) == 2
 
 
 def chain_of(store: Path, policy: PolicyRef) -> Chain:
@@ -252,8 +252,8 @@ async def test_every_answer_of_the_engine_may_be_lost_once(tmp_path: Path, tiny_
             through = spec.model_copy(update={"url": line.endpoint})
             await recipe(opened(tmp_path / "store", through), str(tiny_folder), nowhere)
         lost = {name for name, times in line.lost.items() if times}
-    found = records(tmp_path / "store")
-    assert [record.weights_digest for record in found] == whole.digests
+    chain_records = records(tmp_path / "store")
+    assert [record.weights_digest for record in chain_records] == whole.digests
     assert any("steps" in name or "step" in name for name in lost), lost
     batches = list(open_store(tmp_path / "store").list(keys.step_prefix("by-hand", "0-recipe", 0)))
     assert sum(info.key.endswith(".json") for info in batches) == 1  # the batch of a step was committed once

@@ -72,7 +72,7 @@ def steps(place: dict[str, Any], stage: str, model: str = "policy") -> list[int]
 
 @pytest.mark.slow
 async def test_a_recipe_of_several_graders(tmp_path: Path, tiny_folder: Path, place: dict[str, Any]) -> None:
-    given = {
+    body = {
         "model": str(tiny_folder),
         "prompts": prompts(tmp_path),
         "graders": [
@@ -80,7 +80,7 @@ async def test_a_recipe_of_several_graders(tmp_path: Path, tiny_folder: Path, pl
             {"path": "tests.fixtures.grading:constant", "arguments": {"value": 0.5}},
         ],
     }
-    config = GradedConfig.model_validate(place | given)
+    config = GradedConfig.model_validate(place | body)
     result = await graded(config)
     name, version = result["model"].split("@")
     assert result["step"] == 2 and version in list_versions(open_store(place["storage"]["url"]), name)
@@ -88,7 +88,7 @@ async def test_a_recipe_of_several_graders(tmp_path: Path, tiny_folder: Path, pl
 
     connecting.connect.cache_clear()
     assert await graded(config) == result and steps(place, "0-grpo") == [1, 2]
-    turned = GradedConfig.model_validate(place | given | {"graders": given["graders"][::-1]})
+    turned = GradedConfig.model_validate(place | body | {"graders": body["graders"][::-1]})
     assert await graded(turned) == result  # a set has no order
     with pytest.raises(SemanticMismatch, match="learning_rate"):
         await graded(config.model_copy(update={"learning_rate": 1e-4}))
@@ -97,10 +97,10 @@ async def test_a_recipe_of_several_graders(tmp_path: Path, tiny_folder: Path, pl
 @pytest.mark.slow
 async def test_preferences_then_ppo(tmp_path: Path, tiny_folder: Path, place: dict[str, Any]) -> None:
     pairs = [{"prompt": str(n), "chosen": str(n), "rejected": "no idea"} for n in range(4)]
-    given = {
+    config = {
         "model": str(tiny_folder), "prompts": prompts(tmp_path), "pairs": written(tmp_path / "pairs.jsonl", pairs),
     }  # fmt: skip
-    first, second = await preferred(PreferenceConfig.model_validate(place | given))
+    first, second = await preferred(PreferenceConfig.model_validate(place | config))
     assert (first.partition("@")[0], second.partition("@")[0]) == ("preferred", "preferred-2")
     assert steps(place, "0-dpo") == [1, 2] and steps(place, "1-ppo") == [1, 2]
     assert steps(place, "0-ppo", "value") == [1, 2]
@@ -112,14 +112,14 @@ async def test_fine_tuning_then_gspo_under_a_judge(
 ) -> None:
     """The judge's words are scripted, since an untrained model has none; how it is spawned and asked is not. The run is
     cut off in its second stage, and goes on there."""
-    said, asked = InferenceModel._reply, list[str]()
+    reply, judged_texts = InferenceModel._reply, list[str]()
     set_policy, cut = TrainingModel.set_policy, list[PolicyRef]()
 
     async def judged(self: InferenceModel, thread: StringThread) -> StringThread:
         if self.name != "judge":
-            return await said(self, thread)
+            return await reply(self, thread)
         text = thread.last_content()
-        asked.append(text)
+        judged_texts.append(text)
         verdict = "PASS" if int(hashlib.sha256(text.encode()).hexdigest(), 16) % 2 else "FAIL"
         return thread.assistant(json.dumps({"reasoning": "so", "result": verdict}))
 
@@ -150,7 +150,7 @@ async def test_fine_tuning_then_gspo_under_a_judge(
     assert key.startswith("two-stages-final@") and "two-stages-final" in list_models(open_store(config.storage.url))
     assert steps(place, "0-sft", "sft_then_gspo") == [1, 2]
     assert steps(place, "1-gspo", "sft_then_gspo") == [1, 2]
-    assert any("Is the answer of use?" in text for text in asked)
+    assert any("Is the answer of use?" in text for text in judged_texts)
 
 
 # -- configs ---------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_fields_are_plain_values_outside_and_handles_inside(tiny_folder: Path) -
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("model", 3, "expected the key of a registered model"),
         ("prompts", {"kind": "nowhere"}, "nowhere"),
@@ -183,10 +183,10 @@ def test_fields_are_plain_values_outside_and_handles_inside(tiny_folder: Path) -
         ("graders", [{"path": "a:b", "arguments": nested(5000)}], "the arguments of a:b cannot be written as JSON"),
     ],
 )
-def test_what_is_no_such_thing_is_refused_with_what_was_given(field: str, value: Any, said: str) -> None:
-    given = {"model": "m", "prompts": "a.jsonl", "graders": []} | {field: value}
-    with pytest.raises(ValidationError, match=said):
-        GradedConfig.model_validate(given)
+def test_what_is_no_such_thing_is_refused_with_what_was_given(field: str, value: Any, message: str) -> None:
+    config = {"model": "m", "prompts": "a.jsonl", "graders": []} | {field: value}
+    with pytest.raises(ValidationError, match=message):
+        GradedConfig.model_validate(config)
 
 
 async def test_datasets_load_as_threads(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ async def test_datasets_load_as_threads(tmp_path: Path) -> None:
         "shown": written(tmp_path / "shown.jsonl", [{"prompt": "1", "completion": "one"}]),
         "pairs": written(tmp_path / "pairs.jsonl", [{"prompt": "1", "chosen": "one", "rejected": "two"}]),
     })  # fmt: skip
-    asked, ctx = StringThread().user("1"), context(tmp_path)
-    assert [thread.get_turns() for thread in await config.shown.load(ctx)] == [asked.assistant("one").get_turns()]
+    prompt, ctx = StringThread().user("1"), context(tmp_path)
+    assert [thread.get_turns() for thread in await config.shown.load(ctx)] == [prompt.assistant("one").get_turns()]
     ((good, bad),) = await config.pairs.load(ctx)
     assert (good.last_content(), bad.last_content()) == ("one", "two")
     with pytest.raises(DatasetError):

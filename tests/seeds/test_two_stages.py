@@ -71,14 +71,14 @@ async def taught_to_judge(folder: Path, store: Path) -> str:
 @pytest.mark.slow
 async def test_it_runs_with_smollm2_as_policy_and_judge(prefect_server: str, tmp_path: Path, smollm: Path) -> None:
     store = tmp_path / "data"
-    shown, asked = tmp_path / "shown.jsonl", tmp_path / "asked.jsonl"
+    answers_path, prompts_path = tmp_path / "shown.jsonl", tmp_path / "asked.jsonl"
     rows = [{"prompt": prompt, "completion": answer} for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
-    shown.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked.write_text(json.dumps({"prompt": PROMPTS[0]}) + "\n")
+    answers_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts_path.write_text(json.dumps({"prompt": PROMPTS[0]}) + "\n")
     config = SFTtoGSPOConfig.model_validate({
         "run": "two-stages", "storage": {"url": str(store)}, "model_to_train": await taught_to_judge(smollm, store),
-        "sft_dataset": str(shown), "sft_learning_rate": 1e-4, "sft_epochs": 6, "sft_batch_size": 2,
-        "gspo_dataset": str(asked), "gspo_max_steps": 1, "gspo_batch_size": 4,
+        "sft_dataset": str(answers_path), "sft_learning_rate": 1e-4, "sft_epochs": 6, "sft_batch_size": 2,
+        "gspo_dataset": str(prompts_path), "gspo_max_steps": 1, "gspo_batch_size": 4,
     })  # fmt: skip
     await sft_to_gspo(config)
 

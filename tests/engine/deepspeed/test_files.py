@@ -176,12 +176,12 @@ def test_pieces_are_read_by_range(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cuts", "said"),
+    ("cuts", "message"),
     [([(0, 5), (6, 12)], "missing"), ([(0, 5), (4, 12)], "there twice"), ([(0, 5)], "the files hold 5")],
 )
-def test_a_set_that_is_no_whole_checkpoint_is_refused(tmp_path: Path, cuts: list[tuple[int, int]], said: str) -> None:
+def test_an_incomplete_set_of_files_is_refused(tmp_path: Path, cuts: list[tuple[int, int]], message: str) -> None:
     paths = write_pieces(tmp_path, cuts)
-    with pytest.raises(BadSpec, match=said):
+    with pytest.raises(BadSpec, match=message):
         open_checkpoint({path.name: path for path in paths})
 
 

@@ -223,14 +223,14 @@ async def test_at_the_limit_the_connection_that_waits_longest_is_closed_for_a_ne
     engine: ScriptedEngine, connect: Callable[..., socket.socket], part: bytes
 ) -> None:
     def call(url: str) -> None:
-        kept = connect(url, WHOLE)
-        assert_answered(kept)
+        connection = connect(url, WHOLE)
+        assert_answered(connection)
         waiting = [connect(url, part) for _ in range(3)]
         assert_answered(connect(url, WHOLE))
         if part != HALF_BODY:
             assert is_cut(waiting[0])
-            kept.sendall(WHOLE)
-            assert_answered(kept)
+            connection.sendall(WHOLE)
+            assert_answered(connection)
 
     with running_server(engine, limits=ConnectionLimits(max_connections=4)) as spec:
         await asyncio.to_thread(call, spec.url)

@@ -67,11 +67,11 @@ IMAGES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.binary(min_
 
 def placed(gaps: list[tuple[int, int, bytes]]) -> tuple[Images, int]:
     """Images with these gaps before them, and the tokens that they all need."""
-    found, end = [], 0
+    images, end = [], 0
     for gap, tokens, data in gaps:
-        found.append(PlacedImage(end + gap, tokens, data))
+        images.append(PlacedImage(end + gap, tokens, data))
         end += gap + tokens
-    return tuple(found), end
+    return tuple(images), end
 
 
 @settings(deadline=None)  # a busy machine is no defect
@@ -81,14 +81,14 @@ def test_images_come_back_as_they_were(given_rows: list) -> None:
     sequences = [TokenSequence([7] * (n + 1), [0.0] * (n + 1), "g", own) for own, n in images]
     request = LogprobsRequest(POLICY, sequences)
     assert wire.decode_logprobs_request(wire.encode_logprobs_request(request, epoch=1)) == (request, 1)
-    asked = GenerateRequest(
+    with_images = GenerateRequest(
         POLICY, [s.token_ids for s in sequences], list(range(len(sequences))), images=images_or_none(request.images)
     )
-    assert wire.decode_generate(wire.encode_generate(asked, epoch=1)) == (asked, 1)
+    assert wire.decode_generate(wire.encode_generate(with_images, epoch=1)) == (with_images, 1)
 
 
 @pytest.mark.parametrize(
-    ("starts", "tokens", "data", "said"),
+    ("starts", "tokens", "data", "message"),
     [
         ([[1]], [[2]], [[b"a", b"b"]], "1, 1, 2 starts"),
         ([[2]], [[2]], [[b"a"]], "sample of 3 tokens"),
@@ -96,13 +96,13 @@ def test_images_come_back_as_they_were(given_rows: list) -> None:
         ([[0]], [[0]], [[b"a"]], "stands at tokens"),
     ],
 )
-def test_images_out_of_place_are_refused(starts: list, tokens: list, data: list, said: str) -> None:
+def test_images_out_of_place_are_refused(starts: list, tokens: list, data: list, message: str) -> None:
     valid = wire.encode_generate(
         GenerateRequest(POLICY, [[1, 2, 3]], [0], images=[(PlacedImage(0, 1, b"a"),)]), epoch=0
     )
     schema = pa.ipc.open_stream(valid).schema
     columns = {"prompt": [[1, 2, 3]], "seed": [0], "image_start": starts, "image_tokens": tokens, "image_data": data}
-    with pytest.raises(BadSpec, match=said):
+    with pytest.raises(BadSpec, match=message):
         wire.decode_generate(stream(schema, pa.RecordBatch.from_pydict(columns, schema)))
 
 
@@ -263,10 +263,10 @@ def test_a_stream_of_very_many_batches_is_refused() -> None:
 
 
 def test_a_buffer_that_lies_about_its_size_is_refused() -> None:
-    at = VALID.index(struct.pack("<q", 40 * 8))  # the uncompressed size of the seeds, before their zstd frame
+    offset = VALID.index(struct.pack("<q", 40 * 8))  # the uncompressed size of the seeds, before their zstd frame
     for lie in (1 << 50, -2, 40 * 8 + 8, 0):
         with pytest.raises(BadSpec):
-            wire.decode_generate(VALID[:at] + struct.pack("<q", lie) + VALID[at + 8 :])
+            wire.decode_generate(VALID[:offset] + struct.pack("<q", lie) + VALID[offset + 8 :])
 
 
 def test_too_many_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

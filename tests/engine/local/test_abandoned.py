@@ -46,9 +46,9 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Gate]:
     def make() -> Gate:
-        made = Gate()
-        monkeypatch.setattr(apply, "failpoint", made)
-        return made
+        gate = Gate()
+        monkeypatch.setattr(apply, "failpoint", gate)
+        return gate
 
     return make
 

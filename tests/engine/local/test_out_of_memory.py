@@ -60,12 +60,12 @@ def update(trainer: TorchTrainer, max_tokens: int) -> Any:
 @pytest.mark.parametrize("good", [0, 1])
 def test_the_micro_batches_are_halved_once_and_nothing_else_changes(tiny_folder: Path, error: str, good: int) -> None:
     small = SmallMemory(tiny_folder, room=12, error=error, good=good)
-    found = update(small, 24)
+    result = update(small, 24)
     assert small.seen == [24] * (good + 1) + [12] * 4
     halved = SmallMemory(tiny_folder, room=12)
     expected = update(halved, 12)
-    assert (found.micro_batches, found.max_tokens) == (expected.micro_batches, expected.max_tokens) == (4, 12)
-    assert found.metrics == expected.metrics
+    assert (result.micro_batches, result.max_tokens) == (expected.micro_batches, expected.max_tokens) == (4, 12)
+    assert result.metrics == expected.metrics
     assert small.weights_digest() == halved.weights_digest()
 
 
@@ -79,10 +79,10 @@ def test_a_second_failure_is_permanent_and_says_what_to_lower(tiny_folder: Path)
     digest = trainer.weights_digest()
     with pytest.raises(OutOfMemory) as refused:
         update(trainer, 24)
-    said = str(refused.value)
+    message = str(refused.value)
     assert trainer.seen == [24, 12]
     for part in ("12 packed tokens", "longest sequence 6", "CUDA out of memory", "max_tokens_per_forward", "now 24"):
-        assert part in said
+        assert part in message
     assert trainer.weights_digest() == digest
     assert all(parameter.grad is None for _, parameter in trainer.trained())
 

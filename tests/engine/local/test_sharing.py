@@ -68,14 +68,14 @@ def tight(spec: LocalEngineSpec, gib: float, **changes: object) -> LocalEngineSp
 async def test_runs_that_do_not_fit_together_take_turns_and_end_as_if_alone(
     roomy: LocalEngine, store: ObjectStore, tiny_folder: Path, tmp_path: Path, worklog: Path
 ) -> None:
-    one = await one_model_gib(roomy, store, tiny_folder)
-    engine = LocalEngine(url_of(tmp_path), tight(DETERMINISTIC, 1.5 * one))
+    gib = await one_model_gib(roomy, store, tiny_folder)
+    engine = LocalEngine(url_of(tmp_path), tight(DETERMINISTIC, 1.5 * gib))
     policies = {run: await new_policy(engine, tiny_folder, run=run) for run in ("a", "b")}
     worklog.unlink(missing_ok=True)
     for token in (80, 81, 82):
         for run in policies:
             policies[run] = await step(engine, store, policies[run], token + ord(run))
-            assert (await engine.info()).memory_used_bytes <= 1.5 * one * GIB
+            assert (await engine.info()).memory_used_bytes <= 1.5 * gib * GIB
     await engine.close()
     assert events(worklog, "checkpoint")  # each left with a checkpoint …
     assert not events(worklog, "redo")  # … so that coming back cost no redo
@@ -92,8 +92,8 @@ async def test_runs_that_do_not_fit_together_take_turns_and_end_as_if_alone(
 async def test_what_can_never_fit_is_refused_with_the_sizes(
     roomy: LocalEngine, store: ObjectStore, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    one = await one_model_gib(roomy, store, tiny_folder)
-    engine = LocalEngine(url_of(tmp_path), tight(DETERMINISTIC, 0.5 * one))
+    gib = await one_model_gib(roomy, store, tiny_folder)
+    engine = LocalEngine(url_of(tmp_path), tight(DETERMINISTIC, 0.5 * gib))
     policy = await new_policy(engine, tiny_folder)
     with pytest.raises(OutOfMemory, match="engine.memory_gib"):
         await step(engine, store, policy)
@@ -104,8 +104,8 @@ async def test_what_can_never_fit_is_refused_with_the_sizes(
 async def test_a_run_that_just_came_stays_for_a_while(
     roomy: LocalEngine, store: ObjectStore, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    one = await one_model_gib(roomy, store, tiny_folder)
-    spec = tight(DETERMINISTIC, 1.5 * one, residency_seconds=3600, room_seconds=0)
+    gib = await one_model_gib(roomy, store, tiny_folder)
+    spec = tight(DETERMINISTIC, 1.5 * gib, residency_seconds=3600, room_seconds=0)
     engine = LocalEngine(url_of(tmp_path), spec)
     first, second = [await new_policy(engine, tiny_folder, run=run) for run in ("a", "b")]
     first = await step(engine, store, first)

@@ -95,9 +95,9 @@ def test_the_first_tensor_of_a_broken_checkpoint_is_named(broken: ToyRun) -> Non
     names = tensors_of(path)
     for tensor in (names[3], names[1]):
         flip_in_tensor(path, tensor)
-    said = only(verify_run(broken.store, "toy"))
-    assert said.startswith(f"{keys.checkpoint(*CHAIN, 2)}: the checkpoint of step 2 differs")
-    assert said.endswith(f"the first tensor of weights.safetensors that differs is {names[1]}")
+    problem = only(verify_run(broken.store, "toy"))
+    assert problem.startswith(f"{keys.checkpoint(*CHAIN, 2)}: the checkpoint of step 2 differs")
+    assert problem.endswith(f"the first tensor of weights.safetensors that differs is {names[1]}")
 
 
 def test_moments_are_compared_too(broken: ToyRun) -> None:
@@ -112,9 +112,9 @@ def test_moments_are_compared_too(broken: ToyRun) -> None:
 def test_a_false_digest_names_the_step(broken: ToyRun) -> None:
     path = broken.folder / keys.chain_record(*CHAIN, 3)
     rewrite(path, lambda body: body.update(weights_digest="0" * 64, tensor_digests=[]))
-    said = only(verify_run(broken.store, "toy"))
-    assert said.startswith(f"{keys.chain_record(*CHAIN, 3)}: step 3 differs")
-    assert said.endswith("recorded 000000000000; the record names no tensors")
+    problem = only(verify_run(broken.store, "toy"))
+    assert problem.startswith(f"{keys.chain_record(*CHAIN, 3)}: step 3 differs")
+    assert problem.endswith("recorded 000000000000; the record names no tensors")
 
 
 def test_a_record_with_tensor_digests_names_the_first_tensor(broken: ToyRun) -> None:

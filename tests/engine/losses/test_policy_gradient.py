@@ -194,8 +194,8 @@ def test_the_gradient_of_each_kl_estimator(name: str, gradient: float) -> None:
 
 @pytest.mark.parametrize("name", ["abs", "k2", "k3"])
 def test_kl_is_zero_at_the_reference_and_positive_on_both_sides(name: str) -> None:
-    below, at, above = KL_ESTIMATORS[name](f64(-0.7, 0.0, 0.7), f64(0, 0, 0)).tolist()
-    assert at == 0 and below > 0 and above > 0
+    below, at_zero, above = KL_ESTIMATORS[name](f64(-0.7, 0.0, 0.7), f64(0, 0, 0)).tolist()
+    assert at_zero == 0 and below > 0 and above > 0
 
 
 @pytest.mark.parametrize(

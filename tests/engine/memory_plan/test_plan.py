@@ -99,13 +99,13 @@ def test_a_folder_is_counted_from_its_files_and_from_its_config_alike(tiny_folde
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [({"model_type": "llama", "num_local_experts": 8}, "mixture of experts"),
      ({"model_type": "novel"}, "unknown model_type 'novel'"),
      ({"model_type": "llama", "num_attention_heads": 4}, "hidden_size=None")],
 )  # fmt: skip
-def test_a_shape_that_cannot_be_known_is_refused(config: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadSpec, match=said):
+def test_a_shape_that_cannot_be_known_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadSpec, match=message):
         shape_of(config, "m")
 
 
@@ -235,14 +235,14 @@ def test_four_gpus_train_and_four_sample() -> None:
 
 
 def test_a_vllm_that_shares_the_gpu_sleeps_unless_told_not_to() -> None:
-    one = Machine.gpus("h100-80", 1)
+    machine = Machine.gpus("h100-80", 1)
     keys: dict[str, Any] = {"device": "cuda", "sampler": {"kind": "vllm", "gpu_share": 0.4}}
-    asleep = planned(keys, one, "1.5B").pools[0]
+    asleep = planned(keys, machine, "1.5B").pools[0]
     assert asleep.name == "GPU 0 (h100-80): trains and samples"
     assert part(asleep, "kv", "sampling") > 20 * GIB
     assert part(asleep, "kv", "backward") == 0
     keys["sampler"]["sleep"] = False
-    awake = planned(keys, one, "1.5B").pools[0]
+    awake = planned(keys, machine, "1.5B").pools[0]
     assert part(awake, "kv", "backward") == part(asleep, "kv", "sampling")
 
 
@@ -301,15 +301,15 @@ def test_an_adapter_takes_its_base_and_a_little() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [({"trainer": {"kind": "deepspeed", "ranks": 9}}, "9 ranks do not fit, as this machine has 8 GPUs"),
      ({"sampler": {"kind": "vllm", "replicas": 3, "tensor_parallel": 4}}, "1 rank and 3 x 4 GPUs that sample do not"),
      ({"sampler": {"kind": "vllm", "tensor_parallel": 9}}, "1 x 9 GPUs that sample do not fit"),
      ({"trainer": {"kind": "deepspeed"}, "adapter": 16}, "trains all weights")],
 )  # fmt: skip
-def test_devices_and_trainers_that_there_are_not(keys: dict[str, Any], said: str) -> None:
+def test_devices_and_trainers_that_there_are_not(keys: dict[str, Any], message: str) -> None:
     rank = keys.pop("adapter", None) if "adapter" in keys else None
-    with pytest.raises(BadSpec, match=said):
+    with pytest.raises(BadSpec, match=message):
         planned({"device": "cuda"} | keys, EIGHT, lora_rank=rank)
 
 

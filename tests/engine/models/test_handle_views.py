@@ -45,24 +45,24 @@ def scripted(model: InferenceModel, *answers: str) -> list[StringThread]:
 
 
 async def test_an_answer_is_parsed_out_of_what_the_model_says(model: TrainingModel) -> None:
-    asked = scripted(model, 'Well: {"a": 1} {"total": 5}.')
+    prompts = scripted(model, 'Well: {"a": 1} {"total": 5}.')
     assert await model.generate(PROMPT, Sum) == Sum(total=5)
-    assert asked == [PROMPT]
+    assert prompts == [PROMPT]
 
 
 async def test_an_answer_that_does_not_fit_is_shown_to_the_model_once(model: TrainingModel) -> None:
-    asked = scripted(model, '{"total": -1}', '{"total": 1}')
+    prompts = scripted(model, '{"total": -1}', '{"total": 1}')
     assert await model.generate(PROMPT, Sum) == Sum(total=1)
-    shown = asked[1].turns
+    shown = prompts[1].turns
     assert shown[: len(PROMPT.turns)] == PROMPT.turns and shown[-2].text == '{"total": -1}'
     assert "total: Input should be greater than or equal to 0" in shown[-1].text and '"minimum": 0' in shown[-1].text
 
 
 async def test_a_model_that_stays_with_its_answer_is_an_error_that_holds_it(model: TrainingModel) -> None:
-    asked = scripted(model, "five", "5, I said")
+    prompts = scripted(model, "five", "5, I said")
     with pytest.raises(MalformedAnswer, match="no usable Sum.*no JSON object") as caught:
         await model.generate(PROMPT, Sum)
-    assert caught.value.text == "5, I said" and len(asked) == 2
+    assert caught.value.text == "5, I said" and len(prompts) == 2
     scripted(model, "five")
     with pytest.raises(MalformedAnswer):
         await model.answer(PROMPT, Sum)
@@ -274,10 +274,10 @@ async def test_an_engine_of_ours_answers_as_an_endpoint(
     ctx: Context, model: TrainingModel
 ) -> None:
     """Over a real server: the run's policy, greedily, says what its own handle says."""
-    own = (await model.temperature(0).generate(PROMPT)).last_content()
+    expected = (await model.temperature(0).generate(PROMPT)).last_content()
     with running_openai_server(model.engine, ctx.workspace.open_store()) as url:
         there = (await behind(ctx, f"openai://r@{url}")).max_gen_len(6).temperature(0)
-        assert (await there.generate(PROMPT)).last_content() == own
+        assert (await there.generate(PROMPT)).last_content() == expected
         with pytest.raises(MalformedAnswer):
             await there.generate(PROMPT, Sum)
         with pytest.raises(BadSpec, match="refused the request with 404"):

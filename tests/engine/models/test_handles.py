@@ -82,8 +82,8 @@ async def test_sampled_logprobs_are_the_trainers(model: TrainingModel) -> None:
 
 async def test_a_view_scores_at_its_own_temperature(model: TrainingModel, tiny_folder: Path) -> None:
     tokenized = await model.tokenize_thread(ANSWERED)
-    at = hugging_face_logprobs(tiny_folder, tokenized.token_ids, temperature=0.5)
-    expected = [v for v, weight in zip(at, tokenized.weights[1:], strict=True) if weight > 0]
+    logprobs = hugging_face_logprobs(tiny_folder, tokenized.token_ids, temperature=0.5)
+    expected = [v for v, weight in zip(logprobs, tokenized.weights[1:], strict=True) if weight > 0]
     warm, cold = await asyncio.gather(
         model.logprobs_per_token(tokenized), model.temperature(0.5).logprobs_per_token(tokenized)
     )
@@ -115,8 +115,8 @@ async def test_a_view_moves_with_its_model(model: TrainingModel) -> None:
 
 async def test_a_seeded_view_repeats_itself_and_a_model_does_not(model: TrainingModel) -> None:
     long = model.max_gen_len(12)
-    one, other = await long.generate_tokens(PROMPT), await long.generate_tokens(PROMPT)
-    assert one.token_ids != other.token_ids
+    first, second = await long.generate_tokens(PROMPT), await long.generate_tokens(PROMPT)
+    assert first.token_ids != second.token_ids
     seeded = [(await long.seed(7).generate_tokens(PROMPT)).token_ids for _ in range(2)]
     assert seeded[0] == seeded[1]
     assert seeded[0] != (await long.seed(8).generate_tokens(PROMPT)).token_ids

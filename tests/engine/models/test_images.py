@@ -172,7 +172,7 @@ async def test_a_saved_model_is_whole(ctx: Context, vision_folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("url", "error", "said"),
+    ("url", "error", "message"),
     [
         ("https://example.org/cat.png", UnsupportedFragment, "never fetched"),
         ("http://127.0.0.1/cat.png", UnsupportedFragment, "data: URL"),
@@ -184,12 +184,12 @@ async def test_a_saved_model_is_whole(ctx: Context, vision_folder: Path, tmp_pat
     ],
 )
 async def test_an_image_without_bytes_is_refused(
-    model: TrainingModel, url: str, error: type[TextError], said: str
+    model: TrainingModel, url: str, error: type[TextError], message: str
 ) -> None:
     for call in (model.generate, model.serialize_thread):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             await call(question(url))
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         embed_images(question(url))
 
 
@@ -265,15 +265,15 @@ async def test_an_endpoint_takes_no_images() -> None:
 def test_a_processor_that_cuts_images_into_tiles_is_refused(vision_folder: Path, tmp_path: Path) -> None:
     for file in vision_folder.iterdir():
         (tmp_path / file.name).symlink_to(file)
-    own = tmp_path / "processor_config.json"
-    text = own.read_text()
-    own.unlink()
+    path = tmp_path / "processor_config.json"
+    text = path.read_text()
+    path.unlink()
     with pytest.raises(TokenizerMissing, match="without preprocessor_config"):
         load_tokenizer(tmp_path)
-    own.write_text(text.replace('"do_image_splitting": false', '"do_image_splitting": true'))
+    path.write_text(text.replace('"do_image_splitting": false', '"do_image_splitting": true'))
     with pytest.raises(TokenizerMissing, match="do_image_splitting"):
         load_tokenizer(tmp_path)
-    own.write_text(text.replace('"image_seq_len": 4', '"image_seq_len": 5'))
+    path.write_text(text.replace('"image_seq_len": 4', '"image_seq_len": 5'))
     with pytest.raises(TokenizerMissing, match="image_seq_len 5"):
         load_tokenizer(tmp_path)
 
@@ -308,14 +308,14 @@ async def test_a_server_answers_as_the_engine_in_this_process(tmp_path: Path, vi
     policy = await new_policy(local, vision_folder)
     renderer = Renderer(load_tokenizer(vision_folder))
     prompt, other = renderer.prompt_sequence(SEEN), renderer.prompt_sequence(StringThread([("user", "2+3?")]))
-    asked = GenerateRequest(
+    request = GenerateRequest(
         policy, [prompt.token_ids, other.token_ids], [0, 1], SamplingParams(max_new_tokens=4),
         images=[prompt.images, ()],
     )  # fmt: skip
     scored = LogprobsRequest(policy, [renderer.sequence(renderer.tokenize(ANSWERED))])
     with running_server(local) as url:
         client = EngineClient(f"file://{tmp_path}/store", url)
-        assert await client.generate(asked) == await local.generate(asked)
+        assert await client.generate(request) == await local.generate(request)
         assert await client.logprobs(scored) == await local.logprobs(scored)
         broken = replace(scored.sequences[0], images=(replace(scored.sequences[0].images[0], data=b"no image"),))
         with pytest.raises(BadSpec, match="cannot be decoded"):

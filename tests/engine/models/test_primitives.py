@@ -140,9 +140,9 @@ async def test_tangents_of_a_loss_are_its_primitive(tmp_path: Path, tiny_folder:
     for sample, leaf in zip(samples, current, strict=True):
         assert leaf.grad is not None
         await descend(by_hand, sample, leaf.grad.tolist())
-    one, two = await built_in.optim_step(1e-3), await by_hand.optim_step(1e-3)
-    assert one["loss"] == pytest.approx(loss.item(), abs=1e-5)
-    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    built_in_metrics, by_hand_metrics = await built_in.optim_step(1e-3), await by_hand.optim_step(1e-3)
+    assert built_in_metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert by_hand_metrics["grad_norm"] == pytest.approx(built_in_metrics["grad_norm"], rel=1e-4)
     moved = [await built_in.logprobs(thread) for thread in (GOOD, BAD)]
     assert [await by_hand.logprobs(thread) for thread in (GOOD, BAD)] == pytest.approx(moved, abs=1e-3)
 
@@ -263,8 +263,8 @@ async def test_calls_made_while_a_step_is_taken_belong_to_the_next(
 
 async def test_two_steps_at_once_are_one_and_a_refusal(model: TrainingModel) -> None:
     model.train_language_modelling(GOOD)
-    one, two = await asyncio.gather(model.optim_step(1e-3), model.optim_step(1e-3), return_exceptions=True)
-    assert isinstance(one, dict) and isinstance(two, BadSpec)
+    first, second = await asyncio.gather(model.optim_step(1e-3), model.optim_step(1e-3), return_exceptions=True)
+    assert isinstance(first, dict) and isinstance(second, BadSpec)
     assert (await model.policy()).step == 1
 
 

@@ -71,23 +71,23 @@ def fit(trainer: TorchTrainer, *, updates: int = 3) -> None:
     ],
     ids=["full", "large seed", "lora"],
 )
-def test_chains_of_language_models_have_the_states_they_had_before_there_were_other_heads(
+def test_states_of_chains_of_language_models_are_unchanged(
     spec: FullSpec | LoraSpec, seed: int, dumped: dict[str, Any], state: str
 ) -> None:
-    """The states were taken from the version of this repository before `head`."""
-    given = spec.model_dump(mode="json")
-    assert canonical_json(given) == canonical_json(dumped)
-    assert Root(base_digest="0" * 64, trainable=given, init_seed=seed).state() == state
-    assert parse_trainable(given | {"head": "lm"}) == spec
+    """The expected states are from the version of this repository before trainable specs had a `head`."""
+    trainable = spec.model_dump(mode="json")
+    assert canonical_json(trainable) == canonical_json(dumped)
+    assert Root(base_digest="0" * 64, trainable=trainable, init_seed=seed).state() == state
+    assert parse_trainable(trainable | {"head": "lm"}) == spec
 
 
 @pytest.mark.parametrize("spec", [SCALAR, SCALAR_LORA], ids=["full", "lora"])
 def test_a_scalar_head_is_another_chain(spec: FullSpec | LoraSpec) -> None:
-    given = spec.model_dump(mode="json")
-    assert given["head"] == "scalar"
-    assert parse_trainable(given) == spec
-    plain = {name: value for name, value in given.items() if name != "head"}
-    states = {Root(base_digest="0" * 64, trainable=trainable).state() for trainable in (given, plain)}
+    scalar = spec.model_dump(mode="json")
+    assert scalar["head"] == "scalar"
+    assert parse_trainable(scalar) == spec
+    plain = {name: value for name, value in scalar.items() if name != "head"}
+    states = {Root(base_digest="0" * 64, trainable=trainable).state() for trainable in (scalar, plain)}
     assert len(states) == 2
 
 
@@ -147,10 +147,10 @@ def test_a_scalar_folder_keeps_its_own_head(scalar_folder: Path, tmp_path: Path)
 
 def test_values_are_computed_by_the_head_in_its_own_precision(tiny_folder: Path) -> None:
     """Where the decoder computes in bfloat16, the values are still no bfloat16 numbers."""
-    found = torch.tensor(values(backend("bfloat16").load(tiny_folder, head="scalar"))[0])
-    assert not torch.equal(found, found.bfloat16().float())
+    rounded = torch.tensor(values(backend("bfloat16").load(tiny_folder, head="scalar"))[0])
+    assert not torch.equal(rounded, rounded.bfloat16().float())
     exact = torch.tensor(values(backend().load(tiny_folder, head="scalar"))[0])
-    assert (found - exact).abs().max() <= 0.05
+    assert (rounded - exact).abs().max() <= 0.05
 
 
 def test_an_architecture_without_a_scalar_head_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -195,15 +195,15 @@ def test_scalar_and_language_adapters_share_one_base(tiny_folder: Path, tmp_path
 
 def test_a_scalar_adapter_comes_back_from_its_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
     base = backend().load_base(tiny_folder)
-    kept, restored = (backend().adapter(base, SCALAR_LORA, init_seed=seed) for seed in (0, 9))
-    fit(kept)
-    files = kept.write_checkpoint(tmp_path / "kept")
+    trained, restored = (backend().adapter(base, SCALAR_LORA, init_seed=seed) for seed in (0, 9))
+    fit(trained)
+    files = trained.write_checkpoint(tmp_path / "kept")
     restored.read_checkpoint(files, optimizer=True)
-    assert restored.weights_digest() == kept.weights_digest()
-    assert "score.weight" in kept.weights_digest()[1]
-    for trainer in (kept, restored):
+    assert restored.weights_digest() == trained.weights_digest()
+    assert "score.weight" in trained.weights_digest()[1]
+    for trainer in (trained, restored):
         fit(trainer, updates=1)
-    assert state_of(restored, tmp_path / "b") == state_of(kept, tmp_path / "a")
+    assert state_of(restored, tmp_path / "b") == state_of(trained, tmp_path / "a")
     language = backend().adapter(base, LoraSpec(rank=4, alpha=6.0), init_seed=0)
     with pytest.raises(BadSpec, match="score.weight"):
         language.read_checkpoint(files, optimizer=False)
@@ -254,16 +254,16 @@ async def test_a_chain_of_values_is_redone_to_the_bit(
     await engine.save_checkpoint(policy, provenance=PROVENANCE)
     policy = await step(engine, policy)
     request = LogprobsRequest(policy, TOKENS)
-    found = await engine.values(request)
+    values_before = await engine.values(request)
     await engine.close(checkpoint=False)
 
     engine = LocalEngine(url, DETERMINISTIC)
-    assert await engine.values(request) == found
-    assert await engine.values(LogprobsRequest(start, TOKENS)) != found
+    assert await engine.values(request) == values_before
+    assert await engine.values(LogprobsRequest(start, TOKENS)) != values_before
     trainable = spec.model_dump(mode="json")
     root = Root(start=policy, base_digest=policy.state, trainable=trainable)
     second = await engine.create_policy(PolicySpec(run="r", stage="1-s", model="policy", root=root))
-    assert await engine.values(LogprobsRequest(second, TOKENS)) == found
+    assert await engine.values(LogprobsRequest(second, TOKENS)) == values_before
     await engine.save_checkpoint(await step(engine, second), provenance=PROVENANCE)
     await engine.close()
     for from_checkpoints in (False, True):

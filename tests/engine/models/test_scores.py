@@ -25,8 +25,8 @@ def builder(ctx: Context, folder: Path | str) -> ModelBuilder:
 
 
 def test_the_whole_of_a_sequence_is_scored_at_its_last_token() -> None:
-    found = last_token_sequence([5, 6, 7], end=2)
-    assert (found.token_ids, found.weights) == ([5, 6, 7, 2], [0.0, 0.0, 0.0, 1.0])
+    sequence = last_token_sequence([5, 6, 7], end=2)
+    assert (sequence.token_ids, sequence.weights) == ([5, 6, 7, 2], [0.0, 0.0, 0.0, 1.0])
 
 
 def test_a_scalar_head_stays_whatever_is_trained(ctx: Context) -> None:

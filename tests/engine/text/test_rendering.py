@@ -128,12 +128,12 @@ class TestEveryTemplate:
         assert len(tokens) == len(weights) and weights[0] == 0
 
     def test_the_prompt_is_the_whole_text_and_the_header(self, make, thread: StringThread) -> None:
-        renderer, asked = make(), thread.user("?")
-        text = renderer.tokenizer.apply_chat_template(asked.messages(), generation_prompt=True)
-        assert renderer.prompt_ids(asked) == renderer.tokenizer.encode(text)
-        opened = renderer.prompt(asked)
-        assert opened.token_ids == renderer.prompt_ids(asked)
-        assert renderer.prompt(renderer.tokenize(asked)).token_ids == opened.token_ids
+        renderer, prompt = make(), thread.user("?")
+        text = renderer.tokenizer.apply_chat_template(prompt.messages(), generation_prompt=True)
+        assert renderer.prompt_ids(prompt) == renderer.tokenizer.encode(text)
+        opened = renderer.prompt(prompt)
+        assert opened.token_ids == renderer.prompt_ids(prompt)
+        assert renderer.prompt(renderer.tokenize(prompt)).token_ids == opened.token_ids
         assert set(opened.weights) == {0}
 
 
@@ -204,12 +204,12 @@ class TestSampledTurns:
         assert merging.detokenize(done) == self.ASKED.assistant("ab")
 
     def test_earlier_answers_in_a_prompt_are_context(self, chatml: Renderer) -> None:
-        asked = StringThread().user("u").assistant("old").user("v")
+        prompt_thread = StringThread().user("u").assistant("old").user("v")
         ids, logprobs = self.sampled(chatml, "new<|im_end|>")
-        for prompt in (chatml.prompt(asked), chatml.prompt(chatml.tokenize(asked))):
+        for prompt in (chatml.prompt(prompt_thread), chatml.prompt(chatml.tokenize(prompt_thread))):
             done = chatml.with_completion(prompt, ids, logprobs)
             assert trained_text(chatml, done) == ["new<|im_end|>"]
-            assert chatml.detokenize(done) == asked.assistant("new").with_weight_last_assistant_turn()
+            assert chatml.detokenize(done) == prompt_thread.assistant("new").with_weight_last_assistant_turn()
 
     def test_a_conversation_goes_on_after_sampled_ids(self, merging: Renderer) -> None:
         ids, logprobs = self.sampled(merging, "a", "b", "<|im_end|>")

@@ -45,10 +45,10 @@ class TestAppending:
             ASKED.turns = ()  # type: ignore[misc]
 
     def test_threads_share_no_metadata(self) -> None:
-        given = {"a": [1]}
-        first = StringThread([("user", "x")], given)
+        metadata = {"a": [1]}
+        first = StringThread([("user", "x")], metadata)
         second = first.assistant("y")
-        given["a"].append(2)
+        metadata["a"].append(2)
         second.metadata["a"].append(3)  # type: ignore[union-attr]
         assert first.metadata == {"a": [1]}
 
@@ -187,9 +187,9 @@ class TestJson:
         assert pickle.loads(pickle.dumps(thread)) == thread
 
     def test_equal_threads_give_equal_bytes(self) -> None:
-        one = StringThread([("user", "x")], {"a": 1, "b": 2})
-        two = StringThread([("user", "x")], {"b": 2, "a": 1}).with_weight_all_assistant_turns()
-        assert one.to_json() == two.to_json()
+        first = StringThread([("user", "x")], {"a": 1, "b": 2})
+        second = StringThread([("user", "x")], {"b": 2, "a": 1}).with_weight_all_assistant_turns()
+        assert first.to_json() == second.to_json()
 
     def test_it_is_plain(self) -> None:
         assert StringThread().user("é").to_json() == (

@@ -364,10 +364,10 @@ def test_clipping_scales_the_whole_gradient_to_the_bound(model: CausalLM, sample
 
 def test_no_gradient_of_one_update_is_left_for_the_next(exact: CausalLM) -> None:
     trainer = TorchTrainer(exact)
-    one, other = Sample([1, 2, 3], [0.0, 1.0, 1.0]), Sample([4, 5], [0.0, 1.0])
-    _, expected = update(trainer, [other], CE)
-    update(trainer, [one], CE)
-    _, gradient = update(trainer, [other], CE)
+    first, second = Sample([1, 2, 3], [0.0, 1.0, 1.0]), Sample([4, 5], [0.0, 1.0])
+    _, expected = update(trainer, [second], CE)
+    update(trainer, [first], CE)
+    _, gradient = update(trainer, [second], CE)
     assert distance(gradient, expected) == 0
 
 

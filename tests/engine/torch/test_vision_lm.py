@@ -100,8 +100,8 @@ def test_logprobs_are_those_of_transformers_alone_and_packed(vision_folder: Path
 def test_another_image_changes_the_logprobs(vision_folder: Path, trainer: TorchTrainer) -> None:
     red, blue = (sequence(vision_folder, "what?", [80, 81], image) for image in (RED, BLUE))
     assert red.token_ids == blue.token_ids
-    one, other = trainer.logprobs([red, blue], temperature=1.0, max_tokens=4096)
-    assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-4
+    of_red, of_blue = trainer.logprobs([red, blue], temperature=1.0, max_tokens=4096)
+    assert max(abs(a - b) for a, b in zip(of_red, of_blue, strict=True)) > 1e-4
 
 
 def test_the_gradient_is_that_of_autograd_through_transformers(vision_folder: Path, trainer: TorchTrainer) -> None:
@@ -149,15 +149,15 @@ def test_completions_do_not_depend_on_what_they_were_drawn_with(vision_folder: P
 
 
 def test_a_group_shares_its_images_and_no_more(vision_folder: Path) -> None:
-    one, two, other, *_ = rows(vision_folder)
-    start = one.images[0].start
-    assert shared_prefix([one, two]) == len(two.token_ids) - 1
-    assert shared_prefix([one, other]) == start  # equal tokens, but another image stands there
-    packed = pack([one, two], device=CPU)
+    first, second, other, *_ = rows(vision_folder)
+    start = first.images[0].start
+    assert shared_prefix([first, second]) == len(second.token_ids) - 1
+    assert shared_prefix([first, other]) == start  # equal tokens, but another image stands there
+    packed = pack([first, second], device=CPU)
     assert [image.start for image in packed.images] == [start]
-    apart = pack([one, TokenSequence(other.token_ids, other.weights, "a", other.images)], device=CPU)
+    apart = pack([first, TokenSequence(other.token_ids, other.weights, "a", other.images)], device=CPU)
     assert [image.data for image in apart.images] == [RED, BLUE]
-    token = one.token_ids[start]
+    token = first.token_ids[start]
     for image in apart.images:
         assert apart.token_ids_T[image.start : image.start + TOKENS].tolist() == [token] * TOKENS
 

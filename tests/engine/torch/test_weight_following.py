@@ -14,7 +14,7 @@ from tests.fixtures.adapters import backend, train
 LIMITS = {"max_rows": 8, "max_prefill_tokens": 512}
 
 
-def test_a_sampler_that_shares_weights_does_not_overwrite_them_with_those_of_another_trainer(tiny_folder: Path) -> None:
+def test_a_sampler_does_not_overwrite_shared_weights_with_another_trainers(tiny_folder: Path) -> None:
     engine = backend()
     first, second = engine.load(tiny_folder), engine.load(tiny_folder)
     train(second, 0, updates=1)

@@ -117,9 +117,9 @@ def test_a_replica_that_comes_back_during_a_load_holds_what_was_sent_last_or_not
     if gone:
         file.unlink()
     pool._thread.run(go_on(coming))
-    given = [manifest["w"][2] for _, manifest, *_ in stood.arguments("load")]
-    assert given[:2] == ["before", "before"]
-    assert (given[2:], back.loaded_state) == (([], None) if gone else (["after"], "state"))
+    digests = [manifest["w"][2] for _, manifest, *_ in stood.arguments("load")]
+    assert digests[:2] == ["before", "before"]
+    assert (digests[2:], back.loaded_state) == (([], None) if gone else (["after"], "state"))
 
 
 def test_nobody_holds_anything_in_a_sleep_or_after_it(pool: VllmPool, file: Path) -> None:

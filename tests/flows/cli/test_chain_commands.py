@@ -103,21 +103,21 @@ def test_nothing_of_the_environment_is_shown(toy: ToyRun, monkeypatch: pytest.Mo
 
 
 def test_lineage_of_a_model(toy: ToyRun) -> None:
-    found = answer(toy, "runs", "lineage", "toy")
-    assert found["base"].startswith("tiny@")
-    assert [step["step"] for step in found["steps"]] == [1, 2, 3, 4]
-    assert [step["completions"] for step in found["steps"]] == [16, 16, 16, 16]
+    lineage = answer(toy, "runs", "lineage", "toy")
+    assert lineage["base"].startswith("tiny@")
+    assert [step["step"] for step in lineage["steps"]] == [1, 2, 3, 4]
+    assert [step["completions"] for step in lineage["steps"]] == [16, 16, 16, 16]
     # ten prompts in an epoch: the first two steps cannot meet one twice
-    assert len({prompt for step in found["steps"][:2] for prompt in step["prompts"]}) == 8
-    prompt = found["steps"][3]["prompts"][0]
+    assert len({prompt for step in lineage["steps"][:2] for prompt in step["prompts"]}) == 8
+    prompt = lineage["steps"][3]["prompts"][0]
     touched = answer(toy, "runs", "lineage", "toy", "--prompt", prompt)["prompt"]
     assert touched["ids"] == [prompt]
     assert "toy/0-grpo/policy@4" in touched["checkpoints"]
     assert ostinato(toy, "runs", "lineage", "toy").exit_code == 0
     assert "toy/0-grpo/policy@4" in ostinato(toy, "runs", "lineage", "toy", "--prompt", prompt).stdout
-    nobody = ostinato(toy, "runs", "lineage", "toy", "--prompt", "no such text")
-    assert nobody.exit_code == 1
-    assert "no step of this lineage used" in nobody.stdout
+    result = ostinato(toy, "runs", "lineage", "toy", "--prompt", "no such text")
+    assert result.exit_code == 1
+    assert "no step of this lineage used" in result.stdout
 
 
 def test_verify_says_what_is_equal_and_what_differs(toy: ToyRun) -> None:
@@ -149,9 +149,9 @@ def test_replay_says_equal_aloud(toy: ToyRun) -> None:
 
 
 def test_fork_says_how_to_go_on(toy: ToyRun) -> None:
-    said = ostinato(toy, "fork", "toy", "--step", "3", "--run", "new")
-    assert said.exit_code == 0, said.output
-    assert "ostinato run grpo --config FILE --run new" in said.stdout
+    result = ostinato(toy, "fork", "toy", "--step", "3", "--run", "new")
+    assert result.exit_code == 0, result.output
+    assert "ostinato run grpo --config FILE --run new" in result.stdout
     assert answer(toy, "fork", "toy", "--step", "3", "--run", "new")["new"] == "new"
     assert Chain(toy.store, "new", "0-grpo", "policy").head().step == 3
 

@@ -42,13 +42,13 @@ def test_the_same_rows_are_the_same_version_and_other_rows_another(data: Data) -
 def test_only_a_new_version_is_an_event(data: Data, prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[dict[str, Any]] = []
     monkeypatch.setattr(events, "emit_event", lambda **body: heard.append(body))
-    made = json.loads(data.add("--server", prefect_server).stdout)
+    dataset = json.loads(data.add("--server", prefect_server).stdout)
     assert json.loads(data.add("--server", prefect_server).stdout)["new"] is False
     (event,) = heard
     assert event["event"] == "ostinato.dataset.registered"
     assert event["resource"]["prefect.resource.id"] == "ostinato.dataset.digits"
     payload = event["payload"]
-    assert (payload["dataset"], payload["use"], payload["rows"]) == (made["dataset"], "prompt", 10)
+    assert (payload["dataset"], payload["use"], payload["rows"]) == (dataset["dataset"], "prompt", 10)
     assert payload["source"] == str(data.file)
 
 

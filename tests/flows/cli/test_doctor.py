@@ -56,12 +56,12 @@ def verdicts(found: Iterator[checks.Check] | list[checks.Check]) -> dict[str, st
 def test_a_store_that_is_well(tmp_path: Path) -> None:
     result = doctor("--storage", str(tmp_path), "--json")
     assert result.exit_code == 0, result.output
-    found = {(check["area"], check["name"]): check for check in json.loads(result.stdout)["checks"]}
+    checks_by_name = {(check["area"], check["name"]): check for check in json.loads(result.stdout)["checks"]}
     for name in ("writable", "put-if-absent", "clock", "space"):
-        assert found["storage", name]["verdict"] == "ok"
-    assert found["engine", "embedded"]["verdict"] == "ok"
-    assert found["prefect", "server"]["verdict"] == "ok"
-    assert "starts its own" in found["prefect", "server"]["what"]
+        assert checks_by_name["storage", name]["verdict"] == "ok"
+    assert checks_by_name["engine", "embedded"]["verdict"] == "ok"
+    assert checks_by_name["prefect", "server"]["verdict"] == "ok"
+    assert "starts its own" in checks_by_name["prefect", "server"]["what"]
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []  # the probes are gone
 
 
@@ -101,20 +101,22 @@ class ReadOnly(MemoryBackend):
 )
 def test_stores_that_are_not_well(backend: type[MemoryBackend], name: str, verdict: str) -> None:
     store = ObjectStore(backend(f"doctor-{backend.__name__}"))
-    found = list(checks.check_storage(store))
-    assert verdicts(found)[name] == verdict
-    assert all(check.what_to_do for check in found if check.verdict in ("warning", "fail"))
+    results = list(checks.check_storage(store))
+    assert verdicts(results)[name] == verdict
+    assert all(check.what_to_do for check in results if check.verdict in ("warning", "fail"))
     assert list(store.list()) == []
 
 
 def test_versions_are_held_against_what_the_project_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = ["prefect>=99", "no-such-package", "pydantic>=2", "torch>=99; extra == 'torch'", "absent; extra == 'dev'"]
-    monkeypatch.setattr(checks, "requires", lambda name: wanted)
-    found = list(checks.check_versions())
-    assert verdicts(found) == {
+    requirements = [
+        "prefect>=99", "no-such-package", "pydantic>=2", "torch>=99; extra == 'torch'", "absent; extra == 'dev'",
+    ]  # fmt: skip
+    monkeypatch.setattr(checks, "requires", lambda name: requirements)
+    results = list(checks.check_versions())
+    assert verdicts(results) == {
         "python": "ok", "prefect": "fail", "no-such-package": "fail", "torch": "warning", "packages": "ok",
     }  # fmt: skip
-    by_name = {check.name: check for check in found}
+    by_name = {check.name: check for check in results}
     assert by_name["prefect"].what_to_do == "pip install 'prefect>=99'"
     assert "pydantic" in by_name["packages"].what
     assert "absent" not in by_name["packages"].what
@@ -137,13 +139,13 @@ def test_an_engine_that_takes_no_calls(tmp_path: Path) -> None:
     thread.start()
     try:
         spec = HttpEngineSpec(url=f"http://127.0.0.1:{server.server_port}")
-        found = list(checks.check_engine(spec, str(tmp_path)))
+        results = list(checks.check_engine(spec, str(tmp_path)))
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    assert verdicts(found) == {"health": "ok", "ready": "fail"}
-    assert "answers 503" in found[1].what
+    assert verdicts(results) == {"health": "ok", "ready": "fail"}
+    assert "answers 503" in results[1].what
 
 
 def test_an_engine_that_is_away(tmp_path: Path, dead_port: int) -> None:
@@ -161,9 +163,9 @@ def test_a_config_says_where(tmp_path: Path, dead_port: int) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     result = doctor("--config", str(tmp_path / "config.json"), "--json")
-    found = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
-    assert str(tmp_path / "data") in found["reachable"]["what"]
-    assert found["health"]["verdict"] == "fail"
+    checks_by_name = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    assert str(tmp_path / "data") in checks_by_name["reachable"]["what"]
+    assert checks_by_name["health"]["verdict"] == "fail"
 
 
 def test_a_prefect_server_of_this_version(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:

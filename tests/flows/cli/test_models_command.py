@@ -74,8 +74,8 @@ def test_promote_promote_rollback(toy: ToyRun, version: str, second: str) -> Non
     assert (rows["toy"]["champion"], rows["toy"]["by"], rows["toy"]["versions"]) == ("again", "Ada", 2)
     assert rows["tiny"]["champion"] is None
 
-    said = done(toy, "rollback", "toy", "--why", "it repeats itself", "--who", "Bo")
-    assert f"the champion of toy is {version}, after again" in said
+    output = done(toy, "rollback", "toy", "--why", "it repeats itself", "--who", "Bo")
+    assert f"the champion of toy is {version}, after again" in output
     told = answer(toy, "show", "toy")
     assert [move["version"] for move in told["moves"]] == [version, "again", version]
     assert [move["action"] for move in told["moves"]] == ["promote", "promote", "rollback"]
@@ -177,8 +177,8 @@ def test_push_to_s3_takes_its_server_and_credentials_from_the_environment(
     for _ in range(2):  # again: the same files are no strangers
         done(toy, "push", "toy", f"s3://{moto_bucket}/models/toy")
     client = boto3.client("s3")
-    found = {each["Key"] for each in client.list_objects_v2(Bucket=moto_bucket)["Contents"]}
-    assert {f"models/toy/{name}" for name in ("README.md", "config.json", "model.safetensors")} <= found
+    keys = {each["Key"] for each in client.list_objects_v2(Bucket=moto_bucket)["Contents"]}
+    assert {f"models/toy/{name}" for name in ("README.md", "config.json", "model.safetensors")} <= keys
     source = toy.folder / "models" / "toy" / version / "model.safetensors"
     copy = client.get_object(Bucket=moto_bucket, Key="models/toy/model.safetensors")["Body"].read()
     assert copy == source.read_bytes()
@@ -201,7 +201,7 @@ def test_push_to_a_hub_is_one_commit(toy: ToyRun, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     done(toy, "push", "toy", "hf://ada/toy")
-    (made, options), (written, names) = calls
-    assert made == written == "ada/toy"
+    (created, options), (written, names) = calls
+    assert created == written == "ada/toy"
     assert options == {"private": True, "exist_ok": True}
     assert names.count("README.md") == 1 and "model.safetensors" in names

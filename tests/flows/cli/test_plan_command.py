@@ -44,11 +44,11 @@ def test_every_example_fits_and_says_what_it_takes(example: Path) -> None:
     assert isinstance(parse_config(LocalEngineSpec, example), LocalEngineSpec)
     result = plan(*command_in(example), "--json")
     assert result.exit_code == 0, result.output
-    said = dict(re.findall(r"^# plan: (.*): ([\d.]+) GiB$", example.read_text(), flags=re.M))
-    found = {memory["name"]: f"{memory['needed'] / 2**30:.1f}" for memory in json.loads(result.stdout)["memories"]}
+    documented = dict(re.findall(r"^# plan: (.*): ([\d.]+) GiB$", example.read_text(), flags=re.M))
+    planned = {memory["name"]: f"{memory['needed'] / 2**30:.1f}" for memory in json.loads(result.stdout)["memories"]}
     if "cpu" in example.stem:  # compute_dtype is fixed there, so this machine does not matter
-        assert len(found) == 1
-    assert said == found
+        assert len(planned) == 1
+    assert documented == planned
 
 
 def test_the_8b_adapter_of_the_one_gpu_example(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ async def test_a_registered_model_is_planned_by_its_key(tmp_path: Path, tiny_fol
 
 
 @pytest.mark.parametrize(
-    ("body", "words", "said"),
+    ("body", "words", "message"),
     [({}, [], "no model was given"),
      ({"device": "cuda"}, ["--model", "8B"], "say which: --gpu"),
      ({"device": "cpu"}, ["--model", "8B", "--gpu", "h100-80"], "leave one of them out"),
@@ -116,7 +116,7 @@ async def test_a_registered_model_is_planned_by_its_key(tmp_path: Path, tiny_fol
      ({"trainer": {"kind": "deepspeed", "zero_stagee": 1}}, ["--model", "8B"], "did you mean 'zero_stage'"),
      ({"engine": {"kind": "http", "url": "http://127.0.0.1:1"}}, ["--model", "8B"], "engine elsewhere")],
 )  # fmt: skip
-def test_wrong_usage_is_said(tmp_path: Path, body: dict[str, Any], words: list[str], said: str) -> None:
+def test_wrong_usage_is_said(tmp_path: Path, body: dict[str, Any], words: list[str], message: str) -> None:
     result = plan("--config", written(tmp_path, body), *words)
     assert result.exit_code == 2, result.output
-    assert said in result.output
+    assert message in result.output

@@ -159,7 +159,7 @@ def test_each_group_refuses_unknown_keys_and_says_what_it_is(model: type[FlowCon
 
 
 def test_names_and_patience_do_not_decide_the_result() -> None:
-    one = GRPOConfig.model_validate(changed(GRPO))
+    config = GRPOConfig.model_validate(changed(GRPO))
     for change in (
         {"model": {"key": "m", "publish_as": "n"}},
         {"grader": {"path": "a:b", "timeout_seconds": 1.0, "retries": 0, "concurrency": 1}},
@@ -168,7 +168,7 @@ def test_names_and_patience_do_not_decide_the_result() -> None:
         {"run": "key"},
         {"engine": {"threads": 1}},
     ):
-        assert GRPOConfig.model_validate(changed(GRPO, **change)).semantic() == one.semantic(), change
+        assert GRPOConfig.model_validate(changed(GRPO, **change)).semantic() == config.semantic(), change
     for change in (
         {"seed": 1},
         {"optimizer__lr": 1e-3},
@@ -178,7 +178,7 @@ def test_names_and_patience_do_not_decide_the_result() -> None:
         {"data__max_prompt_tokens": 9, "data__truncation": "drop"},
         {"model": {"key": "other"}},
     ):
-        assert GRPOConfig.model_validate(changed(GRPO, **change)).semantic() != one.semantic(), change
+        assert GRPOConfig.model_validate(changed(GRPO, **change)).semantic() != config.semantic(), change
 
 
 # -- the command line --------------------------------------------------------------------------------------------
@@ -252,12 +252,12 @@ def test_the_demo_refuses_a_bad_set_without_a_traceback(here: Path, monkeypatch:
 
 def test_only_the_model_of_the_demo_trains_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "find_spec", lambda _: None)
-    asked = ["demo", "--only-model"]
-    refused = CliRunner().invoke(app, asked)
+    arguments = ["demo", "--only-model"]
+    refused = CliRunner().invoke(app, arguments)
     assert refused.exit_code == 2 and "`make demo` installs them" in refused.output
     monkeypatch.setattr(demo, "MODEL_FOLDER", here)
     (here / "config.json").touch()
-    assert CliRunner().invoke(app, asked).exit_code == 0
+    assert CliRunner().invoke(app, arguments).exit_code == 0
     assert [path.name for path in here.iterdir()] == ["config.json"]
 
 
@@ -304,11 +304,11 @@ def test_new_starts_another_run_and_takes_its_place(here: Path) -> None:
 def test_a_finished_run_is_forgotten_and_others_are_not(here: Path) -> None:
     config, other = (GRPOConfig.model_validate(changed(GRPO, seed=seed)) for seed in (0, 1))
     first, _ = find_or_create_run_key("grpo", config, new=False)
-    kept, _ = find_or_create_run_key("grpo", other, new=False)
+    key_of_other, _ = find_or_create_run_key("grpo", other, new=False)
     forget_run_key("grpo", config)
     again, was_there = find_or_create_run_key("grpo", config, new=False)
     assert again != first and not was_there
-    assert find_or_create_run_key("grpo", other, new=False) == (kept, True)
+    assert find_or_create_run_key("grpo", other, new=False) == (key_of_other, True)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------

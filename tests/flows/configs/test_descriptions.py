@@ -32,7 +32,7 @@ def test_every_field_of_a_form_is_described(entrypoint: str) -> None:
     schema = parameter_schema(flow).model_dump_for_openapi()
     groups = schema["definitions"]
     assert len(groups) > 5
-    found = [*undescribed(schema, name, groups)]
+    missing = [*undescribed(schema, name, groups)]
     for group, definition in groups.items():
-        found += undescribed(definition, group, groups)
-    assert found == []
+        missing += undescribed(definition, group, groups)
+    assert missing == []

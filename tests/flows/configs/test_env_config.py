@@ -29,17 +29,17 @@ def test_defaults_are_the_classes() -> None:
 
 
 def test_the_environment_decides_the_result_and_patience_does_not() -> None:
-    one = ENVGRPOConfig.model_validate(CONFIG)
+    config = ENVGRPOConfig.model_validate(CONFIG)
     for name, value in {"reaction_seconds": 5, "concurrency": 1, "max_masked_fraction": 0.5}.items():
-        assert ENVGRPOConfig.model_validate(changed(**{f"environment__{name}": value})).semantic() == one.semantic()
+        assert ENVGRPOConfig.model_validate(changed(**{f"environment__{name}": value})).semantic() == config.semantic()
     for name, value in {"path": "a:B", "arguments": {}, "max_turns": 2, "max_tokens": 99, "episode_seconds": 1}.items():
         other = ENVGRPOConfig.model_validate(changed(**{f"environment__{name}": value}))
-        assert other.semantic() != one.semantic(), name
-    assert "environment" not in one.other()
+        assert other.semantic() != config.semantic(), name
+    assert "environment" not in config.other()
 
 
 @pytest.mark.parametrize(
-    ("config", "changes", "said"),
+    ("config", "changes", "message"),
     [
         (ENVGRPOConfig, {"data__truncation": "left"}, "Input should be 'error' or 'drop'"),
         (ENVGRPOConfig, {"environment__max_turns": 0}, "greater than or equal to 1"),
@@ -50,8 +50,8 @@ def test_the_environment_decides_the_result_and_patience_does_not() -> None:
         (ENVGRPOConfig, {"grader__path": "a:b"}, "Extra inputs are not permitted"),
     ],
 )
-def test_what_cannot_be_run_is_refused(config: type[ENVGRPOConfig], changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_what_cannot_be_run_is_refused(config: type[ENVGRPOConfig], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         config.model_validate(changed(**changes))
 
 

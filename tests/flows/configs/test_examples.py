@@ -28,9 +28,9 @@ OF_COMMAND: dict[str, type[BaseModel]] = {
 def command_of(file: Path) -> str:
     if file.name == "demo.yaml":
         return "run grpo"
-    found = re.match(r"# `ostinato (.+) --config " + re.escape(str(file)) + "`", file.read_text())
-    assert found, f"the first line of {file} does not say how it is run"
-    return found[1]
+    match = re.match(r"# `ostinato (.+) --config " + re.escape(str(file)) + "`", file.read_text())
+    assert match, f"the first line of {file} does not say how it is run"
+    return match[1]
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)

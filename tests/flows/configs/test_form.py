@@ -29,11 +29,11 @@ FORM = {"anyOf", "enum", "type", "$ref", "const"}
 def flows() -> dict[str, Flow[..., Any]]:
     """Every deployed flow by name."""
     entries = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
-    found = {}
+    flow_of = {}
     for entry in entries:
         module, _, name = entry["entrypoint"].rpartition(".")
-        found[entry["name"]] = getattr(importlib.import_module(module), name)
-    return found
+        flow_of[entry["name"]] = getattr(importlib.import_module(module), name)
+    return flow_of
 
 
 NAMES = sorted(entry["name"] for entry in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"])
@@ -210,17 +210,17 @@ def test_there_is_a_good_config_of_every_flow() -> None:
 @pytest.fixture(scope="module")
 def deployments(prefect_server: str) -> dict[str, UUID]:
     """Every flow deployed as `ostinato deploy` does it: the server checks parameters against the schema."""
-    made = {}
+    deployments = {}
     with get_client(sync_client=True) as client:
-        for name, one in flows().items():
-            body = client.create_flow(one)
-            made[name] = client.create_deployment(
+        for name, flow in flows().items():
+            body = client.create_flow(flow)
+            deployments[name] = client.create_deployment(
                 body,
                 f"form-{name}",
-                parameter_openapi_schema=parameter_schema(one).model_dump(),
+                parameter_openapi_schema=parameter_schema(flow).model_dump(),
                 enforce_parameter_schema=True,
             )
-    return made
+    return deployments
 
 
 def submit(api: str, deployment: UUID, config: dict[str, Any]) -> httpx.Response:

@@ -88,10 +88,10 @@ def test_one_possible_value_is_a_menu_of_one() -> None:
      {"mode": "slower"}, {"maybe": {"kind": "web"}}],
 )  # fmt: skip
 def test_a_validator_reads_it_as_the_record_does(change: dict) -> None:
-    given = {"source": {"kind": "file", "path": "p"}} | change
+    config = {"source": {"kind": "file", "path": "p"}} | change
     try:
-        JobConfig.model_validate(given)
+        JobConfig.model_validate(config)
         fits = True
     except ValueError:
         fits = False
-    assert Draft202012Validator(schema()).is_valid(given) == fits
+    assert Draft202012Validator(schema()).is_valid(config) == fits

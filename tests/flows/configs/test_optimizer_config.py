@@ -85,7 +85,7 @@ def test_every_setting_of_the_optimizer_decides_the_result(make: type[SFTConfig]
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"warmup_steps": 1, "warmup_ratio": 0.1}, "give one of them"),
         ({"schedule": "cosine_without_warmup", "warmup_steps": 1}, "use 'cosine'"),
@@ -100,8 +100,8 @@ def test_every_setting_of_the_optimizer_decides_the_result(make: type[SFTConfig]
         ({"warmup_ratio": 1.1}, "less than or equal to 1"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(config: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_what_does_not_fit_together_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         OptimizerConfig(**config)
 
 

@@ -53,14 +53,14 @@ def test_what_a_stage_alone_would_refuse_is_refused(changes: dict[str, Any], mes
 
 
 def test_what_decides_the_result() -> None:
-    one = config().semantic()
+    semantic = config().semantic()
     for same in (
         {"checkpoints": {"frequency": 0.5}},
         {"model": BODY["model"] | {"publish_as": "other"}},
         {"grader": BODY["grader"] | {"retries": 9}},
         {"evaluation": {"samples_shown": 1}},
     ):
-        assert config(**same).semantic() == one, same
+        assert config(**same).semantic() == semantic, same
     for other in (
         {"sft": {"algorithm": {"epochs": 3}}},
         {"sft": BODY["sft"] | {"optimizer": {"lr": 1e-4}}},
@@ -69,13 +69,13 @@ def test_what_decides_the_result() -> None:
         {"data": BODY["data"] | {"train": PROMPTS}},
         {"seed": 6},
     ):
-        assert config(**other).semantic() != one, other
+        assert config(**other).semantic() != semantic, other
     assert not {"sft", "gspo", "data"} & config().other().keys()
     assert {"checkpoints", "engine", "storage"} <= config().other().keys()
 
 
 def test_what_both_stages_take() -> None:
     """The larger of the memories, and the sums of the rest, where both are known."""
-    one, other = Estimate(10, 100, 1.0), Estimate(30, 200, None)
-    assert one.followed_by(other) == other.followed_by(one) == Estimate(30, 300, None)
-    assert one.followed_by(one) == Estimate(10, 200, 2.0)
+    first, second = Estimate(10, 100, 1.0), Estimate(30, 200, None)
+    assert first.followed_by(second) == second.followed_by(first) == Estimate(30, 300, None)
+    assert first.followed_by(first) == Estimate(10, 200, 2.0)

@@ -59,9 +59,9 @@ def test_the_end_of_a_loop_shows_its_last_step(tmp_path: Path) -> None:
     with run_page(tmp_path, page, every_seconds=3600) as running:
         for step in range(30):
             running.add_step(a_step(step))
-    kind, data, said = page.now["progress"]
-    assert (kind, data, said) == ("progress", 100.0, "step 30 of 30")
-    kind, markdown, said = page.now["training"]
+    kind, data, description = page.now["progress"]
+    assert (kind, data, description) == ("progress", 100.0, "step 30 of 30")
+    kind, markdown, description = page.now["training"]
     assert kind == "markdown"
     assert "step 30 of 30" in markdown
     assert page.times <= 4  # at most a first and a last update of two artifacts, however many steps
@@ -142,9 +142,9 @@ def test_a_long_run_keeps_a_bounded_number_of_steps(tmp_path: Path) -> None:
     running = run_page(tmp_path, Shown())
     for step in range(3 * MAX_STEPS):
         running.add_step(a_step(step, None))
-    kept = [step.step for step in running._steps]
-    assert len(kept) <= MAX_STEPS
-    assert kept[0] == 0 and kept[-1] == 3 * MAX_STEPS - 1
+    steps = [step.step for step in running._steps]
+    assert len(steps) <= MAX_STEPS
+    assert steps[0] == 0 and steps[-1] == 3 * MAX_STEPS - 1
 
 
 def test_links(tmp_path: Path) -> None:
@@ -163,9 +163,9 @@ def test_links(tmp_path: Path) -> None:
 def artifacts_of(run: str) -> dict[str, Artifact]:
     with get_client(sync_client=True) as client:
         mine = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run]))
-        found = client.read_artifacts(artifact_filter=mine)
-    assert len({artifact.key for artifact in found}) == len(found), "a version of an artifact was left behind"
-    return {str(artifact.key): artifact for artifact in found}
+        artifacts = client.read_artifacts(artifact_filter=mine)
+    assert len({artifact.key for artifact in artifacts}) == len(artifacts), "a version of an artifact was left behind"
+    return {str(artifact.key): artifact for artifact in artifacts}
 
 
 def test_thirty_updates_leave_one_version_of_each_artifact(
@@ -185,10 +185,10 @@ def test_thirty_updates_leave_one_version_of_each_artifact(
         return str(flow_run.id)
 
     run = watched()
-    found = artifacts_of(run)
-    assert set(found) == {"progress", "training"}
-    assert found["progress"].data == 100.0
-    assert "step 30 of 30" in str(found["training"].data)
+    artifacts = artifacts_of(run)
+    assert set(artifacts) == {"progress", "training"}
+    assert artifacts["progress"].data == 100.0
+    assert "step 30 of 30" in str(artifacts["training"].data)
     deadline = time.monotonic() + 60
     while not events_called(prefect_server, "ostinato.test.last"):  # events arrive in order, some time later
         assert time.monotonic() < deadline
@@ -221,11 +221,11 @@ def test_a_run_of_grpo_shows_itself(toy_run: ToyRun, prefect_server: str) -> Non
     runs = httpx.post(f"{prefect_server}/flow_runs/filter", json={}, trust_env=False).json()
     (run,) = [run for run in runs if (run["parameters"].get("config") or {}).get("run") == "toy"]
     assert run["name"] == "grpo tiny on prompts, seed 0"
-    found = artifacts_of(run["id"])
-    assert set(found) == {"progress", "training", "samples", "report"}
-    assert found["progress"].data == 100.0
-    assert "data:image/png;base64," in str(found["training"].data)
-    rows = json.loads(str(found["samples"].data))
+    artifacts = artifacts_of(run["id"])
+    assert set(artifacts) == {"progress", "training", "samples", "report"}
+    assert artifacts["progress"].data == 100.0
+    assert "data:image/png;base64," in str(artifacts["training"].data)
+    rows = json.loads(str(artifacts["samples"].data))
     assert len(rows) == 8
     assert all(row["step"] == 4 and isinstance(row["grade"], float) and row["prompt"] for row in rows)
 

@@ -77,13 +77,13 @@ def a_run(**changes: Any) -> FlowRun:
 
 
 def test_a_key_stays_over_attempts() -> None:
-    at = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
+    start = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
     deployment = UUID("abcdef01-0000-4000-8000-000000000000")
-    scheduled = a_run(auto_scheduled=True, expected_start_time=at, deployment_id=deployment)
+    scheduled = a_run(auto_scheduled=True, expected_start_time=start, deployment_id=deployment)
     assert run_key_of("grpo", a_run()) == "grpo-12345678"
     assert run_key_of("grpo", scheduled) == "grpo-abcdef01/20261121T030000Z"
     again = scheduled.model_copy(
-        update={"id": uuid4(), "run_count": 3, "start_time": at + timedelta(hours=1), "state": Running()}
+        update={"id": uuid4(), "run_count": 3, "start_time": start + timedelta(hours=1), "state": Running()}
     )
     assert run_key_of("grpo", again) == run_key_of("grpo", scheduled)
     by_hand = scheduled.model_copy(update={"auto_scheduled": False})

@@ -85,8 +85,8 @@ def recorded(handle: ServerHandle) -> tuple[set[str], int, set[str]]:
     """Names of the flows known, completed task runs, and what was logged."""
     flows = {flow["name"] for flow in ask(handle, "flows/filter")}
     tasks = ask(handle, "task_runs/count", task_runs={"state": {"type": {"any_": ["COMPLETED"]}}})
-    said = {log["message"] for log in ask(handle, "logs/filter") if log["message"].startswith("said by")}
-    return flows, tasks, said
+    messages = {log["message"] for log in ask(handle, "logs/filter") if log["message"].startswith("said by")}
+    return flows, tasks, messages
 
 
 @pytest.mark.slow
@@ -180,9 +180,9 @@ def test_the_child_is_kept_apart_from_our_settings_and_from_the_net(
 
 def test_another_version_of_prefect_keeps_its_runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An older one refuses a database that a newer one has migrated."""
-    found = []
+    urls = []
     for installed in ("3.7.7", "3.8.8", "3.8.8"):
         monkeypatch.setattr(server, "version", lambda package, installed=installed: installed)
-        found.append(server.server_environment(tmp_path, 1)["PREFECT_SERVER_DATABASE_CONNECTION_URL"])
-    assert found[0] != found[1] == found[2]
-    assert all(str(tmp_path) in url for url in found)
+        urls.append(server.server_environment(tmp_path, 1)["PREFECT_SERVER_DATABASE_CONNECTION_URL"])
+    assert urls[0] != urls[1] == urls[2]
+    assert all(str(tmp_path) in url for url in urls)

@@ -26,9 +26,9 @@ ENTRIES = deployments_in(FILE)
 
 def flow_of(entry: dict[str, Any]) -> Flow[..., Any]:
     module, _, name = entry["entrypoint"].rpartition(".")
-    found = getattr(import_module(module), name)
-    assert isinstance(found, Flow)
-    return found
+    flow = getattr(import_module(module), name)
+    assert isinstance(flow, Flow)
+    return flow
 
 
 def test_there_is_one_deployment_per_flow() -> None:

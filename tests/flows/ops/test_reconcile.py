@@ -30,9 +30,9 @@ class Server:
             return httpx.Response(200, json=[{"name": name} for name in self.workers])
         if path == "/api/flow_runs/filter":
             assert body["work_pools"] == {"name": {"any_": ["pool"]}}
-            wanted = body["flow_runs"]["state"]["type"]["any_"]
-            found = [run for run in self.runs if run["state_type"] in wanted]
-            return httpx.Response(200, json=found[body["offset"] : body["offset"] + body["limit"]])
+            state_types = body["flow_runs"]["state"]["type"]["any_"]
+            matching = [run for run in self.runs if run["state_type"] in state_types]
+            return httpx.Response(200, json=matching[body["offset"] : body["offset"] + body["limit"]])
         self.forced.add(body["force"])
         self.states[path.split("/")[3]] = body["state"]
         return httpx.Response(201, json={})
@@ -68,12 +68,12 @@ def told(server: Server) -> dict[str, str]:
 def test_the_only_workers_runs_are_due_again_or_cancelled(played: Any) -> None:
     server = Server(RUNS, ["mine"])
     played(server)
-    said = reconcile("http://server/api", "pool", worker="mine", seen={"id-3"})
+    lines = reconcile("http://server/api", "pool", worker="mine", seen={"id-3"})
     assert told(server) == {"id-0": "SCHEDULED", "id-1": "SCHEDULED", "id-2": "CANCELLED", "id-3": "SCHEDULED"}
     assert server.states["id-0"]["name"] == "AwaitingRetry"
     assert server.states["id-0"]["state_details"]["scheduled_time"]
     assert server.forced == {True}
-    assert said[0] == "run 0: was Running, is scheduled"
+    assert lines[0] == "run 0: was Running, is scheduled"
 
 
 def test_where_others_serve_the_pool_only_runs_whose_processes_were_seen_are_touched(played: Any) -> None:
@@ -111,6 +111,6 @@ def test_a_crash_that_no_automation_answered(played: Any, seconds: int, tag: str
     run = a_run(7, state) | {"tags": [tag], "state": {"timestamp": (now - timedelta(seconds=seconds)).isoformat()}}
     server = Server([run], [])
     played(server)
-    said = reschedule_crashed_runs("http://server/api", "pool", now=now)
-    assert said == (["run 7: had crashed, is scheduled"] if back else [])
+    lines = reschedule_crashed_runs("http://server/api", "pool", now=now)
+    assert lines == (["run 7: had crashed, is scheduled"] if back else [])
     assert {run: state["name"] for run, state in server.states.items()} == ({"id-7": "AwaitingRetry"} if back else {})

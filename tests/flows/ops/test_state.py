@@ -58,10 +58,10 @@ def test_a_state_of_something_else_is_an_error_that_says_what_to_do(tmp_path: Pa
 
 
 def test_differences_name_options_and_hide_what_may_hold_a_password() -> None:
-    one = UpOptions(storage="/a", database="postgresql+asyncpg://me:hidden@db/prefect")
-    assert one.differences(one) == []
-    said = one.differences(UpOptions(storage="/b"))
-    assert said == ["storage: '/a' -> '/b'", "database: changed"]
+    options = UpOptions(storage="/a", database="postgresql+asyncpg://me:hidden@db/prefect")
+    assert options.differences(options) == []
+    differences = options.differences(UpOptions(storage="/b"))
+    assert differences == ["storage: '/a' -> '/b'", "database: changed"]
 
 
 def test_there_is_one_supervisor_of_a_folder(tmp_path: Path) -> None:
@@ -86,10 +86,10 @@ def test_all_processes_of_an_up_are_found_and_killed_if_they_ignore_sigterm(tmp_
     try:
         while (tmp_path / "log").read_text() != "ready\n":
             assert mark.alive
-        found = processes_of_up(identity)
-        assert len(found) == 2
-        assert mark.pid in {process.pid for process in found}
-        terminate_all(found, grace_seconds=0.2)
+        processes = processes_of_up(identity)
+        assert len(processes) == 2
+        assert mark.pid in {process.pid for process in processes}
+        terminate_all(processes, grace_seconds=0.2)
         assert processes_of_up(identity) == []
         reap(mark)
         assert not psutil.pid_exists(mark.pid)

@@ -64,9 +64,9 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    made = World(tmp_path, monkeypatch)
-    yield made
-    for process in processes_of_up(made.id):
+    world = World(tmp_path, monkeypatch)
+    yield world
+    for process in processes_of_up(world.id):
         process.kill()
 
 

@@ -71,12 +71,12 @@ class Up(Deployed):
 
 @pytest.fixture
 def place(tmp_path: Path, tiny_folder: Path) -> Iterator[Up]:
-    made = Up(tmp_path, tiny_folder)
+    up = Up(tmp_path, tiny_folder)
     try:
-        yield made
+        yield up
     finally:
-        state = load_state(made.home)
-        made.cli("down", fine=False)
+        state = load_state(up.home)
+        up.cli("down", fine=False)
         if state is not None:
             if state.supervisor is not None and state.supervisor.alive:  # it would start again what is killed below
                 os.kill(state.supervisor.pid, signal.SIGKILL)

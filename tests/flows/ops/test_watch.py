@@ -27,14 +27,14 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
 
 
 def test_a_pause_ends_the_loop_after_the_step_that_runs() -> None:
-    state, asked = Suspended(timeout_seconds=60), threading.Event()
+    state, polled = Suspended(timeout_seconds=60), threading.Event()
 
     def paused() -> object:
-        asked.set()
+        polled.set()
         return state
 
     with RunWatch("r", step=0, paused=paused, poll_seconds=0.001) as running:  # type: ignore[arg-type]
-        assert asked.wait(10)
+        assert polled.wait(10)
         while running._pause is None:
             assert running._thread.is_alive()
         with pytest.raises(Pause) as raised:

@@ -36,27 +36,27 @@ def test_the_lower_ends_decide(sums: tuple[float, float], words: tuple[float, fl
 
 
 def test_better_by_is_a_threshold_of_the_lower_end() -> None:
-    found = [cell("sums/exact", 0.1, 0.3), cell("words/exact", 0.0, 0.0)]
-    assert judge(GateConfig(better_by=0.09), found, CELLS).passed
-    assert not judge(GateConfig(better_by=0.1), found, CELLS).passed
+    cells = [cell("sums/exact", 0.1, 0.3), cell("words/exact", 0.0, 0.0)]
+    assert judge(GateConfig(better_by=0.09), cells, CELLS).passed
+    assert not judge(GateConfig(better_by=0.1), cells, CELLS).passed
 
 
 def test_another_target() -> None:
-    found = [cell("sums/exact", 0.0, 0.3), cell("words/exact", 0.1, 0.2)]
-    assert judge(GateConfig(target="words/exact"), found, CELLS).passed
-    assert not judge(GateConfig(target="sums/exact"), found, CELLS).passed
+    cells = [cell("sums/exact", 0.0, 0.3), cell("words/exact", 0.1, 0.2)]
+    assert judge(GateConfig(target="words/exact"), cells, CELLS).passed
+    assert not judge(GateConfig(target="sums/exact"), cells, CELLS).passed
     with pytest.raises(ValueError, match="not a dataset/grader of the suite, which has sums/exact, words/exact"):
-        judge(GateConfig(target="exact"), found, CELLS)
+        judge(GateConfig(target="exact"), cells, CELLS)
 
 
 @pytest.mark.parametrize("missing", [None, "one prompt", "no grade in common"])
 def test_what_is_not_known_fails(missing: str | None) -> None:
-    found = [cell("sums/exact", 0.1, 0.3)]
+    cells = [cell("sums/exact", 0.1, 0.3)]
     if missing == "one prompt":
-        found.append(cell("words/exact", None, None, n=1))
+        cells.append(cell("words/exact", None, None, n=1))
     elif missing:
-        found.append(cell("words/exact", 0.0, 0.0).model_copy(update={"paired": None}))
-    verdict = judge(GateConfig(), found, CELLS)
+        cells.append(cell("words/exact", 0.0, 0.0).model_copy(update={"paired": None}))
+    verdict = judge(GateConfig(), cells, CELLS)
     assert not verdict.passed
     assert len(verdict.reasons) == 1 and verdict.reasons[0].startswith("words/exact must not be worse")
 

@@ -62,10 +62,11 @@ async def test_memory_counts_weights_gradients_moments_and_the_reference(world: 
     assert estimate(store, valued, base, data, halves).memory_bytes == parameters * (4 * (4 + 4) + 2)  # one samples
     named = valued.model_copy(update={"value_model": ValueModelConfig(key=str(tiny_folder))})
     assert estimate(store, named, base, data, info()) == estimate(store, valued, base, data, info())
-    one = estimate(store, GRPOConfig.model_validate(config), base, data, info())
-    two = estimate(store, valued, base, data, info())
-    assert two.disk_bytes is not None and one.disk_bytes is not None and two.disk_bytes > one.disk_bytes
-    assert two.seconds is not None and one.seconds is not None and two.seconds > 1.5 * one.seconds
+    plain = estimate(store, GRPOConfig.model_validate(config), base, data, info())
+    with_values = estimate(store, valued, base, data, info())
+    assert with_values.disk_bytes is not None and plain.disk_bytes is not None
+    assert with_values.disk_bytes > plain.disk_bytes
+    assert with_values.seconds is not None and plain.seconds is not None and with_values.seconds > 1.5 * plain.seconds
     config["model"]["adapter"] = {}
     adapter = estimate(store, GRPOConfig.model_validate(config), base, data, info()).memory_bytes
     assert adapter < 1.5 * parameters * 4
@@ -100,9 +101,9 @@ async def test_disk_counts_only_the_named_checkpoints_that_are_kept(world: Any) 
 
     def disk(**checkpoints: Any) -> int:
         config["checkpoints"] = {"every_steps": 1} | checkpoints
-        found = estimate(store, GRPOConfig.model_validate(config), base, data, info()).disk_bytes
-        assert found is not None
-        return found
+        disk_bytes = estimate(store, GRPOConfig.model_validate(config), base, data, info()).disk_bytes
+        assert disk_bytes is not None
+        return disk_bytes
 
     a_checkpoint = disk(keep_last=3) - disk(keep_last=2)
     assert disk() - disk(keep_named=4) == 6 * a_checkpoint
@@ -110,22 +111,22 @@ async def test_disk_counts_only_the_named_checkpoints_that_are_kept(world: Any) 
 
 
 @pytest.mark.parametrize(
-    ("there", "said"),
+    ("there", "message"),
     [({"memory_bytes": GIB}, r"2\.0 GiB of the engine's memory, which is 1\.0 GiB.*model\.adapter"),
      ({"disk_free_bytes": GIB}, r"3\.0 GiB, but the disk of its store has 1\.0 GiB free.*keep_last")],
 )  # fmt: skip
-def test_what_cannot_fit_is_refused_with_both_sizes(there: dict[str, Any], said: str) -> None:
-    wanted = Estimate(memory_bytes=2 * GIB, disk_bytes=3 * GIB, seconds=600.0)
-    wanted.check(info(disk_free_bytes=4 * GIB))
-    with pytest.raises(DoesNotFit, match=said):
-        wanted.check(info(**there))
+def test_what_cannot_fit_is_refused_with_both_sizes(there: dict[str, Any], message: str) -> None:
+    needs = Estimate(memory_bytes=2 * GIB, disk_bytes=3 * GIB, seconds=600.0)
+    needs.check(info(disk_free_bytes=4 * GIB))
+    with pytest.raises(DoesNotFit, match=message):
+        needs.check(info(**there))
 
 
 def test_a_resumed_run_has_written_part_of_its_disk_already() -> None:
-    wanted = Estimate(memory_bytes=2 * GIB, disk_bytes=3 * GIB, seconds=600.0)
-    wanted.check(info(disk_free_bytes=GIB), resumed=True)
+    needs = Estimate(memory_bytes=2 * GIB, disk_bytes=3 * GIB, seconds=600.0)
+    needs.check(info(disk_free_bytes=GIB), resumed=True)
     with pytest.raises(DoesNotFit, match="memory"):
-        wanted.check(info(memory_bytes=GIB), resumed=True)
+        needs.check(info(memory_bytes=GIB), resumed=True)
 
 
 def test_the_text_names_all_three() -> None:

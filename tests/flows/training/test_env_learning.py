@@ -45,9 +45,9 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rewards_of(folder: Path, stage: str, steps: int) -> list[float]:
     """The mean grade of an episode, by step."""
-    found = read_metrics(open_store(str(folder / "data")), "learns", stage, steps=steps)
-    assert len(found) == steps
-    return [line.reward_mean or 0.0 for line in found]
+    metrics = read_metrics(open_store(str(folder / "data")), "learns", stage, steps=steps)
+    assert len(metrics) == steps
+    return [line.reward_mean or 0.0 for line in metrics]
 
 
 def assert_learnt(rewards: list[float]) -> None:

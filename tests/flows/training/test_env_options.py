@@ -61,7 +61,7 @@ def test_at_their_defaults_they_say_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "said"),
+    ("make", "options", "message"),
     [
         *((make, {"kl_in": "reward"}, "in environments the KL term is in the loss") for make in (env_grpo, env_gspo)),
         *(
@@ -79,8 +79,8 @@ def test_at_their_defaults_they_say_nothing() -> None:
         *((make, {"grader": None}, "the environment grades the turns") for make in (env_grpo, env_gspo, env_ppo)),
     ],
 )
-def test_what_has_no_meaning_in_an_environment_is_refused(make: Any, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_has_no_meaning_in_an_environment_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make(**options)
 
 
@@ -121,15 +121,15 @@ def config_of(flow: type[ENVGRPOConfig], tmp_path: Path, **groups: Any) -> ENVGR
 def test_configs_have_the_options_of_the_classes(tmp_path: Path) -> None:
     plain = config_of(ENVGRPOConfig, tmp_path)
     assert set(plain.semantic()["rules"]) == {"max_staleness"}
-    given = config_of(ENVGRPOConfig, tmp_path, regularisation={"entropy_coef": 0.1}, rules={"max_staleness": 1})
-    assert given.semantic()["regularisation"]["entropy_coef"] == 0.1
-    assert given.semantic()["rules"] == {"max_staleness": 1}
+    config = config_of(ENVGRPOConfig, tmp_path, regularisation={"entropy_coef": 0.1}, rules={"max_staleness": 1})
+    assert config.semantic()["regularisation"]["entropy_coef"] == 0.1
+    assert config.semantic()["rules"] == {"max_staleness": 1}
     assert plain.regularisation.kl_in == "loss"
     assert ENVPPOConfig.model_fields["regularisation"].default.kl_in == "reward"
 
 
 @pytest.mark.parametrize(
-    ("flow", "groups", "said"),
+    ("flow", "groups", "message"),
     [
         (ENVGRPOConfig, {"regularisation": {"kl_in": "reward"}}, "regularisation.kl_in"),
         (ENVGRPOConfig, {"regularisation": {"norm_constant": 9.0}}, "loss_norm"),
@@ -138,7 +138,7 @@ def test_configs_have_the_options_of_the_classes(tmp_path: Path) -> None:
     ],
 )
 def test_options_without_a_meaning_in_an_environment_are_no_config(
-    tmp_path: Path, flow: type[ENVGRPOConfig], groups: dict[str, Any], said: str
+    tmp_path: Path, flow: type[ENVGRPOConfig], groups: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValidationError, match=said):
+    with pytest.raises(ValidationError, match=message):
         config_of(flow, tmp_path, **groups)

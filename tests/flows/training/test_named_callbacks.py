@@ -56,9 +56,10 @@ async def test_a_grader_evaluation_and_the_rewards_of_each_source(
     policy = await trainer.run()
     store = ctx.workspace.open_store()
 
-    found = read_validations(store, "named", policy.stage)
-    assert [(one.step, one.name) for one in found] == [(step, "held-out digits") for step in (0, 1, 2)]
-    assert set(found[0].measures) == {"reward", "reward of even", "reward of odd"}
+    validations = read_validations(store, "named", policy.stage)
+    assert [validation.step for validation in validations] == [0, 1, 2]
+    assert {validation.name for validation in validations} == {"held-out digits"}
+    assert set(validations[0].measures) == {"reward", "reward of even", "reward of odd"}
 
     stage = tmp_path / "data" / "runs" / "named" / "stages" / policy.stage / "steps"
     for step, metrics in enumerate(read_metrics(store, "named", policy.stage, steps=2)):
@@ -93,7 +94,7 @@ async def test_a_table_of_what_was_sampled(
         ).run()  # fmt: skip
 
     policy = await train()
-    assert [(key, said) for key, _, said in pages] == [
+    assert [(key, output) for key, _, output in pages] == [
         ("samples-table", "0-grpo after 1 steps"), ("samples-table", "0-grpo after 2 steps"),
     ]  # fmt: skip
     stage = tmp_path / "data" / "runs" / "table" / "stages" / policy.stage / "steps"
@@ -108,8 +109,8 @@ async def test_a_table_of_what_was_sampled(
         assert [row["grade"] for row in rows] == pytest.approx(list(graded["reward"].iloc[chosen]), abs=1e-4)
         assert [row["prompt"] for row in rows] == [str(digit) for digit in drawn["prompt_index"].iloc[chosen]]
         assert {row["step"] for row in rows} == {step + 1}
-    said = out.getvalue()
-    assert "samples table after 1 steps" in said and f"completion {pages[0][1][0]['completion']!r}" in said
+    output = out.getvalue()
+    assert "samples table after 1 steps" in output and f"completion {pages[0][1][0]['completion']!r}" in output
     await train()  # of a finished run: the last table is on the page already
     assert len(pages) == 2
 

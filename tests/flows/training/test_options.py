@@ -131,10 +131,10 @@ def test_mypy_refuses_a_misspelt_keyword_of_every_class(tmp_path: Path) -> None:
         (tmp_path / f"use_{case[0]}.py").write_text(text)
     command = [sys.executable, "-m", "mypy", "--no-error-summary", "--follow-imports=silent", "--config-file",
                str(ROOT / "pyproject.toml"), *map(str, sorted(tmp_path.glob("use_*.py")))]  # fmt: skip
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = [line for line in said.stdout.splitlines() if "[call-arg]" in line or "[arg-type]" in line]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = [line for line in process.stdout.splitlines() if "[call-arg]" in line or "[arg-type]" in line]
     refused = {Path(line.partition(":")[0]).stem.removeprefix("use_"): line for line in lines}
-    assert sorted(refused) == sorted(case[0] for case in CASES), said.stdout + said.stderr
+    assert sorted(refused) == sorted(case[0] for case in CASES), process.stdout + process.stderr
     assert len(lines) == len(CASES)
     for module, *_, wrong in CASES:
         assert wrong.partition("=")[0] in refused[module]

@@ -134,9 +134,9 @@ async def test_a_judge_takes_the_client_of_its_context(tmp_path: Path, tiny_fold
         judge = BinaryJudgeGrader(grader_key="j", client=client, model=str(tiny_folder), criteria="Is it good?")
         await judge.setup()
         assert isinstance(judge.model, InferenceModel) and judge.model.workspace.store == second.workspace.store
-    asked = RangeJudgeGrader("r", str(tiny_folder), "Is it good?", evaluation_steps=["Read it."], client=first)
-    await asked.setup()
-    assert isinstance(asked.model, InferenceModel) and asked.model.workspace.store == first.workspace.store
+    grader = RangeJudgeGrader("r", str(tiny_folder), "Is it good?", evaluation_steps=["Read it."], client=first)
+    await grader.setup()
+    assert isinstance(grader.model, InferenceModel) and grader.model.workspace.store == first.workspace.store
     with pytest.raises(GraderError, match=r"client=.* is not the engine of the run .*'mine'.*ctx\.client"):
         await BinaryJudgeGrader("j", client=first.client, model=str(tiny_folder), criteria="?").setup()
     with grading_in(first):

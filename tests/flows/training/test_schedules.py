@@ -98,8 +98,8 @@ def test_what_lies_outside_the_run_is_refused(make) -> None:
 @pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
 def test_schedules_are_functions_of_the_step(make) -> None:
     forwards = [make(LR).at(k, 20) for k in range(20)]
-    one = make(LR)
-    assert [one.at(k, 20) for k in reversed(range(20))] == forwards[::-1]
+    scheduler = make(LR)
+    assert [scheduler.at(k, 20) for k in reversed(range(20))] == forwards[::-1]
     assert max(forwards) == pytest.approx(LR)
 
 

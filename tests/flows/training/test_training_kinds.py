@@ -91,8 +91,8 @@ def test_what_no_flow_takes_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_what_a_flow_trains_on(kind: str, expected: dict[str, str]) -> None:
-    found = training_inputs(TypeAdapter(AnyTraining).validate_python(training(kind)))
-    assert {name: use for name, (_, use) in found.items()} == expected
+    inputs = training_inputs(TypeAdapter(AnyTraining).validate_python(training(kind)))
+    assert {name: use for name, (_, use) in inputs.items()} == expected
     rated = TypeAdapter(AnyTraining).validate_python(training("reward_model", data={"train": FILE, "use": "rating"}))
     assert training_inputs(rated)["dataset"][1] == "rating"
 

@@ -69,17 +69,17 @@ def test_the_validation_loss_of_a_reward_model_is_that_of_a_step_on_the_same_row
         body["data"]["train"]["path"] = str(write_ratings(tmp_path / "ratings.jsonl"))
     body["data"] |= {"heldout": body["data"]["train"], "use": use}
     asyncio.run(reward_model(RewardModelConfig.model_validate(body)))
-    found = validations(tmp_path, "0-reward_model")
-    assert [(one.step, one.name) for one in found] == [(step, "validation") for step in range(3)]
+    curve = validations(tmp_path, "0-reward_model")
+    assert [(validation.step, validation.name) for validation in curve] == [(step, "validation") for step in range(3)]
     chain = Chain(open_store(str(tmp_path / "data")), "v", "0-reward_model", "policy")
-    for one in found[:2]:
-        step = chain.record(one.step + 1).metrics  # of the policy before that step
-        assert one.measures["loss"] == pytest.approx(step["loss"], rel=1e-5)
+    for validation in curve[:2]:
+        step = chain.record(validation.step + 1).metrics  # of the policy before that step
+        assert validation.measures["loss"] == pytest.approx(step["loss"], rel=1e-5)
         if use == "preference":
-            assert one.measures["accuracy"] == pytest.approx(step["accuracy_mean"])
+            assert validation.measures["accuracy"] == pytest.approx(step["accuracy_mean"])
             apart = step["score_chosen_mean"] - step["score_rejected_mean"]
-            assert one.measures["margin"] == pytest.approx(apart, abs=1e-5)
-    assert found[-1].measures["loss"] < found[0].measures["loss"]
+            assert validation.measures["margin"] == pytest.approx(apart, abs=1e-5)
+    assert curve[-1].measures["loss"] < curve[0].measures["loss"]
 
 
 def validations(folder: Path, stage: str) -> list[Validation]:
@@ -95,16 +95,16 @@ def test_the_validation_loss_of_dpo_is_that_of_a_step_on_the_same_rows(
     )
     body["data"]["heldout"] = body["data"]["train"]
     result = asyncio.run(dpo(DPOConfig.model_validate(body)))
-    found = validations(tmp_path, "0-dpo")
-    assert [(one.step, one.name) for one in found] == [(step, "validation") for step in range(5)]
-    assert found[0].measures["loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert found[0].measures["margin"] == pytest.approx(0, abs=1e-5)
+    curve = validations(tmp_path, "0-dpo")
+    assert [(validation.step, validation.name) for validation in curve] == [(step, "validation") for step in range(5)]
+    assert curve[0].measures["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert curve[0].measures["margin"] == pytest.approx(0, abs=1e-5)
     chain = Chain(open_store(str(tmp_path / "data")), "v", "0-dpo", "policy")
-    for one in found[:4]:
-        step = chain.record(one.step + 1).metrics  # of the policy before that step
-        assert one.measures["loss"] == pytest.approx(step["loss"], rel=1e-4)
-        assert one.measures["margin"] == pytest.approx(step["reward_margin_mean"], abs=1e-4)
-        assert one.step == 0 or one.measures["accuracy"] == pytest.approx(step["accuracy_mean"])
+    for validation in curve[:4]:
+        step = chain.record(validation.step + 1).metrics  # of the policy before that step
+        assert validation.measures["loss"] == pytest.approx(step["loss"], rel=1e-4)
+        assert validation.measures["margin"] == pytest.approx(step["reward_margin_mean"], abs=1e-4)
+        assert validation.step == 0 or validation.measures["accuracy"] == pytest.approx(step["accuracy_mean"])
     assert "Validation: loss" in Path(result["report"]).read_text()
 
 
@@ -130,14 +130,14 @@ def test_the_validation_loss_of_sft_is_that_of_a_step_on_the_same_rows(
     )
     monkeypatch.setitem(sys.modules, "swanlab", module)
     asyncio.run(sft(SFTConfig.model_validate(body)))
-    found = validations(tmp_path, "0-sft")
+    curve = validations(tmp_path, "0-sft")
     chain = Chain(open_store(str(tmp_path / "data")), "v", "0-sft", "policy")
     losses = [chain.record(step).metrics["loss"] for step in (1, 2, 3)]  # of the policies before these steps
-    assert [one.step for one in found] == [0, 1, 2, 3]
-    assert [one.measures["loss"] for one in found[:3]] == pytest.approx(losses, rel=1e-5)
+    assert [validation.step for validation in curve] == [0, 1, 2, 3]
+    assert [validation.measures["loss"] for validation in curve[:3]] == pytest.approx(losses, rel=1e-5)
     assert [step for step, _ in lines] == [0, 1, 1, 2, 2, 3, 3, -1]
     assert [figures["train/loss"] for _, figures in lines if "train/loss" in figures] == losses
-    assert lines[0][1] == {"validation/loss": found[0].measures["loss"]}
+    assert lines[0][1] == {"validation/loss": curve[0].measures["loss"]}
 
 
 def test_held_out_rows_decide_nothing() -> None:

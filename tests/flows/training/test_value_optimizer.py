@@ -32,23 +32,23 @@ def config_of(folder: Path, tiny_folder: Path, **changes: Any) -> PPOConfig:
 
 def test_what_is_not_said_is_the_policys() -> None:
     assert ValueOptimizer().over(POLICY, 0.5) == POLICY.model_copy(update={"lr": 0.5})
-    own = ValueOptimizer(weight_decay=0.0, beta1=0.8, max_grad_norm=0.5).over(POLICY, 0.5)
-    assert own == POLICY.model_copy(
+    of_value = ValueOptimizer(weight_decay=0.0, beta1=0.8, max_grad_norm=0.5).over(POLICY, 0.5)
+    assert of_value == POLICY.model_copy(
         update={"lr": 0.5, "weight_decay": 0.0, "weight_decay_schedule": "constant", "weight_decay_end": None,
                 "beta1": 0.8, "max_grad_norm": 0.5}
     )  # fmt: skip
 
 
 def test_a_schedule_of_its_own_has_nothing_of_the_policys() -> None:
-    own = ValueOptimizer(schedule="cosine", warmup_ratio=0.2).over(POLICY, 0.5)
-    assert own.model_dump(include={"schedule", "warmup_steps", "warmup_ratio", "min_lr_ratio", "decay_ratio"}) == {
+    of_value = ValueOptimizer(schedule="cosine", warmup_ratio=0.2).over(POLICY, 0.5)
+    assert of_value.model_dump(include={"schedule", "warmup_steps", "warmup_ratio", "min_lr_ratio", "decay_ratio"}) == {
         "schedule": "cosine", "warmup_steps": None, "warmup_ratio": 0.2, "min_lr_ratio": None, "decay_ratio": None,
     }  # fmt: skip
-    assert (own.beta2, own.eps, own.weight_decay_end) == (0.95, 1e-6, 0.3)
+    assert (of_value.beta2, of_value.eps, of_value.weight_decay_end) == (0.95, 1e-6, 0.3)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"warmup_steps": 3}, "warmup_steps without a schedule"),
         ({"schedule": "cosine", "warmup_steps": 3, "warmup_ratio": 0.1}, "give one of them"),
@@ -56,8 +56,8 @@ def test_a_schedule_of_its_own_has_nothing_of_the_policys() -> None:
         ({"lr": 1e-3}, "Extra inputs are not permitted"),
     ],
 )
-def test_what_makes_no_schedule_is_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said) as caught:
+def test_what_makes_no_schedule_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message) as caught:
         ValueOptimizer.model_validate(wrong)
     assert caught.value.error_count() == 1 and "For further information" not in caught.value.errors()[0]["msg"]
 
@@ -73,9 +73,9 @@ def test_an_endless_run_has_an_endless_schedule_of_the_value_model_too(tmp_path:
 def test_the_optimizer_of_the_value_model_decides_the_result(tmp_path: Path, tiny_folder: Path) -> None:
     plain = config_of(tmp_path, tiny_folder)
     assert plain.semantic()["value_model"]["optimizer"] is None
-    own = config_of(tmp_path, tiny_folder, value_model__optimizer={"weight_decay": 0.5})
-    assert own.semantic()["value_model"]["optimizer"]["weight_decay"] == 0.5
-    assert PPOConfig.model_validate(own.model_dump(mode="json")) == own
+    config = config_of(tmp_path, tiny_folder, value_model__optimizer={"weight_decay": 0.5})
+    assert config.semantic()["value_model"]["optimizer"]["weight_decay"] == 0.5
+    assert PPOConfig.model_validate(config.model_dump(mode="json")) == config
 
 
 @pytest.mark.slow

@@ -105,8 +105,8 @@ def test_a_mapped_key_has_an_effect_in_its_path(tmp_path: Path, kind: str, key: 
     ],
 )
 def test_values_of_verl_become_ours(tmp_path: Path, key: str, value: str, path: str, ours: Any) -> None:
-    found = made(tmp_path, "ppo_trainer", [R + "n=8", f"{key}={value}"])
-    assert at(found.config, path) == ours
+    result = made(tmp_path, "ppo_trainer", [R + "n=8", f"{key}={value}"])
+    assert at(result.config, path) == ours
 
 
 @pytest.mark.parametrize(("enable", "path"), REWARD_MODELS)
@@ -177,8 +177,8 @@ def test_gpus_that_share_a_sequence_share_the_pack(tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_verl_rotates_are_recovery_checkpoints(tmp_path: Path) -> None:
-    found = made(tmp_path, "ppo_trainer", ["trainer.save_freq=10", "trainer.max_actor_ckpt_to_keep=3"])
-    assert found.config["checkpoints"] == {"frequency": None, "recovery_steps": 10, "keep_last": 3}
+    result = made(tmp_path, "ppo_trainer", ["trainer.save_freq=10", "trainer.max_actor_ckpt_to_keep=3"])
+    assert result.config["checkpoints"] == {"frequency": None, "recovery_steps": 10, "keep_last": 3}
 
 
 def test_groups_are_drawn_again_as_often_as_verl_draws_them(tmp_path: Path) -> None:
@@ -193,10 +193,10 @@ CORRECTION = "algorithm.rollout_correction."
 def test_a_bypassed_trainer_needs_no_importance_weights(tmp_path: Path) -> None:
     """verl's ratio is then against the sampler's probability, and its loss adds no weights to it; ours likewise."""
     words = [CORRECTION + "bypass_mode=true", CORRECTION + "rollout_is=token", CORRECTION + "rollout_is_threshold=3.0"]
-    found = made(tmp_path, "ppo_trainer", words)
-    config = GRPOConfig.model_validate(found.config)
+    result = made(tmp_path, "ppo_trainer", words)
+    config = GRPOConfig.model_validate(result.config)
     assert (config.algorithm.old_logprobs, config.regularisation.importance_cap) == ("sampler", None)
-    unread = [key for keys in found.unread.values() for key in keys]
+    unread = [key for keys in result.unread.values() for key in keys]
     assert {CORRECTION + "rollout_is", CORRECTION + "rollout_is_threshold"} <= set(unread)
     weighted = GRPOConfig.model_validate(made(tmp_path, "ppo_trainer", words[1:]).config)
     assert (weighted.algorithm.old_logprobs, weighted.regularisation.importance_cap) == ("trainer", 3.0)
@@ -215,20 +215,20 @@ def test_the_kl_term_stands_in_one_place(tmp_path: Path) -> None:
 
 def test_a_critic_has_an_optimizer_of_its_own(tmp_path: Path) -> None:
     """Of verl's defaults too: what the actor is given is not the critic's."""
-    given = ["lr_scheduler_type=cosine", "lr_warmup_steps=5", "weight_decay=0.2", "betas=[0.8, 0.95]"]
-    words = [*(f"{A}optim.{word}" for word in given), f"{A}grad_clip=0.3", "trainer.total_training_steps=50"]
-    found = made(tmp_path, "ppo_trainer", [*CRITIC, *words])
-    config = PPOConfig.model_validate(found.config)
-    own = config.value_model.optimizer_over(config.optimizer)
-    assert (own.schedule, own.warmup_steps, own.warmup_ratio) == ("constant", None, None)
-    assert (own.weight_decay, own.beta1, own.beta2, own.max_grad_norm) == (0.01, 0.9, 0.999, 1.0)
+    options = ["lr_scheduler_type=cosine", "lr_warmup_steps=5", "weight_decay=0.2", "betas=[0.8, 0.95]"]
+    words = [*(f"{A}optim.{word}" for word in options), f"{A}grad_clip=0.3", "trainer.total_training_steps=50"]
+    result = made(tmp_path, "ppo_trainer", [*CRITIC, *words])
+    config = PPOConfig.model_validate(result.config)
+    of_value = config.value_model.optimizer_over(config.optimizer)
+    assert (of_value.schedule, of_value.warmup_steps, of_value.warmup_ratio) == ("constant", None, None)
+    assert (of_value.weight_decay, of_value.beta1, of_value.beta2, of_value.max_grad_norm) == (0.01, 0.9, 0.999, 1.0)
     assert (config.optimizer.schedule, config.optimizer.weight_decay) == ("cosine", 0.2)
 
-    words = [*(f"critic.optim.{word}" for word in (*given, "min_lr_ratio=0.3")), "critic.grad_clip=0.3", words[-1]]
+    words = [*(f"critic.optim.{word}" for word in (*options, "min_lr_ratio=0.3")), "critic.grad_clip=0.3", words[-1]]
     config = PPOConfig.model_validate(made(tmp_path, "ppo_trainer", [*CRITIC, *words]).config)
-    own = config.value_model.optimizer_over(config.optimizer)
-    assert (own.schedule, own.min_lr_ratio, own.warmup_steps, own.lr) == ("cosine", 0.3, 5, 1e-5)
-    assert (own.weight_decay, own.beta1, own.beta2, own.max_grad_norm) == (0.2, 0.8, 0.95, 0.3)
+    of_value = config.value_model.optimizer_over(config.optimizer)
+    assert (of_value.schedule, of_value.min_lr_ratio, of_value.warmup_steps, of_value.lr) == ("cosine", 0.3, 5, 1e-5)
+    assert (of_value.weight_decay, of_value.beta1, of_value.beta2, of_value.max_grad_norm) == (0.2, 0.8, 0.95, 0.3)
     assert (config.optimizer.schedule, config.optimizer.weight_decay, config.optimizer.lr) == ("constant", 0.01, 1e-6)
 
 
@@ -236,8 +236,8 @@ def test_a_critics_warm_up_is_a_fraction_of_the_run(tmp_path: Path) -> None:
     words = [*CRITIC, "trainer.critic_warmup=10"]
     with pytest.raises(VerlError, match="trainer.critic_warmup = 10: .*total_training_steps"):
         made(tmp_path, "ppo_trainer", words)
-    found = made(tmp_path, "ppo_trainer", [*words, "trainer.total_training_steps=40"])
-    assert found.config["credit"]["value_only_fraction"] == 0.25
+    result = made(tmp_path, "ppo_trainer", [*words, "trainer.total_training_steps=40"])
+    assert result.config["credit"]["value_only_fraction"] == 0.25
 
 
 def test_steps_go_before_epochs_as_in_verl(tmp_path: Path) -> None:
@@ -251,8 +251,8 @@ KIND_OF_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "lo
 
 @pytest.mark.parametrize(("verls", "ours"), KIND_OF_KL.items())
 def test_kl_estimators_by_verls_names(tmp_path: Path, verls: str, ours: str) -> None:
-    found = made(tmp_path, "ppo_trainer", [A + "use_kl_loss=true", f"{A}kl_loss_type={verls}"])
-    assert found.config["algorithm"]["kl_estimator"] == ours
+    result = made(tmp_path, "ppo_trainer", [A + "use_kl_loss=true", f"{A}kl_loss_type={verls}"])
+    assert result.config["algorithm"]["kl_estimator"] == ours
 
 
 WITHOUT_COUNTERPART = [
@@ -291,5 +291,5 @@ def test_a_dataset_class_makes_both_datasets(tmp_path: Path) -> None:
     data = made(tmp_path, "ppo_trainer", words).config["data"]
     for part, file in (("train", "train.parquet"), ("heldout", "val.parquet")):
         assert (data[part]["kind"], data[part]["path"]) == ("python", "tasks.datasets.verl:rows")
-        given = {"path": "rows.py", "name": "Rows", "files": [file], "prompt_key": "prompt", "tokenizer": "models/m"}
-        assert data[part]["arguments"] == given
+        expected = {"path": "rows.py", "name": "Rows", "files": [file], "prompt_key": "prompt", "tokenizer": "models/m"}
+        assert data[part]["arguments"] == expected

@@ -38,18 +38,18 @@ def with_keys(**flat: Any) -> dict[str, Any]:
     body: dict[str, Any] = json.loads(json.dumps(LEAST))
     for name, value in flat.items():
         *groups, last = name.split("__")
-        at = body
+        group_of_key = body
         for group in groups:
-            at = at.setdefault(group, {})
-        at[last] = value
+            group_of_key = group_of_key.setdefault(group, {})
+        group_of_key[last] = value
     return body
 
 
 def imported(tmp_path: Path, model: type[Any], path: Path, **options: Any) -> Any:
     """The config that `ostinato run` would read from what the import writes."""
-    made = import_verl(path, **options)
+    result = import_verl(path, **options)
     ours = tmp_path / "ours.yaml"
-    ours.write_text(as_yaml(made, path.name), encoding="utf-8")
+    ours.write_text(as_yaml(result, path.name), encoding="utf-8")
     return parse_config(model, ours)
 
 
@@ -92,8 +92,8 @@ def test_the_gpus_of_several_nodes_are_ranks_on_a_ray_cluster(tmp_path: Path) ->
     words = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
     config = imported(tmp_path, GRPOConfig, DATA / "grpo.yaml", overrides=words)
     assert (config.engine.trainer.ranks, config.engine.cluster.address) == (8, "auto")
-    one = imported(tmp_path, GRPOConfig, DATA / "grpo.yaml")
-    assert (one.engine.trainer.ranks, one.engine.cluster.address) == (8, None)
+    one_node = imported(tmp_path, GRPOConfig, DATA / "grpo.yaml")
+    assert (one_node.engine.trainer.ranks, one_node.engine.cluster.address) == (8, None)
 
 
 def test_a_gspo_config_is_the_grpo_one_with_its_loss_mode(tmp_path: Path) -> None:
@@ -157,19 +157,19 @@ def test_all_defaults_of_verl_written_out_say_what_leaving_them_out_says(tmp_pat
     placeholders += ("actor_rollout_ref.model.path=", "algorithm.adv_estimator=", "custom_reward_function.path=")
     written = [word for word in words if not word.startswith(placeholders)]
     least = write(tmp_path, LEAST)
-    found = import_verl(least, overrides=written).config
-    assert found.pop("logging")["loggers"] == ["wandb"]  # only who writes a service down has it
-    assert found == import_verl(least).config
+    config = import_verl(least, overrides=written).config
+    assert config.pop("logging")["loggers"] == ["wandb"]  # only who writes a service down has it
+    assert config == import_verl(least).config
 
 
 @pytest.mark.parametrize("name", ["page_ppo_trainer", "ppo_trainer_2026_01", "dapo"])
 def test_defaults_of_other_versions_written_out_are_not_refused(tmp_path: Path, name: str) -> None:
     words = [f"{key}={json.dumps(value)}" for key, value in load_config(DATA / "keys" / f"{name}.yaml").items()]
-    own = ("data.train_files=", "actor_rollout_ref.model.path=", "algorithm.adv_estimator=")
-    own += ("custom_reward_function.path=",)
-    made = import_verl(write(tmp_path, LEAST), overrides=[word for word in words if not word.startswith(own)])
-    assert made.flow == "grpo"
-    assert made.refused == []
+    needed = ("data.train_files=", "actor_rollout_ref.model.path=", "algorithm.adv_estimator=")
+    needed += ("custom_reward_function.path=",)
+    result = import_verl(write(tmp_path, LEAST), overrides=[word for word in words if not word.startswith(needed)])
+    assert result.flow == "grpo"
+    assert result.refused == []
 
 
 def test_a_ppo_config_without_its_critic_is_refused() -> None:
@@ -178,8 +178,8 @@ def test_a_ppo_config_without_its_critic_is_refused() -> None:
 
 
 def test_keys_of_a_critic_count_only_where_there_is_one(tmp_path: Path) -> None:
-    made = import_verl(write(tmp_path, with_keys(critic__optim__lr=1e-5, critic__model__trust_remote_code=True)))
-    assert [key for keys in made.unread.values() for key in keys if key.startswith("critic.")] == [
+    result = import_verl(write(tmp_path, with_keys(critic__optim__lr=1e-5, critic__model__trust_remote_code=True)))
+    assert [key for keys in result.unread.values() for key in keys if key.startswith("critic.")] == [
         "critic.optim.lr", "critic.model.trust_remote_code",
     ]  # fmt: skip
 
@@ -226,8 +226,8 @@ def test_a_value_in_the_place_of_a_group_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_empty_group_says_nothing(tmp_path: Path) -> None:
-    made = import_verl(write(tmp_path, with_keys(critic=None, actor_rollout_ref__ref={})))
-    assert made.config == import_verl(write(tmp_path, LEAST)).config
+    result = import_verl(write(tmp_path, with_keys(critic=None, actor_rollout_ref__ref={})))
+    assert result.config == import_verl(write(tmp_path, LEAST)).config
 
 
 REFUSED_WHEN_ON = [
@@ -248,17 +248,17 @@ def test_what_is_not_here_is_refused_only_where_it_is_on(tmp_path: Path, key: st
     with pytest.raises(VerlError) as caught:
         import_verl(write(tmp_path, with_keys(**{name: on})))
     assert f"{key} = {on!r}: " in str(caught.value)
-    made = import_verl(write(tmp_path, with_keys(**{name: off})))
-    assert key in [one for keys in made.off.values() for one in keys]
+    result = import_verl(write(tmp_path, with_keys(**{name: off})))
+    assert key in [off_key for keys in result.off.values() for off_key in keys]
     forced = import_verl(write(tmp_path, with_keys(**{name: on})), force=True)
     assert [(found, value) for found, value, _ in forced.refused] == [(key, on)]
-    assert forced.config == made.config
+    assert forced.config == result.config
 
 
 def test_blocks_of_megatron_count_only_under_its_strategy(tmp_path: Path) -> None:
     block = {"actor_rollout_ref__actor__megatron__tensor_model_parallel_size": 4}
-    made = import_verl(write(tmp_path, with_keys(**block)))
-    assert made.unread == made.unread | {
+    result = import_verl(write(tmp_path, with_keys(**block)))
+    assert result.unread == result.unread | {
         "the strategy is not megatron": ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"]
     }
     with pytest.raises(VerlError) as caught:
@@ -268,8 +268,8 @@ def test_blocks_of_megatron_count_only_under_its_strategy(tmp_path: Path) -> Non
 
 
 def test_defaults_of_older_versions_ask_for_nothing_either(tmp_path: Path) -> None:
-    made = import_verl(write(tmp_path, with_keys(actor_rollout_ref__actor__optim__optimizer="adam")))
-    assert made.off["the optimizer is AdamW"] == ["actor_rollout_ref.actor.optim.optimizer"]
+    result = import_verl(write(tmp_path, with_keys(actor_rollout_ref__actor__optim__optimizer="adam")))
+    assert result.off["the optimizer is AdamW"] == ["actor_rollout_ref.actor.optim.optimizer"]
 
 
 def test_the_model_and_the_data_are_needed(tmp_path: Path) -> None:
@@ -283,8 +283,8 @@ def test_a_reward_that_verl_chooses_by_the_data_must_be_named(tmp_path: Path) ->
     body = {name: value for name, value in LEAST.items() if name != "custom_reward_function"}
     with pytest.raises(VerlError, match=r"custom_reward_function\.path is not given.*--set grader\.path="):
         import_verl(write(tmp_path, body))
-    made = import_verl(write(tmp_path, body), sets=["grader.path=tasks.graders.rules:LastNumber"])
-    assert made.config["grader"] == {"concurrency": 8, "path": "tasks.graders.rules:LastNumber"}
+    result = import_verl(write(tmp_path, body), sets=["grader.path=tasks.graders.rules:LastNumber"])
+    assert result.config["grader"] == {"concurrency": 8, "path": "tasks.graders.rules:LastNumber"}
 
 
 def test_what_our_config_refuses_is_said_by_our_keys(tmp_path: Path) -> None:
@@ -302,18 +302,18 @@ def test_the_wrong_type_is_refused_by_key(tmp_path: Path) -> None:
 
 def test_a_set_of_ours_goes_over_the_import(tmp_path: Path) -> None:
     sets = ["engine={kind: http, url: 'http://127.0.0.1:8000'}", "optimizer.schedule=cosine"]
-    made = import_verl(write(tmp_path, LEAST), sets=sets)
-    assert made.config["engine"] == {"kind": "http", "url": "http://127.0.0.1:8000"}
-    assert made.config["optimizer"]["schedule"] == "cosine"
-    assert made.config["optimizer"]["lr"] == 1e-6
+    result = import_verl(write(tmp_path, LEAST), sets=sets)
+    assert result.config["engine"] == {"kind": "http", "url": "http://127.0.0.1:8000"}
+    assert result.config["optimizer"]["schedule"] == "cosine"
+    assert result.config["optimizer"]["lr"] == 1e-6
 
 
 # -- the report and the command --------------------------------------------------------------------------------
 
 
 def test_every_key_that_is_given_is_in_the_report_once() -> None:
-    made = import_verl(DATA / "grpo.yaml")
-    text = report(made).splitlines()
+    result = import_verl(DATA / "grpo.yaml")
+    text = report(result).splitlines()
     body = yaml.safe_load((DATA / "grpo.yaml").read_text())
     body.pop("defaults")
     for key in _keys(body):
@@ -321,15 +321,15 @@ def test_every_key_that_is_given_is_in_the_report_once() -> None:
 
 
 def _keys(tree: dict[str, Any], at: str = "") -> list[str]:
-    found = []
+    leaves = []
     for name, value in tree.items():
-        found += _keys(value, f"{at}{name}.") if isinstance(value, dict) else [f"{at}{name}"]
-    return found
+        leaves += _keys(value, f"{at}{name}.") if isinstance(value, dict) else [f"{at}{name}"]
+    return leaves
 
 
 def test_a_schedule_that_is_not_quite_verls_is_said(tmp_path: Path) -> None:
-    made = import_verl(write(tmp_path, with_keys(actor_rollout_ref__actor__optim__lr_scheduler_type="cosine")))
-    assert "approximate: " in report(made)
+    result = import_verl(write(tmp_path, with_keys(actor_rollout_ref__actor__optim__lr_scheduler_type="cosine")))
+    assert "approximate: " in report(result)
 
 
 def test_the_command_writes_a_config_and_says_what_became_of_each_key(tmp_path: Path) -> None:

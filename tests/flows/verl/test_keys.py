@@ -69,10 +69,10 @@ def test_every_conversion_and_condition_is_used() -> None:
 def test_keys_of_other_trainers_and_class_names_are_known_by_pattern() -> None:
     table = key_tables()["ppo_trainer"]
     for key in ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "critic.megatron.seed"):
-        found = table.find(key)
-        assert isinstance(found, Unmapped)
-        assert found.refused
-        assert found.when == "megatron"
+        entry = table.find(key)
+        assert isinstance(entry, Unmapped)
+        assert entry.refused
+        assert entry.when == "megatron"
     dropped = table.find("actor_rollout_ref.actor.optim._target_")
     assert isinstance(dropped, Unmapped)
     assert not dropped.refused

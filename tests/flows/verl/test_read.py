@@ -30,8 +30,8 @@ def test_a_list_of_defaults_is_composed_in_its_order(tmp_path: Path) -> None:
         "defaults:\n  - base\n  - actor@actor_rollout_ref.actor: dp\n  - _self_\n  - model: nowhere\n"
         "trainer: {total_epochs: 3}\nactor_rollout_ref: {actor: {optim: {lr: 2e-6}}}\n",
     )
-    given, missing = read_config(main)
-    assert given == {
+    values, missing = read_config(main)
+    assert values == {
         "trainer.total_epochs": 3, "trainer.nnodes": 2, "data.seed": 1, "actor_rollout_ref.actor.optim.lr": 2e-6,
         "actor_rollout_ref.actor.optim.betas": [0.9, 0.99], "actor_rollout_ref.actor.strategy": "fsdp",
     }  # fmt: skip
@@ -46,8 +46,8 @@ def test_what_comes_after_self_goes_over_it(tmp_path: Path) -> None:
 
 def test_words_of_verls_command_line_go_over_the_file(tmp_path: Path) -> None:
     main = write(tmp_path, "main.yaml", "data: {seed: 2}\n")
-    given, _ = read_config(main, ["data.seed=3", "+data.x=[a, b]"])
-    assert given == {"data.seed": 3, "data.x": ["a", "b"]}
+    values, _ = read_config(main, ["data.seed=3", "+data.x=[a, b]"])
+    assert values == {"data.seed": 3, "data.x": ["a", "b"]}
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,9 @@ class TestEveryEstimator:
         assert estimator([]) == []
 
     def test_advantages_sum_to_zero_and_follow_the_rewards(self, estimator) -> None:
-        found = estimator([3.0, -1.0, 0.5, 2.0])
-        assert sum(found) == pytest.approx(0, abs=1e-6)
-        assert found[0] > found[3] > 0 > found[2] > found[1]
+        advantages = estimator([3.0, -1.0, 0.5, 2.0])
+        assert sum(advantages) == pytest.approx(0, abs=1e-6)
+        assert advantages[0] > advantages[3] > 0 > advantages[2] > advantages[1]
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e308, 1e30])
     def test_a_reward_that_is_no_number_is_refused(self, estimator, bad: float) -> None:

@@ -22,14 +22,14 @@ def test_equal_values_whiten_to_exactly_zero(values: list[float]) -> None:
 
 def test_returns_of_reinforce_plus_plus_by_hand() -> None:
     # token rewards -0.1, 1 - 0.2 | 0 - 0.3: returns 0.7, 0.8 | -0.3; their mean 0.4, variance 0.74 / 3
-    found = reinforce_plus_plus(np.array([1.0, 0.0]), np.array([0.1, 0.2, 0.3]), np.array([2, 1]))
-    assert found == pytest.approx(np.array([0.3, 0.4, -0.7]) / np.sqrt(0.74 / 3), abs=1e-6)
+    advantages = reinforce_plus_plus(np.array([1.0, 0.0]), np.array([0.1, 0.2, 0.3]), np.array([2, 1]))
+    assert advantages == pytest.approx(np.array([0.3, 0.4, -0.7]) / np.sqrt(0.74 / 3), abs=1e-6)
 
 
 def test_without_a_penalty_every_token_of_an_answer_has_its_return() -> None:
     # 2, 2, 2, 0: mean 1.5, variance 0.75
-    found = reinforce_plus_plus(np.array([2.0, 0.0]), np.zeros(4), np.array([3, 1]))
-    assert found == pytest.approx(np.array([0.5, 0.5, 0.5, -1.5]) / np.sqrt(0.75), abs=1e-6)
+    advantages = reinforce_plus_plus(np.array([2.0, 0.0]), np.zeros(4), np.array([3, 1]))
+    assert advantages == pytest.approx(np.array([0.5, 0.5, 0.5, -1.5]) / np.sqrt(0.75), abs=1e-6)
 
 
 def test_the_mean_that_is_taken_off_is_that_of_the_prompt() -> None:

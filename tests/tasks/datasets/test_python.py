@@ -72,7 +72,7 @@ def test_rows_that_are_nested_too_deeply(store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "said"),
+    ("name", "arguments", "message"),
     [
         ("broken", {}, "raised RuntimeError.*the database is away"),
         ("sums", {"lowest": 1}, "raised TypeError.*lowest"),
@@ -80,7 +80,7 @@ def test_rows_that_are_nested_too_deeply(store: ObjectStore) -> None:
         ("missing", {}, "has no 'missing'"),
     ],
 )
-def test_code_that_fails_is_named(store: ObjectStore, name: str, arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(DatasetError, match=f"(?s)given_rows:{name}.*{said}"):
+def test_code_that_fails_is_named(store: ObjectStore, name: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DatasetError, match=f"(?s)given_rows:{name}.*{message}"):
         load_dataset(store, dataset(name, arguments=arguments), provenance=PROVENANCE)
     assert not list(store.list("datasets/"))

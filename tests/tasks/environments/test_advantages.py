@@ -67,8 +67,9 @@ def test_a_trajectory_as_a_whole_has_the_advantage_of_its_grade_at_every_turn() 
 
 
 @pytest.mark.parametrize(
-    ("grades", "said"), [({0: 1.0, 1: 0.0}, r"grades at the turns \[0, 1\]"), ({}, "no grade .its ending: environment")]
+    ("grades", "message"),
+    [({0: 1.0, 1: 0.0}, r"grades at the turns \[0, 1\]"), ({}, "no grade .its ending: environment")],
 )
-def test_a_loss_over_sequences_needs_exactly_one_grade(grades: dict[int, float], said: str) -> None:
-    with pytest.raises(NotOneGrade, match=f"episode 1 of prompt 'p' has {said}.*expects exactly one grade"):
+def test_a_loss_over_sequences_needs_exactly_one_grade(grades: dict[int, float], message: str) -> None:
+    with pytest.raises(NotOneGrade, match=f"episode 1 of prompt 'p' has {message}.*expects exactly one grade"):
         step_advantages([trajectory(0, 2, {1: 1.0}), trajectory(1, 2, grades)], "group", per_trajectory=True)

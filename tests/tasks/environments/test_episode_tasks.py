@@ -88,16 +88,16 @@ async def test_a_long_prompt_is_dropped_and_counted_or_an_error(calls: TaskCalls
 
 
 @pytest.mark.parametrize(
-    ("plan", "shard", "said"),
+    ("plan", "shard", "message"),
     [
         ({}, {"truncation": "left"}, "the environment must see the same conversation"),
         ({"max_tokens": 6}, {}, "max_new_tokens=6 leaves no room for a prompt in 6 tokens"),
     ],
 )
 async def test_what_leaves_nothing_to_play_is_refused(
-    plan: dict[str, Any], shard: dict[str, Any], said: str, calls: TaskCalls
+    plan: dict[str, Any], shard: dict[str, Any], message: str, calls: TaskCalls
 ) -> None:
-    with pytest.raises(BadSpec, match=said):
+    with pytest.raises(BadSpec, match=message):
         await play(calls, plan=PLAN.model_copy(update=plan), **shard)
 
 

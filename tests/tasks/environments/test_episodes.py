@@ -321,7 +321,7 @@ def test_an_environment_may_decline_an_episode(renderer: Renderer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (lambda thread: thread.user("e"), "expected .next thread or None, grades or None."),
         (lambda thread: ("more", None), "react_to gave str as the next conversation"),
@@ -333,11 +333,11 @@ def test_an_environment_may_decline_an_episode(renderer: Renderer) -> None:
     ids=["no pair", "no thread", "nothing new", "nan", "large", "text"],
 )
 def test_a_reaction_that_is_none_is_never_a_reward(
-    given: Callable[[StringThread], Any], said: str, renderer: Renderer
+    given: Callable[[StringThread], Any], message: str, renderer: Renderer
 ) -> None:
     (episode,), _ = play(renderer, Factory(lambda environment, thread: given(thread)))
     assert episode.status == "masked"
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=message):
         raise AssertionError(episode.reason)
 
 

@@ -108,11 +108,11 @@ def test_the_system_turn_lists_the_tools() -> None:
     assert [turn.role for turn in first.turns] == ["system", "user"] and first.metadata == {"m": 1}
     text = first.turns[0].text
     assert text.startswith("Be brief.\n\n")
-    one, two = (json.loads(line) for line in text.splitlines()[-2:])
-    assert one["function"]["name"] == "add" and one["function"]["description"] == "The sum of two numbers."
-    assert one["function"]["parameters"]["required"] == ["a"]
-    assert one["function"]["parameters"]["properties"]["b"]["default"] == 1
-    assert two["function"]["name"] == "lookup"
+    add, second_tool = (json.loads(line) for line in text.splitlines()[-2:])
+    assert add["function"]["name"] == "add" and add["function"]["description"] == "The sum of two numbers."
+    assert add["function"]["parameters"]["required"] == ["a"]
+    assert add["function"]["parameters"]["properties"]["b"]["default"] == 1
+    assert second_tool["function"]["name"] == "lookup"
     bare = asyncio.run(Desk().initialize_state(StringThread([("user", "q")])))
     assert [turn.role for turn in bare.turns] == ["system", "user"]
 

@@ -56,25 +56,25 @@ def test_every_two_models_are_compared_in_their_order_in_every_cell() -> None:
         for model in ("m2", "m1", "m3")
         for row in rows(model, {"a": 1.0, "b": 0.0}, dataset)
     ]
-    found = compare(table)
-    assert [(d.dataset, d.first, d.second) for d in found.differences] == [
+    comparison = compare(table)
+    assert [(d.dataset, d.first, d.second) for d in comparison.differences] == [
         (dataset, first, second) for dataset in ("sums", "words")
         for first, second in (("m2", "m1"), ("m2", "m3"), ("m1", "m3"))
     ]  # fmt: skip
-    assert len(found.scores) == 6
-    assert [d.dataset for d in found.between("m2", "m3")] == ["sums", "words"]
+    assert len(comparison.scores) == 6
+    assert [d.dataset for d in comparison.between("m2", "m3")] == ["sums", "words"]
 
 
 def test_models_without_a_grade_in_common_are_not_compared() -> None:
-    found = compare(rows("m1", {"a": 1.0, "b": None}) + rows("m2", {"a": None, "b": 1.0}))
-    assert found.differences[0].paired is None and found.differences[0].verdict == "no prompt in common"
-    assert "no prompt in common" in comparison_markdown(found)
+    comparison = compare(rows("m1", {"a": 1.0, "b": None}) + rows("m2", {"a": None, "b": 1.0}))
+    assert comparison.differences[0].paired is None and comparison.differences[0].verdict == "no prompt in common"
+    assert "no prompt in common" in comparison_markdown(comparison)
 
 
 def test_a_model_without_a_grade_has_no_mean() -> None:
-    found = compare(rows("m1", {"a": None}))
-    assert (found.scores[0].mean, found.scores[0].masked) == (None, 2)
-    assert "| – | – | 0 |" in comparison_markdown(found)
+    comparison = compare(rows("m1", {"a": None}))
+    assert (comparison.scores[0].mean, comparison.scores[0].masked) == (None, 2)
+    assert "| – | – | 0 |" in comparison_markdown(comparison)
 
 
 def test_one_prompt_is_no_evidence() -> None:
@@ -86,13 +86,13 @@ def test_one_prompt_is_no_evidence() -> None:
 def test_a_clear_difference_says_its_direction() -> None:
     up = {"a": 1.0, "b": 1.0, "c": 0.9}
     down = {"a": 0.0, "b": 0.1, "c": 0.0}
-    found = compare(rows("m1", up) + rows("m2", down))
-    assert found.differences[0].verdict == "lower, beyond chance"
-    assert "lower, beyond chance" in comparison_markdown(found)
-    assert score_table(found)[0]["mean"] == pytest.approx(0.9667)
+    comparison = compare(rows("m1", up) + rows("m2", down))
+    assert comparison.differences[0].verdict == "lower, beyond chance"
+    assert "lower, beyond chance" in comparison_markdown(comparison)
+    assert score_table(comparison)[0]["mean"] == pytest.approx(0.9667)
 
 
-def test_a_sentence_says_both_means_on_the_same_prompts_and_how_sure_their_difference_is() -> None:
+def test_a_sentence_has_both_means_and_the_certainty_of_their_difference() -> None:
     # on a, b and c: (0 + 0.5 + 1) / 3, (0.5 + 1 + 1) / 3; the interval as above
     assert comparison_sentences(compare(rows("m1", FIRST) + rows("m2", SECOND))) == (
         "- **sums**, graded by **exact**: `m1` 0.500, `m2` 0.833, change +0.333 (95 % interval -0.384 to +1.050) "
@@ -105,8 +105,8 @@ def test_a_sentence_says_both_means_on_the_same_prompts_and_how_sure_their_diffe
 
 
 def test_a_comparison_survives_json() -> None:
-    found = compare(rows("m1", FIRST) + rows("m2", SECOND))
-    assert Comparison.model_validate_json(found.model_dump_json()) == found
+    comparison = compare(rows("m1", FIRST) + rows("m2", SECOND))
+    assert Comparison.model_validate_json(comparison.model_dump_json()) == comparison
 
 
 def test_a_bar_in_a_name_does_not_break_the_table() -> None:

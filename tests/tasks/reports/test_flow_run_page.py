@@ -76,10 +76,10 @@ def test_equal_steps_give_equal_pictures() -> None:
 
 def test_thinned_keeps_both_ends() -> None:
     steps = [rl_step(step) for step in range(2 * CURVE_POINTS + 17)]
-    kept = [step.step for step in thinned(steps, 100)]
-    assert len(kept) == 100
-    assert kept[0] == 0 and kept[-1] == steps[-1].step
-    gaps = {late - early for early, late in itertools.pairwise(kept)}
+    steps_left = [step.step for step in thinned(steps, 100)]
+    assert len(steps_left) == 100
+    assert steps_left[0] == 0 and steps_left[-1] == steps[-1].step
+    gaps = {late - early for early, late in itertools.pairwise(steps_left)}
     assert max(gaps) - min(gaps) <= 1
     assert thinned(steps[:7], 100) == steps[:7]
 

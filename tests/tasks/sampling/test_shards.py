@@ -100,11 +100,11 @@ def test_tables_come_in_their_order_and_a_few_at_a_time(store: ObjectStore, monk
         return read_table(*arguments)
 
     monkeypatch.setattr(tasks.sampling.shards, "read_table", counting)
-    found = []
+    first_prompts = []
     for table in read_tables(store, refs, ["prompt_id"]):
-        found.append(table["prompt_id"][0].as_py())
+        first_prompts.append(table["prompt_id"][0].as_py())
         taken += 1
-    assert found == [f"p{shard}" for shard in range(2 * AHEAD + 3)]
+    assert first_prompts == [f"p{shard}" for shard in range(2 * AHEAD + 3)]
     assert begun == len(refs) and most <= AHEAD + 1  # one may begin between the yield and the count
 
 
@@ -200,10 +200,10 @@ async def test_metrics_are_the_same_from_manifests_and_from_tables(store: Object
     request = StepRequest(parent=POLICY, batch=batch, loss={"kind": "grpo"}, optimizer=OptimizerSpec(lr=1.0))
     numerics = Numerics(backend="x", device="x", compute_dtype="x", threads=1, max_tokens=1)
     record = CommitRecord(request=request, state=request.next_state(), updates=1, numerics=numerics)
-    found = measure_step(store, record, refs, grades, total_steps=1, seconds={"rollout": 2.0})
-    assert (found.completions, found.completion_tokens, found.completion_length_mean) == (8, 12, 1.5)
-    assert (found.prompts, found.masked, found.dropped, found.tokens_per_second) == (4, 2, 2, 6.0)
-    assert found.reward_mean == pytest.approx(4 / 3)
-    assert found.reward_std == pytest.approx(np.std([0.0, 1.0, 3.0]))
+    metrics = measure_step(store, record, refs, grades, total_steps=1, seconds={"rollout": 2.0})
+    assert (metrics.completions, metrics.completion_tokens, metrics.completion_length_mean) == (8, 12, 1.5)
+    assert (metrics.prompts, metrics.masked, metrics.dropped, metrics.tokens_per_second) == (4, 2, 2, 6.0)
+    assert metrics.reward_mean == pytest.approx(4 / 3)
+    assert metrics.reward_std == pytest.approx(np.std([0.0, 1.0, 3.0]))
     # trained tokens of each shard: one 10 (gap 9) and two pairs of 11 (gap 10): (9 + 4 x 10) / 5
-    assert found.logprob_gap == pytest.approx(9.8)
+    assert metrics.logprob_gap == pytest.approx(9.8)

@@ -6,9 +6,11 @@ Prompts, seeds and rewards depend only on the shape and the step. So two engines
 from __future__ import annotations
 
 import hashlib
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 import pyarrow as pa
 
@@ -156,3 +158,10 @@ def commit_batch(
         parents=(policy.uri,),
         provenance=PROVENANCE,
     )
+
+
+def bootstrap_interval(ratios: list[float], *, draws: int = 10_000) -> tuple[float, float]:
+    """Returns the 95 % bootstrap interval of the mean ratio over the pairs of a bench."""
+    random = Random(0)
+    means = sorted(statistics.fmean(random.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return means[int(0.025 * draws)], means[int(0.975 * draws)]

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from typing import Any
 
 import httpx
 import psutil
-from grpo_work import SMOLLM, Shape, grpo_step, new_policy, require_model
+from grpo_work import SMOLLM, Shape, bootstrap_interval, grpo_step, new_policy, require_model
 
 from engine.connect import connect
 from engine.http.client import EngineClient
@@ -196,13 +195,6 @@ def arms(options: argparse.Namespace, steps: int) -> Iterator[list[Arm]]:
 # -- the figures ---------------------------------------------------------------------------------------------------
 
 
-def bootstrap(ratios: list[float], *, draws: int = 10_000) -> tuple[float, float]:
-    """Returns the 95 % bootstrap interval of the mean ratio over the pairs."""
-    dice = random.Random(0)
-    means = sorted(statistics.fmean(dice.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return means[int(0.025 * draws)], means[int(0.975 * draws)]
-
-
 def measure(both: list[Arm], pairs: int) -> None:
     """Takes the steps of both arms in alternating order, checks that they do the same work, and prints the figures."""
     first, second = both
@@ -232,19 +224,23 @@ def measure(both: list[Arm], pairs: int) -> None:
 
 def report(results: dict[str, list[dict[str, Any]]]) -> None:
     """Prints the CPU-seconds of each arm, the ratio of the two with its interval, and the bytes of the HTTP arm."""
+    # each arm: the mean of each of its processes
+    cpu_of_arms = []
     for name, steps in results.items():
-        parts = [statistics.fmean(cpu) for cpu in zip(*(step["cpu"] for step in steps), strict=True)]
+        cpu_of_processes = zip(*(step["cpu"] for step in steps), strict=True)
+        means = " + ".join(f"{statistics.fmean(cpu):.3f}" for cpu in cpu_of_processes)
         seconds = statistics.fmean(step["seconds"] for step in steps)
-        print(f"per step, {name}: {' + '.join(f'{part:.3f}' for part in parts)} CPU-s, {seconds:.2f} s wall")
-    sums = [[sum(step["cpu"]) for step in steps] for steps in results.values()]
-    ratios = [b / a for a, b in zip(*sums, strict=True)]
-    low, high = bootstrap(ratios)
+        print(f"per step, {name}: {means} CPU-s, {seconds:.2f} s wall")
+        cpu_of_arms.append([sum(step["cpu"]) for step in steps])
+    # the ratio of the two arms in each pair
+    ratios = [second / first for first, second in zip(*cpu_of_arms, strict=True)]
+    low, high = bootstrap_interval(ratios)
     mean = statistics.fmean(ratios)
     names = " / ".join(reversed(results))
     print(f"ratio {names} over {len(ratios)} pairs: mean {mean:.4f}, 95 % CI {low:.4f} to {high:.4f}")
     if "http" in results:
-        wire = [statistics.fmean(step["wire"][n] for step in results["http"]) for n in range(3)]
-        print(f"over the wire per step: {wire[2]:.1f} requests, {wire[0]:.0f} bytes sent, {wire[1]:.0f} received")
+        sent, received, requests = map(statistics.fmean, zip(*(step["wire"] for step in results["http"]), strict=True))
+        print(f"over the wire per step: {requests:.1f} requests, {sent:.0f} bytes sent, {received:.0f} received")
 
 
 def main() -> None:

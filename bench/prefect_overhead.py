@@ -116,7 +116,7 @@ def report(metrics: list[StepMetrics], steps: int, cpu: float, grown: dict[str, 
     print(f"{steps} steps; client, ms of wall time a step: median, mean, 95th percentile")
     rows = {name: [1000 * seconds.get(name, 0.0) for seconds in counted] for name in ACTIVITIES}
     both_parts = zip(rows["orchestration"], rows["storage"], strict=True)
-    rows["orchestration + storage"] = [sum(parts) for parts in both_parts]
+    rows["orchestration + storage"] = list(map(sum, both_parts))
     rows["together"] = [1000 * sum(seconds.values()) for seconds in counted]
     for name, values in rows.items():
         high = statistics.quantiles(values, n=20)[-1]

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 import statistics
 import tempfile
 import time
@@ -34,7 +33,7 @@ from typing import Any
 
 import psutil
 import torch
-from grpo_work import SMOLLM, Shape, new_policy, number, prompts_of, require_model
+from grpo_work import SMOLLM, Shape, bootstrap_interval, new_policy, number, prompts_of, require_model
 
 from engine.connect import connect
 from engine.protocol import GenerateRequest, SamplingParams, TokenIds
@@ -110,6 +109,7 @@ class Arms:
         return [completion.token_ids for completion in self.loop.run_until_complete(engine.generate(request))]
 
     def _bare(self, prompts: list[TokenIds], seeds: list[int]) -> list[TokenIds]:
+        # vLLM takes seeds of 63 bits
         params = [self._params(seed=seed & ((1 << 63) - 1)) for seed in seeds]
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self._llm().generate(requests, params, use_tqdm=False)
@@ -166,13 +166,6 @@ def call_milliseconds(pool_engine: Any) -> list[float]:
     return runtime._thread.run(call())
 
 
-def bootstrap(ratios: list[float], *, draws: int = 10_000) -> tuple[float, float]:
-    """Returns the 95 % bootstrap interval of the mean ratio over the pairs."""
-    dice = random.Random(0)
-    means = sorted(statistics.fmean(dice.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return means[int(0.025 * draws)], means[int(0.975 * draws)]
-
-
 def measure(arms: Arms, pairs: int) -> None:
     """Runs the rounds of all arms in alternating order, and prints the figures."""
     # warm up: the engine's first call also syncs the weights to vLLM
@@ -207,7 +200,7 @@ def measure(arms: Arms, pairs: int) -> None:
         for clock in ("cpu", "wall"):
             round_pairs = zip(results[arm], results[other], strict=True)
             ratios = [getattr(theirs, clock) / getattr(ours, clock) for ours, theirs in round_pairs]
-            low, high = bootstrap(ratios)
+            low, high = bootstrap_interval(ratios)
             mean = statistics.fmean(ratios)
             print(f"throughput {arm} / {other} by {clock}: {mean:.4f}, 95 % CI {low:.4f} to {high:.4f}")
 

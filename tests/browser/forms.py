@@ -20,6 +20,12 @@ def write(page: Any, title: str, value: str, within: str = "", *, kind: str = ""
     box.locator("input, textarea").first.fill(value)
 
 
+def unfold(page: Any, title: str, within: str = "") -> None:
+    """Opens a folded group: chooses its tab in place of None."""
+    box = field(page, f"{title} (Optional)", within)
+    box.get_by_text(title, exact=True).last.click()
+
+
 def choose(page: Any, title: str, value: str, within: str = "") -> None:
     """Chooses from a menu."""
     menu = field(page, title, within).locator(".p-select-button__control")

@@ -11,6 +11,8 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_PIP := $(VLLM_BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS)
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
+# The tests start hundreds of processes. Each would compile all of our modules if Python could not store the bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: up demo demo-torch demo-vllm test test-slow test-vllm test-browser chaos lint bench parity clean
 

@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from uuid import uuid4
@@ -103,11 +104,19 @@ def machine_info() -> dict[str, JsonValue]:
     """Returns the versions of Python, the platform and PACKAGES."""
     packages: dict[str, JsonValue] = {}
     for name in PACKAGES:
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
+        installed = _installed_version(name)
+        if installed is not None:
+            packages[name] = installed
     return {"python": platform.python_version(), "platform": platform.platform(), "packages": packages}
+
+
+@cache
+def _installed_version(name: str) -> str | None:
+    """Returns the version of a distribution, or None if it is absent. Cached: its metadata file is parsed each time."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _parse(data: bytes, key: str) -> RunInfo:

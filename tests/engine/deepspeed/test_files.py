@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,18 +135,6 @@ def test_an_export_is_a_plain_folder(
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert {name: tensor.to(torch.bfloat16) for name, tensor in exported.items()}.keys() == staged_tensors.keys()
     assert all(torch.equal(tensor.to(torch.bfloat16), staged_tensors[name]) for name, tensor in exported.items())
-
-
-def test_a_folder_of_many_files_loads(
-    two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, tmp_path: Path
-) -> None:
-    trainer = on_ranks(two_ranks, tiny_folder, zero_stage=3)
-    folder = tmp_path / "staged"
-    names = trainer.call("stage_weights", folder, torch.float32)
-    trainer.call("write_config", folder)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == {name for name in names if name.endswith(".safetensors")}
-    assert torch_trainer(folder).weights_digest()[0] == trainer.digest()
 
 
 # -- the reader ---------------------------------------------------------------------------------------------------

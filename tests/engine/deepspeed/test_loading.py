@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,18 @@ def test_names_that_transformers_translates_are_read_by_it(tiny_folder: Path, tm
     assert meta_model.probed
     loaded = load_model(folder, dtype=torch.float32, compute_dtype=torch.float32, device=CPU)
     assert digest_tensors(read_all(meta_model).items()) == digest_tensors(loaded.named_weights())
+
+
+def test_a_folder_of_many_files_loads(
+    two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+) -> None:
+    trainer = on_ranks(two_ranks, tiny_folder, zero_stage=3)
+    folder = tmp_path / "staged"
+    names = trainer.call("stage_weights", folder, torch.float32)
+    trainer.call("write_config", folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {name for name in names if name.endswith(".safetensors")}
+    assert torch_trainer(folder).weights_digest()[0] == trainer.digest()
 
 
 @pytest.mark.slow

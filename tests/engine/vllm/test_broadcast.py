@@ -322,7 +322,7 @@ def delivered(delivery: BroadcastDelivery, replicas: list[Any], tensors: dict[st
 
 @pytest.fixture
 def delivery() -> Iterator[BroadcastDelivery]:
-    delivery = BroadcastDelivery("127.0.0.1", CPU, timeout=30, bucket_bytes=1000)
+    delivery = BroadcastDelivery("127.0.0.1", CPU, timeout=10, bucket_bytes=1000)
     yield delivery
     delivery.close()
 

@@ -1,5 +1,5 @@
 """`ostinato up` on this machine: a real server, worker and engine, and runs of a deployment that survive what befalls
-them. A minute to start, a minute for each."""
+them. The services take a minute to start, and each test takes a minute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -62,6 +64,11 @@ class Up(Deployed):
         return state
 
     @property
+    def restarts(self) -> Counter[str]:
+        """Number of restarts of each service since the start of the supervisor."""
+        return Counter(self.state.restarts)
+
+    @property
     def api_url(self) -> str:
         return self.state.api_url
 
@@ -69,9 +76,10 @@ class Up(Deployed):
         os.kill(self.state.services[service].pid, with_signal)
 
 
-@pytest.fixture
-def place(tmp_path: Path, tiny_folder: Path) -> Iterator[Up]:
-    up = Up(tmp_path, tiny_folder)
+@contextmanager
+def folder_of_up(folder: Path, tiny_folder: Path) -> Iterator[Up]:
+    """A folder in which nothing runs at the end of the block."""
+    up = Up(folder, tiny_folder)
     try:
         yield up
     finally:
@@ -84,12 +92,25 @@ def place(tmp_path: Path, tiny_folder: Path) -> Iterator[Up]:
                 process.kill()
 
 
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Up]:
+    with folder_of_up(tmp_path_factory.mktemp("up"), tiny_folder) as place:
+        yield place
+
+
+@pytest.fixture
+def place(shared_folder: Up) -> Up:
+    """The folder of all tests but one. Its services run: their start takes longer than most of the tests."""
+    shared_folder.up()
+    return shared_folder
+
+
 def test_a_deployed_run_survives_kill_nine_of_engine_server_and_worker(place: Up) -> None:
-    place.up()
     before = place.state.services
     assert "nothing is changed" in place.up()
     assert place.state.services == before
-    run = place.start("killed", steps=80)
+    restarts = place.restarts
+    run = place.start("killed", steps=30)
     place.until(run, "Running")
     for victim in ("engine", "server", "worker"):
         reached = place.steps("killed")
@@ -97,26 +118,25 @@ def test_a_deployed_run_survives_kill_nine_of_engine_server_and_worker(place: Up
         place.kill(victim)
     state, attempts = place.until(run, "Completed")
     assert (state, attempts) == ("Completed", 2)  # engine and server: the flow waits; the worker: run again
-    assert place.steps("killed") == 80
+    assert place.steps("killed") == 30
     assert not is_held(place.store, "killed")
-    assert place.state.restarts == {"engine": 1, "server": 1, "worker": 1}
+    assert place.restarts - restarts == {"engine": 1, "server": 1, "worker": 1}
 
 
 def test_sigterm_to_the_worker_leaves_no_run_running(place: Up) -> None:
-    place.up()
-    run = place.start("ended", steps=80)
+    restarts = place.restarts
+    run = place.start("ended", steps=30)
     wait_for(lambda: place.steps("ended") >= 3)
     place.kill("worker", signal.SIGTERM)
     assert place.until(run, "Completed") == ("Completed", 2)
-    assert place.steps("ended") == 80
+    assert place.steps("ended") == 30
     assert not is_held(place.store, "ended")
-    assert place.state.restarts == {"worker": 1}
+    assert place.restarts - restarts == {"worker": 1}
     states = [state["name"] for state in place.ask("GET", f"/flow_run_states/?flow_run_id={run}")]
     assert states[states.index("Running") + 1] in ("AwaitingRetry", "Crashed")  # at once, by who saw the worker end
 
 
 def test_cancel_frees_the_run_and_a_retry_goes_on(place: Up) -> None:
-    place.up()
     run = place.start("cancelled", steps=60)
     wait_for(lambda: place.steps("cancelled") >= 3)
     place.set_state(run, type="CANCELLING", name="Cancelling")
@@ -136,7 +156,6 @@ def test_cancel_frees_the_run_and_a_retry_goes_on(place: Up) -> None:
 
 
 def test_a_paused_run_leaves_its_process_and_goes_on_when_resumed(place: Up) -> None:
-    place.up()
     run = place.start("paused", steps=60)
     wait_for(lambda: place.steps("paused") >= 3)
     until = (datetime.now(UTC) + timedelta(minutes=10)).isoformat()
@@ -151,7 +170,6 @@ def test_a_paused_run_leaves_its_process_and_goes_on_when_resumed(place: Up) -> 
 
 
 def test_down_and_a_killed_supervisor_lose_no_run(place: Up) -> None:
-    place.up()
     run = place.start("moved", steps=100)
     wait_for(lambda: place.steps("moved") >= 3)
     first = place.state
@@ -170,18 +188,19 @@ def test_down_and_a_killed_supervisor_lose_no_run(place: Up) -> None:
     assert place.steps("moved") == 100
 
 
-def test_postgres_and_s3_by_a_setting_each(postgres: str, place: Up) -> None:
-    place.up("--database", postgres, "--with-s3")
-    run = place.start("elsewhere", steps=4)
-    place.until(run, "Completed")
-    (report,) = place.ask("POST", "/artifacts/filter", artifacts={"key": {"any_": ["report"]}})
-    link = re.search(r"\]\((http[^)]+)\)", report["data"])
-    assert link, report["data"]
-    page = httpx.get(link[1], trust_env=False)  # as a browser would: no token
-    assert (page.status_code, page.headers["content-type"].split(";")[0]) == (200, "text/html")
-    assert "elsewhere" in page.text
-    assert httpx.get(link[1][:-1], trust_env=False).status_code == 404
-    assert place.state.ports.engine == place.port + 1
-    assert not (place.folder / "ostinato-data").exists()
-    assert list((place.home / "prefect").glob("*.db")) == []
-    assert set(place.state.services) == {"s3", "server", "engine", "worker"}
+def test_postgres_and_s3_by_a_setting_each(postgres: str, tmp_path: Path, tiny_folder: Path) -> None:
+    with folder_of_up(tmp_path, tiny_folder) as place:
+        place.up("--database", postgres, "--with-s3")
+        run = place.start("elsewhere", steps=4)
+        place.until(run, "Completed")
+        (report,) = place.ask("POST", "/artifacts/filter", artifacts={"key": {"any_": ["report"]}})
+        link = re.search(r"\]\((http[^)]+)\)", report["data"])
+        assert link, report["data"]
+        page = httpx.get(link[1], trust_env=False)  # as a browser would: no token
+        assert (page.status_code, page.headers["content-type"].split(";")[0]) == (200, "text/html")
+        assert "elsewhere" in page.text
+        assert httpx.get(link[1][:-1], trust_env=False).status_code == 404
+        assert place.state.ports.engine == place.port + 1
+        assert not (place.folder / "ostinato-data").exists()
+        assert list((place.home / "prefect").glob("*.db")) == []
+        assert set(place.state.services) == {"s3", "server", "engine", "worker"}

@@ -77,7 +77,7 @@ def down() -> None:
     except UpError as error:
         raise _failed(error) from None
     if state is None:
-        print("nothing is running here that `ostinato up` started")
+        print("no process that `ostinato up` started in this folder is running")
         return
 
     # the supervisor ends everything on SIGTERM
@@ -159,7 +159,8 @@ def _up(home: Path, options: UpOptions) -> int:
 
 def _print_ready(state: UpState) -> None:
     print(f"Ostinato is up: {state.url}")
-    print("to begin: Deployments, a flow, Run, Custom run; examples/*.yaml have values for the forms", flush=True)
+    print("to start a run, choose a flow under Deployments, then Run and Custom run", flush=True)
+    print("examples/*.yaml have values for the form", flush=True)
 
 
 def _up_detached(home: Path, options: UpOptions) -> int:
@@ -206,7 +207,7 @@ def _already_running(home: Path, options: UpOptions) -> int:
             f"the running services were started with other options ({'; '.join(differences)}); run `ostinato down` "
             "first, or give the same options"
         )
-    print("it is running already; nothing is changed")
+    print("Ostinato is running already; nothing was changed")
     return _print_status(state, as_json=False)
 
 
@@ -274,7 +275,7 @@ def _print_status(state: UpState | None, *, as_json: bool) -> int:
         body = {"up": is_up, "url": state.url, "storage": state.options.storage} if state else {"up": False}
         print_json(body | {"services": services})
     elif state is None:
-        print("nothing is running here; `ostinato up` starts it")
+        print("no services are running in this folder; `ostinato up` starts them")
     else:
         service_table = table(f"ostinato up: {state.url}", "service", "pid>", "alive", "restarts>")
         for name, service in services.items():

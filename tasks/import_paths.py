@@ -30,6 +30,7 @@ def load_object(path: str) -> Any:
     """Return the object at "package.module:name". Raises ImportPathError, also if importing the module raises."""
     # Import the module.
     module_name, _, name = path.partition(":")
+    # In another process `__main__` is another script.
     if module_name == "__main__":
         raise ImportPathError(
             f"{path!r}: given a name of the running script; expected a name that any process can import. "
@@ -57,10 +58,10 @@ def source_digest(path: str) -> str | None:
 
     The digest does not cover the modules that the file imports. The run records package versions and a code version.
     """
-    # Find the file of the module without importing it.
+    # Find the file of the module without importing it. The running script, `__main__`, has no import spec.
     module = path.partition(":")[0]
     loaded = sys.modules.get(module)
-    if loaded is not None and loaded.__spec__ is None:  # the running script, `__main__`
+    if loaded is not None and loaded.__spec__ is None:
         origin = getattr(loaded, "__file__", None)
     else:
         try:

@@ -132,6 +132,7 @@ def link_stage_start(start: PolicyRef, earlier: PolicyRef) -> None:
 
 def _as_task(run: Callable[[list[Any]], Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:
     """`run` as a task that has the name and the description of `function`."""
+    # Not `functools.wraps`: it would also copy the signature, and Prefect would look for those parameters.
     for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(run, attribute, getattr(function, attribute))
     return task(**DURABLE | options, task_run_name="{inputs[0].name}")(run)
@@ -146,6 +147,7 @@ def _remember_refs(result: _Result) -> Any:
 
 def _remember(ref: ArtifactRef | PolicyRef, result: _Result) -> None:
     _results[_flow_run(), ref.uri] = result
+    # A worker process runs many flow runs, so the memory must be bounded.
     while len(_results) > RESULTS_KEPT:
         _results.popitem(last=False)
 

@@ -173,6 +173,7 @@ def graded_chunks(
     columns = ["prompt_id", "completion", "token_ids", "weights", "logprobs", "first_turn", "turn_tokens"]
     for table in read_tables(store, refs, columns):
         for row in table.to_pylist():
+            # Leave out masked and ignored episodes, and segments without a sampled token.
             name = row["prompt_id"], row["completion"]
             if name not in advantages or not row["turn_tokens"]:
                 continue
@@ -187,6 +188,7 @@ def graded_chunks(
 
 def _batch_row(row: Mapping[str, Any], advantages: Sequence[float], reward: float) -> dict[str, Any]:
     """The batch row of a segment. The trained tokens of a turn have the advantage of the turn."""
+    # The segment has the turns from `first_turn` on; zip stops at its last turn.
     token_advantages: list[float] = []
     for advantage, tokens in zip(advantages[row["first_turn"] :], row["turn_tokens"], strict=False):
         token_advantages += [advantage] * tokens

@@ -126,6 +126,7 @@ class DataSet(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
+        # The position alone determines the epoch and the item, so it is all that a resume needs.
         epoch, place = divmod(self.position, len(self.threads))
         if epoch and not self.allow_looping:
             raise StopIteration
@@ -153,6 +154,7 @@ async def _outcome(function: Callable[[Item], Awaitable[Result]], item: Item) ->
         return await function(item)
     except (SampleTooLong, TextError) as error:
         return _Failed(error)
+    # An error of the engine is not the item's fault: leaving the item out would hide it.
     except EngineError:
         raise
     except Exception as error:  # noqa: BLE001  the boundary to a recipe's own code

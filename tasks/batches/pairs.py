@@ -202,7 +202,8 @@ def _groups(records: Sequence[Row], rows: list[int]) -> list[str]:
 
 def _row(renderer: Renderer, thread: str, group: str, number: int, *, whole: bool) -> Row:
     tokenized = renderer.tokenize(StringThread.from_json(thread))
-    if whole:  # no architecture with a scalar head takes images: serialize refuses them
+    # No architecture with a scalar head takes images, so `serialize` refuses them.
+    if whole:
         sequence = last_token_sequence(renderer.serialize(tokenized)[0], end=renderer.tokenizer.eos_token_ids[0])
     else:
         sequence = renderer.sequence(tokenized)

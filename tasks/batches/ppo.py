@@ -125,6 +125,7 @@ def credited(
     """Adds advantages, returns and old values to the batch. The reward of a row is on its last trained token."""
     lengths_N = trained_lengths(table)
     rewards_T = -penalties(table, plan)
+    # The cumulative sums of the lengths, minus 1, are the indices of the last tokens.
     rewards_T[np.cumsum(lengths_N) - 1] += rewards_N
     return with_credit(table, rewards_T, values_T, lengths_N, values)
 

@@ -115,6 +115,7 @@ async def rollout_batch(
         for shards in trained_chunks(store, rollouts, graded, grades, advantages_N):
             table = await scored(workspace, policy, shards, plan)
             gap.add(table)
+            # A NaN here would make the loss NaN. The error says which earlier step to return to.
             if math.isnan(gap.total):
                 raise PermanentEngineError(
                     f"step {step + 1}: {policy.uri} gives NaN for the logprobs of its own completions: an earlier "
@@ -214,6 +215,7 @@ def kl_per_token(table: pa.Table, reward_kl: RewardKL, plan: BatchPlan) -> np.nd
 def informative_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:
     """Number of prompts whose valid rewards differ. The completions of other prompts have advantage 0."""
     table = pa.concat_tables(read_tables(store, graded, ["prompt_id", "reward", "status"]))
+    # Arrow finds the smallest and the largest reward of each prompt without Python objects.
     valid = table.filter(pc.equal(table["status"], "ok"))
     ranges = valid.group_by("prompt_id").aggregate([("reward", "min"), ("reward", "max")])
     return pc.sum(pc.not_equal(ranges["reward_min"], ranges["reward_max"])).as_py() or 0
@@ -254,9 +256,12 @@ async def scored(
     workspace: Workspace, policy: PolicyRef, shards: list[dict[str, pa.Array]], plan: BatchPlan
 ) -> pa.Table:
     """The rows of some shards as one table, with the old and the reference logprobs that the loss needs."""
+    # Join the shards column by column.
     columns = {}
     for name in shards[0]:
         columns[name] = pa.concat_arrays([shard[name] for shard in shards])
+
+    # Score the rows, unless the loss needs no other logprobs than the sampler's.
     old_policy = policy if plan.old_logprobs == "trainer" else None
     sequences = sequences_of(columns) if old_policy or plan.reference else []
 
@@ -338,6 +343,7 @@ async def completion_batch(
 
     # Commit the rows.
     schema = table_schema("batch", ["images"] if renderer.tokenizer.images else [])
+    # Counts of 0 are left out of the manifest.
     extra: dict[str, JsonValue] = {"prompts": len({row["group"] for row in table_rows}), "logprob_gap": None}
     if truncated:
         extra["cut"] = truncated

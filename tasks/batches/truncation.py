@@ -30,6 +30,7 @@ class LengthPlan(Frozen):
         """Tokens that a conversation may have: the least of `max_tokens`, the model's context and the max_batch_size
         that the model was spawned with. None if neither this plan nor the model sets a limit; the engine then refuses a
         conversation that does not fit."""
+        # Without any setting the engine decides. Reading the model's context would cost a request.
         if self == ANY_LENGTH and workspace.max_tokens is None:
             return None
         context = context_length_of(workspace.open_store(), base)
@@ -78,5 +79,6 @@ def cut(
             f"{name()} has {length} tokens, at most {limit} are allowed, and it has images, which cannot be truncated; "
             "raise algorithm.max_tokens, or leave the row out"
         )
+    # left keeps the last tokens, right keeps the first ones
     part = slice(length - limit, None) if plan.truncation == "left" else slice(limit)
     return replace(sequence, token_ids=sequence.token_ids[part], weights=[0.0, *sequence.weights[part][1:]])

@@ -56,6 +56,7 @@ def thread_from_row(values: dict[str, Any], location: RowLocation, spec: RowsDat
         first_trained_turn = len(turns)
         if has_answer:
             turns = turns + answer_turns(values, column_of("completion", spec), location)
+    # Another turn at the beginning moves the first trained turn.
     if spec.system_prompt and turns[0][0] != "system":
         turns = [("system", spec.system_prompt), *turns]
         first_trained_turn += 1
@@ -75,6 +76,7 @@ def thread_from_row(values: dict[str, Any], location: RowLocation, spec: RowsDat
 
 def check_rating(thread: StringThread, location: RowLocation) -> None:
     """Raise BadRow if the thread's metadata has no number `res`, the target of a reward model."""
+    # In Python a bool is an int, but it is no rating.
     rating = thread.metadata.get("res")
     if isinstance(rating, bool) or not isinstance(rating, int | float) or abs(rating) > LARGEST_REWARD:
         raise location.bad_row(
@@ -93,11 +95,14 @@ def column_of(role: ColumnRole, spec: RowsDataset) -> str:
 def _layout(values: dict[str, Any], location: RowLocation, spec: RowsDataset) -> ColumnRole:
     """The role that holds the conversation, "messages" or "prompt": the one mapped in `spec.columns`, or else the only
     one that the row has."""
+    # The spec decides, if it maps one of them. A mapped completion implies a prompt.
     mapped = [role for role in ("messages", "prompt") if role in spec.columns]
     if mapped:
         return mapped[0]  # type: ignore[return-value]
     if "completion" in spec.columns:
         return "prompt"
+
+    # Else the columns of the row decide. Parquet gives absent columns of a row the value null.
     present = [role for role in ("messages", "prompt") if values.get(role) is not None]
     if len(present) == 1:
         return present[0]  # type: ignore[return-value]
@@ -172,6 +177,7 @@ def _message(message: Any, column: str, location: RowLocation) -> RawTurn:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise location.bad_row(f"{column}.role", given=_shown(role), expected=f"one of {', '.join(ROLES)}")
+    # The content is a text, or a list of parts such as texts and images.
     if isinstance(content, list) and content:
         parts = [_part(part, f"{column}.content[{index}]", location) for index, part in enumerate(content)]
         return role, tuple(parts)
@@ -192,6 +198,7 @@ def _part(part: Any, column: str, location: RowLocation) -> TextFragment | Image
         raise location.bad_row(
             column, given=_shown(part), expected="{'type': 'text', 'text': …} or {'type': 'image', 'url': …}"
         )
+    # The beginning is enough to recognise a URL; a data: URL may have millions of characters.
     url = part["url"]
     is_path = "://" not in url[:20] and not url.startswith("data:")
     if is_path:

@@ -56,11 +56,13 @@ def json_lines(file: Path) -> Iterator[tuple[int, bytes]]:
         number = 0
         while line := stream.readline(MAX_LINE_BYTES + 1):
             number += 1
+            # Blank lines are counted, so that row numbers are line numbers.
             if len(line) > MAX_LINE_BYTES:
                 _skip_rest_of_line(stream, line)
             elif not line.strip():
                 continue
-            if number == 1:  # the file may begin with a byte order mark
+            # The file may begin with a byte order mark.
+            if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             yield number, line
 

@@ -26,6 +26,7 @@ def generate_threads(spec: ReasoningGymDataset, *, kind: DatasetUse = "prompt") 
     Raises DatasetError for an unknown name or option, an entry that JSON cannot hold, a missing stored answer
     (kind completion), and a config that cannot produce that many (distinct) questions of the split.
     """
+    # The dataset object makes each row when it is asked for, so a large number of draws costs nothing here.
     draws = _draws(spec)
     source = create_procedural(spec.name, spec.config, size=draws, seed=spec.seed)
     yielded = 0
@@ -93,6 +94,7 @@ def _draws(spec: ReasoningGymDataset) -> int:
     """
     if not _has_split(spec) and not spec.unique:
         return spec.size
+    # A split gets only its percentage of the draws. The constant helps small sizes, whose share varies most.
     percent_of_split = {"all": 100, "train": 100 - spec.heldout_percent, "heldout": spec.heldout_percent}[spec.split]
     return spec.size * DRAWS_PER_ROW * 100 // percent_of_split + 1000
 
@@ -111,6 +113,7 @@ def _in_split(question: str, spec: ReasoningGymDataset) -> bool:
     """Whether the question belongs to the split. Only the hash of the question decides: no seed, index or config."""
     if not _has_split(spec):
         return True
+    # 15 hex digits of the hash, modulo 100, are a percentile that is the same on every machine.
     heldout = int(_digest("held-out split\n" + question)[:15], 16) % 100 < spec.heldout_percent
     return heldout == (spec.split == "heldout")
 
@@ -142,6 +145,7 @@ def _check_same_score(source: Any, spec: ReasoningGymDataset, entry: dict[str, A
 
 
 def _thread(spec: ReasoningGymDataset, index: int, entry: dict[str, Any], kind: DatasetUse) -> StringThread:
+    # The question, and for completions the stored answer.
     turns = [("system", spec.system_prompt)] if spec.system_prompt else []
     turns.append(("user", entry["question"]))
     if kind == "completion":
@@ -151,6 +155,8 @@ def _thread(spec: ReasoningGymDataset, index: int, entry: dict[str, Any], kind: 
                 f"kind 'completion'. Use the dataset for prompts."
             )
         turns.append(("assistant", entry["answer"]))
+
+    # The whole entry is stored, because a verifier may read any of its fields.
     metadata = {
         "dataset": spec.name,
         "index": index,

@@ -67,6 +67,7 @@ def load_dataset(
     The version is a digest of the rows in their order, of `kind`, and of the fields of the spec that select rows (not
     of the path or encoding of a file). Raises DatasetError and its subclasses before anything is visible in the store.
     """
+    # The digest begins with what selects the rows.
     skipped = SkippedRows()
     row_selection = selection_fields(spec)
     content = hashlib.sha256(canonical_json({"layout": 1, "kind": kind, "spec": row_selection}))
@@ -128,6 +129,7 @@ def dataset_name(spec: Source) -> str:
     """The name of the folder of the dataset's versions: that of the first file, or of reasoning-gym's dataset."""
     if isinstance(spec, FileDataset | PythonDataset):
         name = Path(spec.path).stem if isinstance(spec, FileDataset) else spec.path
+        # Keep only characters that are allowed in a key of the store.
         return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:100] or "file"
     if isinstance(spec, ReasoningGymDataset):
         return f"reasoning_gym-{spec.name}"
@@ -158,6 +160,7 @@ def _table_rows(source: Iterator[StringThread | Pair]) -> Iterator[dict[str, Any
     """Yield the rows of the table. The n-th repetition of a row (from 1) has `#n` after its id."""
     with RepetitionCounter() as ids:
         for index, item in enumerate(source):
+            # Seeds are derived from the id, so two equal rows need different ones.
             identity, columns = _identity(item)
             repetition = ids.add(identity)
             metadata = item.metadata if isinstance(item, StringThread) else item.chosen.metadata
@@ -180,6 +183,7 @@ def _inline_threads(spec: InlineDataset, kind: DatasetUse) -> Iterator[StringThr
         expected = f"{kind}s, which end with {expected_end}"
         if not thread.turns:
             raise BadRow("threads", row, None, given="an empty thread", expected=expected)
+        # Prompts must not end with the assistant's turn; all other uses must.
         last_role = thread.turns[-1].role
         has_answer = last_role == "assistant"
         if has_answer != (kind != "prompt"):

@@ -18,6 +18,7 @@ def row_name(store: ObjectStore, dataset: ArtifactRef, index: int) -> str:
     Rows are counted from 1, as in the errors of loading, over all files of the dataset. Rows that were skipped at
     loading have no index and are not counted.
     """
+    # Generated and inline datasets have no file, so the name of the dataset stands for it.
     extra = read_manifest(store, dataset.key).extra
     spec = extra.get("spec")
     has_source = isinstance(spec, dict) and spec.get("kind") in ("file", "python")

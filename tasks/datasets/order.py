@@ -67,7 +67,9 @@ def permutation(rows: int, *, seed: int, epoch: int) -> np.ndarray:
     It sorts the raw 64-bit stream of Philox, which numpy promises never to change. The stream of
     `Generator.permutation` may change between numpy versions, so an upgrade could break a resumed run.
     """
+    # The hash gives each (seed, epoch) an unrelated key. A stable sort makes equal draws deterministic, too.
     key = int.from_bytes(hashlib.sha256(f"data order {seed} {epoch}".encode()).digest()[:16], "big")
     order = np.argsort(np.random.Philox(key=key).random_raw(rows), kind="stable").astype(np.int64)
+    # The cache returns the same array to all callers.
     order.flags.writeable = False
     return order

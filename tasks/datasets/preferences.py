@@ -94,6 +94,7 @@ def _weighted(thread: StringThread, shared: int) -> StringThread:
 
 def _conversation(values: dict[str, Any], column: str, prompt: list[RawTurn], location: RowLocation) -> list[RawTurn]:
     """The whole conversation of a chosen or rejected column: the prompt and the answer."""
+    # An answer alone follows the prompt.
     turns = answer_turns(values, column, location)
     is_text = isinstance(values[column], str)
     if prompt and (is_text or turns[0][0] == "assistant"):
@@ -105,6 +106,7 @@ def _conversation(values: dict[str, Any], column: str, prompt: list[RawTurn], lo
             expected="a prompt, or a list of messages",
             todo="Name the prompt's column, for instance columns={'prompt': 'question'}.",
         )
+    # Other messages are the whole conversation, which must begin with the prompt.
     if turns[: len(prompt)] != prompt:
         raise location.bad_row(
             column,

@@ -36,7 +36,8 @@ def _rows_of(target: Any, spec: PythonDataset) -> Iterable[Any]:
     dataset = target(**spec.arguments)
     if hasattr(dataset, "__iter__"):
         return dataset  # type: ignore[no-any-return]
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):  # torch.utils.data.Dataset has no __iter__
+    # torch.utils.data.Dataset has no __iter__, and many subclasses raise no IndexError at their end.
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return (dataset[index] for index in range(len(dataset)))
     raise DatasetError(
         f"dataset {spec.path!r}: its call gave a {type(dataset).__name__}; expected something to iterate over, of dicts"

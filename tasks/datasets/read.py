@@ -77,6 +77,7 @@ def _read(
     for location, raw in source_rows:
         if yielded == spec.limit:
             return
+        # Only the defects of a row are skipped. Errors of the source itself always end the loading.
         try:
             values = parse_json_line(location.source, location.row, raw) if isinstance(raw, bytes) else raw
             if not isinstance(values, dict):
@@ -108,10 +109,12 @@ def _file_rows(spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[RowLocatio
 
 def _parquet_rows(file: Path, spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[int, dict[str, Any]]]:
     """Read the columns that `kind` needs, after a check that the file has the required ones."""
+    # Columns that the spec names must exist. The others are read if the file has them.
     declared = set(spec.columns.values()) | set(spec.metadata_columns)
     columns = declared | {column_of(role, spec) for role in COLUMN_ROLES[kind]}
     if kind == "preference":
         answers = {column_of(role, spec) for role in ("chosen", "rejected")}
         return parquet_rows(file, columns=columns, required=declared | answers, any_of=answers)
+    # Either layout of a conversation will do.
     conversations = {column_of("messages", spec), column_of("prompt", spec)}
     return parquet_rows(file, columns=columns, required=declared, any_of=conversations)

@@ -9,6 +9,7 @@ class RepetitionCounter:
     """Counts how often each key was added. Use it as a context manager."""
 
     def __init__(self) -> None:
+        # An empty name is a temporary database on disk. It needs no journal: a crash ends the loading anyway.
         self._database = sqlite3.connect("", isolation_level=None)
         self._database.executescript(
             "PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF;"

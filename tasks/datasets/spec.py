@@ -120,6 +120,7 @@ class ReasoningGymDataset(Frozen):
     @field_validator("config")
     @classmethod
     def _no_ambient_fields(cls, config: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        # Both would silently replace the fields of this spec.
         for name in ("seed", "size"):
             if name in config:
                 raise ValueError(f"given {name!r} inside config; expected it as a field of its own, {name}=…")

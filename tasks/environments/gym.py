@@ -27,7 +27,6 @@ class ReasoningGymEnvironment(Environment):
         self.answered = 0
 
     async def react_to(self, thread: StringThread) -> Reaction:
-        # Count the attempt after the score: a failed call is repeated, and must not count twice.
         score = await self._score(thread)
         self.answered += 1
         if score >= 1.0 or self.answered == self.attempts:

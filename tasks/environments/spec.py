@@ -65,6 +65,7 @@ def environment_spec(
     The factory is built once here, so that a wrong path or wrong arguments fail now (EnvironmentSpecError) and not
     during a run.
     """
+    # Build it without a digest: there is nothing to compare the source with yet.
     spec = EnvironmentSpec(path=path, arguments=dict(arguments or {}), version=version)
     build(spec)
     return spec.model_copy(update={"source_digest": _source_digest(path)})
@@ -87,6 +88,7 @@ def build(spec: EnvironmentSpec) -> EnvironmentFactory:
     if inspect.isclass(target) and issubclass(target, EnvironmentFactory):
         return _construct(target, spec)
     if inspect.isclass(target) and issubclass(target, Environment):
+        # An environment is constructed with the metadata of a prompt, for which the empty dict stands here.
         _check_arguments(target, ({},), spec)
         return _EnvironmentClassFactory(target, spec.arguments)
     shown = target.__name__ if inspect.isclass(target) else type(target).__name__

@@ -31,7 +31,7 @@ class EvaluationPlan(Frozen):
     """Name for readers. It is not part of the artifact's key."""
 
     def name(self, policy: PolicyRef) -> str:
-        # neither the label nor the place where the grader runs changes the result
+        # Neither the label nor the place where the grader runs changes the result.
         body = self.model_dump(mode="json", exclude={"label": True, "grading": {"grader": {"workers"}}})
         return f"{policy.step:06d}-{digest(canonical_json(body))[:12]}"
 
@@ -45,7 +45,7 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
     if committed is not None:
         return committed
 
-    # sample
+    # Sample the completions.
     shard = plan.prompts
     rows = read_rows(store, shard.dataset, shard.rows)
     renderer = renderer_of(store, shard.base)
@@ -55,14 +55,14 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
     for row, prompt in prompts:
         for number in range(shard.completions):
             jobs.append((row, prompt, number))
-            # the first completion's seed has no number: it does not depend on how many completions there are
+            # The seed of completion 0 has no number, so an evaluation with one completion has the same seeds.
             seed_parts = (row["id"], number) if number else (row["id"],)
             seeds.append(workspace.seed_for("evaluation", *seed_parts))
     with timed("rollout"):
         request = generate_request(policy, [prompt for _, prompt, _ in jobs], seeds, plan.sampling)
         completions = await workspace.connect().generate(request, epoch=workspace.epoch)
 
-    # grade
+    # Grade them. Too many failed grades would make the mean meaningless.
     rollouts = rollout_table(renderer, policy, jobs, seeds, completions).to_pylist()
     with timed("grade"):
         outcomes = await grade_texts(rollouts, plan.grading, workspace)
@@ -72,6 +72,7 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
         prompt_columns = {name: row[name] for name in ("prompt_index", "prompt_id", "text", "thread")}
         graded.append(prompt_columns | {"reward": outcome.reward, "status": outcome.status})
 
+    # Commit the table. Its manifest has the means, from which the curves during training are drawn.
     with timed("storage"):
         return commit_table(
             store,
@@ -85,6 +86,8 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
 
 
 def _by_source(graded: list[dict[str, object]]) -> dict[str, float | None]:
-    """Mean reward per data source, by the name of its measure."""
-    sums = sums_by_source([row["thread"] for row in graded], [row["reward"] for row in graded])  # type: ignore[misc]
-    return {f"reward of {source}": mean for source, mean in means_by_source([sums]).items()}
+    """Name of the measure -> mean reward, for each data source of the prompts."""
+    threads = [row["thread"] for row in graded]
+    rewards = [row["reward"] for row in graded]
+    means = means_by_source([sums_by_source(threads, rewards)])  # type: ignore[arg-type]
+    return {f"reward of {source}": mean for source, mean in means.items()}

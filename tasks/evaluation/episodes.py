@@ -47,6 +47,8 @@ async def evaluate_episodes(workspace: Workspace, policy: PolicyRef, plan: Episo
     committed = find_artifact(store, key)
     if committed is not None:
         return committed
+
+    # Play the episodes. A prompt that is too long has no episode, and no row.
     shard = plan.prompts
     episodes = await play(workspace, policy, shard, plan.sampling, plan.episodes, seeds=("evaluation",), where=key)
     renderer = renderer_of(store, shard.base)
@@ -65,14 +67,19 @@ async def evaluate_episodes(workspace: Workspace, policy: PolicyRef, plan: Episo
 
 def _row(renderer: Renderer, episode: Episode) -> dict[str, object]:
     """The table row of an episode. Its text is the conversation after the dataset's prompt."""
+    # Join the segments.
     turns: list[Turn] = []
     grades: list[float] = []
     for segment in episode.segments:
         turns += renderer.detokenize(segment.tokenized).turns
         grades += segment.grades.values()
+
+    # Leave out the prompt, unless the environment began with another conversation.
     prompt = StringThread.from_json(str(episode.row["thread"]))
     if tuple(turns[: len(prompt.turns)]) == prompt.turns:
         turns = turns[len(prompt.turns) :]
+
+    # An episode that ended without a grade is ignored: a reward of 0 would be a wrong one.
     graded = episode.status == "ok" and bool(grades)
     status = "ignored" if episode.status == "ok" and not graded else episode.status
     return {

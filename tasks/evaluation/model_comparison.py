@@ -87,51 +87,58 @@ def prompt_rows(store: ObjectStore, cells: Iterable[Cell]) -> list[dict[str, Any
     """The rows of a `comparison` table: one per model, dataset, grader and prompt."""
     rows: list[dict[str, Any]] = []
     for cell in cells:
-        rewards: dict[tuple[int, str], list[float | None]] = defaultdict(list)
+        # Group the grades by prompt. A prompt that is twice in the dataset has two indices, and so two rows.
+        rewards_of: dict[tuple[int, str], list[float | None]] = defaultdict(list)
         for ref in cell.graded:
             for grade in read_table(store, ref, ["prompt_index", "prompt_id", "reward"]).to_pylist():
-                rewards[grade["prompt_index"], grade["prompt_id"]].append(grade["reward"])
+                rewards_of[grade["prompt_index"], grade["prompt_id"]].append(grade["reward"])
+
+        # Completions without a grade count as completions, and not in the mean.
         names = {"model": cell.model, "dataset": cell.dataset, "grader": cell.grader}
-        for (index, prompt), completion_rewards in rewards.items():
-            graded = [reward for reward in completion_rewards if reward is not None]
-            rows.append(
-                names
-                | {
-                    "prompt_index": index,
-                    "prompt_id": prompt,
-                    "reward": fmean(graded) if graded else None,
-                    "graded": len(graded),
-                    "completions": len(completion_rewards),
-                }
-            )
+        for (index, prompt), rewards in rewards_of.items():
+            known = [reward for reward in rewards if reward is not None]
+            values = {
+                "prompt_index": index,
+                "prompt_id": prompt,
+                "reward": fmean(known) if known else None,
+                "graded": len(known),
+                "completions": len(rewards),
+            }
+            rows.append(names | values)
     return rows
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> Comparison:
     """The scores and paired differences of a `comparison` table. Models are in the order of their first row."""
-    # group the rows: (dataset, grader) -> model -> rows
+    # Group the rows: (dataset, grader) -> model -> rows.
     by_cell: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         by_cell[row["dataset"], row["grader"]][row["model"]].append(row)
+
     scores, differences = [], []
     for (dataset, grader), models in by_cell.items():
-        reward_by_prompt: dict[str, dict[str, float]] = {}
+        # Score each model on the prompts for which it has a grade.
+        rewards_of_model: dict[str, dict[str, float]] = {}
         for model, model_rows in models.items():
+            graded_rows = [row for row in model_rows if row["reward"] is not None]
             scores.append(_score(model, dataset, grader, model_rows))
-            reward_by_prompt[model] = {
-                row["prompt_id"]: row["reward"] for row in model_rows if row["reward"] is not None
-            }
+            rewards_of_model[model] = {row["prompt_id"]: row["reward"] for row in graded_rows}
+        # Compare each pair of models on the prompts that both have in common.
         for first, second in combinations(models, 2):
-            first_rewards, second_rewards = reward_by_prompt[first], reward_by_prompt[second]
-            common = [prompt for prompt in first_rewards if prompt in second_rewards]
-            paired = None
-            if common:
-                paired = paired_difference(
-                    [first_rewards[prompt] for prompt in common], [second_rewards[prompt] for prompt in common]
-                )
+            paired = _paired(rewards_of_model[first], rewards_of_model[second])
             names = {"dataset": dataset, "grader": grader, "first": first, "second": second}
             differences.append(Difference(**names, paired=paired))
     return Comparison(scores=tuple(scores), differences=tuple(differences))
+
+
+def _paired(first: dict[str, float], second: dict[str, float]) -> PairedDifference | None:
+    """The difference of two models, given their rewards by prompt; None if they have no prompt in common."""
+    common = [prompt for prompt in first if prompt in second]
+    if not common:
+        return None
+    first_rewards = [first[prompt] for prompt in common]
+    second_rewards = [second[prompt] for prompt in common]
+    return paired_difference(first_rewards, second_rewards)
 
 
 def _score(model: str, dataset: str, grader: str, rows: Sequence[dict[str, Any]]) -> Score:
@@ -153,8 +160,9 @@ def _score(model: str, dataset: str, grader: str, rows: Sequence[dict[str, Any]]
 
 def score_table(comparison: Comparison) -> list[dict[str, Any]]:
     """The scores as rows of a table artifact."""
-    return [
-        {
+    rows: list[dict[str, Any]] = []
+    for score in comparison.scores:
+        row = {
             "dataset": score.dataset,
             "grader": score.grader,
             "model": score.model,
@@ -164,17 +172,19 @@ def score_table(comparison: Comparison) -> list[dict[str, Any]]:
             "completions": score.completions,
             "without a grade": score.masked,
         }
-        for score in comparison.scores
-    ]
+        rows.append(row)
+    return rows
 
 
 def comparison_markdown(comparison: Comparison) -> str:
     """Two Markdown tables: the scores of the models, and the differences between models on the same prompts."""
+    # The scores.
     lines = ["| dataset | grader | model | mean | 95 % interval | prompts |", "|-|-|-|-:|-|-:|"]
     for row in score_table(comparison):
         mean = "–" if row["mean"] is None else f"{row['mean']:.3f}"
         cells = (row["dataset"], row["grader"], f"`{row['model']}`", mean, row["95 % interval"], row["prompts"])
         lines.append(_line(cells))
+    # The differences, which need at least two models.
     if comparison.differences:
         lines += ["", "| dataset | grader | from | to | change | 95 % interval | prompts | |", "|-|-|-|-|-:|-|-:|-|"]
     for difference in comparison.differences:
@@ -209,7 +219,8 @@ def _sentence(difference: Difference) -> str:
 
 
 def _line(cells: Iterable[Any]) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+    escaped = [str(cell).replace("|", "\\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |"
 
 
 def _interval(low: float | None, high: float | None, sign: str = "") -> str:

@@ -126,6 +126,7 @@ class FunctionGrader(BaseGrader):
             result: Any = self.function(thread, **self.arguments)
         else:
             result = await in_thread(self.function, thread, **self.arguments)
+        # Also await what a plain function returned, such as a lambda around a coroutine function.
         if inspect.isawaitable(result):
             result = await result
         if isinstance(result, Grade):
@@ -135,6 +136,7 @@ class FunctionGrader(BaseGrader):
 
 def as_number(value: object) -> float:
     """Convert a Python or numpy number (or bool) to a float. Raises TypeError for other types, also for text."""
+    # numpy's bool is not registered as a Real number. Its class is bool_ in numpy 1 and bool in numpy 2.
     if isinstance(value, Real) or type(value).__name__ in ("bool_", "bool"):
         return float(value)  # type: ignore[arg-type]
     shown = repr(value)[:60]
@@ -151,9 +153,10 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    # The function sees the context variables of the caller, such as the timer that waits for an engine pause.
     context = contextvars.copy_context()
 
-    # The thread hands its result to the event loop.
+    # The thread hands its result to the event loop. The caller may have stopped waiting by then.
     def settle(result: Any, error: BaseException | None) -> None:
         if not future.done():
             future.set_result((result, error))
@@ -172,6 +175,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     result, error = await future
     if isinstance(error, Exception):
         raise error
+    # SystemExit and KeyboardInterrupt of the function must not end the event loop.
     if error is not None:
         raise GraderError(f"the grader function raised {error!r}, which would end the process") from error
     return result

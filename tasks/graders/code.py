@@ -85,6 +85,7 @@ class CodeGrader(BaseGrader):
         tests, program = self._tests(thread), last_python_block(thread.last_content())
         if program is None:
             return Grade(value=0.0, grader_key=self.grader_key, reasoning="no Python block in the completion")
+        # The semaphore in `_run` limits how many of the tests run at the same time.
         problems = await asyncio.gather(*(self._run(program, test) for test in tests))
         failed = [f"test {number}: {problem}" for number, problem in enumerate(problems) if problem is not None]
         share = 1 - len(failed) / len(tests)
@@ -144,6 +145,7 @@ def last_python_block(text: str) -> str | None:
 def _problem(output: bytes, token: str, status: int | None, test: CodeTest) -> str | None:
     """What is wrong with the output of a program, or None if the test passed."""
     text = output.decode("utf-8", errors="replace")
+    # The launcher prints the token after the test, so an output without it means that the program ended early.
     printed, end_marker, _ = text.partition(f"\n{token}\n")
     if not end_marker:
         return f"ended before the test did, status {status}"
@@ -158,6 +160,7 @@ def _lines(text: str) -> list[str]:
 
 async def _end(process: Process) -> None:
     """Kill the program and all processes that it started."""
+    # The process is the leader of its own session, so its id is that of the process group.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()

@@ -51,12 +51,19 @@ class CombinedGrader(BaseGrader):
         """Set up the graders. If one fails, tear down the others and raise. A second call does nothing."""
         if self._is_set_up:
             return
+        # Mark it before the first await, so that a concurrent call does not set the graders up a second time.
         self._is_set_up = True
         outcomes = await asyncio.gather(*(grader.setup() for grader in self.graders), return_exceptions=True)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        ready: list[BaseGrader] = []
+        failures: list[BaseException] = []
+        for grader, outcome in zip(self.graders, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                failures.append(outcome)
+            else:
+                ready.append(grader)
         if failures:
+            # The caller gets the first failure, also if a teardown fails too.
             self._is_set_up = False
-            ready = [grader for grader, outcome in zip(self.graders, outcomes, strict=True) if outcome is None]
             await asyncio.gather(*(grader.teardown() for grader in ready), return_exceptions=True)
             raise failures[0]
 
@@ -82,6 +89,7 @@ class CombinedGrader(BaseGrader):
                 continue
             weighted_values.append((weight, grade.value))
             reasons.append(_reason(grader.grader_key, grade))
+            # Logs accept finite numbers only.
             if math.isfinite(grade.value):
                 logs[grader.grader_key] = grade.value
 
@@ -108,6 +116,7 @@ class CombinedGrader(BaseGrader):
         total_weight = sum(weight for weight, _ in weighted_values)
         if total_weight == 0:
             raise IgnoreGradeException(f"no grader of {self.grader_key!r} with a weight above 0 gave a grade")
+        # Leave out graders of weight 0: 0 times a NaN would be NaN.
         mean = sum(weight * value for weight, value in weighted_values if weight) / total_weight
         return mean if self.aggregation_method == "mean" else mean * sum(self.weights)
 
@@ -127,10 +136,13 @@ def _reason(key: str, grade: Grade) -> str:
 
 def _checked_weights(weights: Sequence[float] | None, graders: int) -> list[float]:
     """The weights as floats, by default 1 each. Raises ValueError."""
-    checked = [1.0] * graders if weights is None else [float(weight) for weight in weights]
+    if weights is None:
+        weights = [1.0] * graders
+    checked = [float(weight) for weight in weights]
     if len(checked) != graders or graders == 0:
         raise ValueError(f"given {graders} graders and {len(checked)} weights; expected 1 or more, with a weight each")
-    if not all(math.isfinite(weight) and weight >= 0 for weight in checked) or sum(checked) == 0:
+    are_valid = all(math.isfinite(weight) and weight >= 0 for weight in checked)
+    if not are_valid or sum(checked) == 0:
         raise ValueError(
             f"given weights={checked}; expected finite numbers of 0 or more, not all 0. For a penalty, let the grader "
             "give negative grades: a mean with negative weights over the graders that answered is not defined"

@@ -35,6 +35,7 @@ class ReasoningGymGrader(BaseGrader):
         answer = extract_answer(thread.last_content(), self.answer_from)
         if answer is None:
             return Grade(value=0.0, grader_key=self.grader_key, reasoning="no answer in the completion")
+        # A verifier may compute for seconds, which must not block the other grades.
         score = await in_thread(self._score, answer, thread)
         return Grade(value=float(score == 1.0) if self.exact else score, grader_key=self.grader_key)
 
@@ -56,6 +57,7 @@ class ReasoningGymGrader(BaseGrader):
     def _verifier(self, name: str, config: dict[str, Any]) -> Any:
         """The dataset object of this name and config. It is created once, since some datasets read word lists."""
         key = (name, json.dumps(config, sort_keys=True))
+        # Several threads grade at once. Under the lock only the first one creates the object.
         with self._lock:
             if key not in self._verifiers:
                 self._verifiers[key] = create_procedural(name, config, size=1, seed=0)

@@ -38,6 +38,7 @@ class IsolatedGrader(BaseGrader):
     def __init__(self, grader_key: str, spec_json: str, *, on_cluster: bool = False) -> None:
         """Raises BadSpec for `on_cluster` if Ray is not installed."""
         super().__init__(grader_key)
+        # The workers get this process's sys.path, so that they can import the grader's module from the same folders.
         arguments: dict[str, Any] = {
             "module": "tasks.graders.running.isolated_worker",
             "configuration": {"spec": spec_json, "sys_path": sys.path},
@@ -64,11 +65,14 @@ class IsolatedGrader(BaseGrader):
         try:
             answer = await self._workers.call({"thread": thread.to_json()}, timeout_seconds=None)
         except (WorkerProcessDied, WorkerDied) as died:
+            # Part of the completion is in the message: the crash may depend on it.
             text = thread.last_content()
             shown = text if len(text) <= MAX_TEXT_LETTERS else f"{text[:MAX_TEXT_LETTERS]}…"
             raise GraderCrashed(f"the process of grader {self.grader_key!r} on {shown!r} {died}") from died
+        # The statistics of the logs are kept here, since each worker process sees only some of the threads.
         for values in answer["logs"]:
             self.add_log(values)
+        # Raise here what the grader raised there, so that the caller treats it as if the grader ran in this process.
         if "grade" in answer:
             return Grade.model_validate(answer["grade"])
         if "ignored" in answer:

@@ -53,10 +53,12 @@ class JsonSchemaMatch(BaseGrader):
         """Return the grade of a text, and its first problem if it has one."""
         fenced = _FENCED.match(text)
         json_text = fenced[1] if fenced else text
+        # Python's parser accepts NaN and repeated keys, which are not valid JSON.
         try:
             value = json.loads(json_text, parse_constant=_refuse_constant, object_pairs_hook=_object_of_unique_keys)
         except (ValueError, RecursionError) as error:
             return 0.0, f"not JSON: {error}"
+        # The first problem is enough for the reasoning. Only a `$ref` that cannot be resolved is the schema's fault.
         try:
             problem = next(iter(validator.iter_errors(value)), None)
         except Unresolvable as error:
@@ -78,7 +80,8 @@ class JsonSchemaMatch(BaseGrader):
 
 def _validator(schema: Any) -> Draft202012Validator:
     Draft202012Validator.check_schema(schema)
-    return Draft202012Validator(schema, registry=Registry())  # type: ignore[call-arg]  # an empty registry loads no other documents
+    # An empty registry loads no other documents. The default one would fetch them from the network.
+    return Draft202012Validator(schema, registry=Registry())  # type: ignore[call-arg]
 
 
 def _refuse_constant(constant: str) -> Any:
@@ -86,6 +89,7 @@ def _refuse_constant(constant: str) -> Any:
 
 
 def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({key for key, _ in pairs}) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         raise ValueError(f"a key stands twice among {[key for key, _ in pairs]}")
-    return dict(pairs)
+    return unique

@@ -55,6 +55,7 @@ class JudgeGrader(BaseGrader):
 
     async def teardown(self) -> None:
         """Drop the model that setup spawned."""
+        # A later setup finds the key again. A handle that was given belongs to the caller and is kept.
         self.model = self._key or self.model
 
     @property
@@ -65,6 +66,7 @@ class JudgeGrader(BaseGrader):
     async def ask(self, thread: StringThread, schema: type[Answer]) -> Answer:
         """Ask the judge for an answer in the form of `schema`. Raises UnusableAnswer, which leaves the completion
         unscored."""
+        # Log each answer with both names, so that their means are shares of the same answers.
         try:
             answer, repaired = await ask(self.judge, thread, schema)
         except UnusableAnswer:
@@ -140,6 +142,7 @@ class BinaryJudgeGrader(JudgeGrader):
         chat templates refuse one."""
         task = BINARY_TASK.format(criteria=self.criteria)
         prompt = StringThread()
+        # Each example is a question with its answer, in the form that the judge is asked for.
         for shot in self.shots:
             answer = BinaryVerdict(reasoning=shot.reasoning, result=shot.result)
             prompt = prompt.user(f"{task}\n\n{as_material(shot.thread)}").assistant(answer.model_dump_json())

@@ -48,12 +48,14 @@ class MathsGrader(BaseGrader):
         await self._workers.close()
 
     async def grade(self, thread: StringThread) -> Grade:
+        # The worker stops itself after `timeout_seconds`. The pool kills it if that does not work.
         expected = str(from_metadata(thread, self.answer_key))
         request = {"expected": expected, "given": thread.last_content(), "seconds": self.timeout_seconds}
         try:
             answer = await self._workers.call(request, timeout_seconds=self.timeout_seconds + MARGIN_SECONDS)
         except WorkerTimeout:
             return Grade(value=0.0, grader_key=self.grader_key, reasoning="no comparison in time")
+        # The dataset is wrong and not the completion, so this must not become a reward of 0.
         if "bad_expected" in answer:
             raise GraderError(f"metadata[{self.answer_key!r}] is {expected!r:.80}; expected a mathematical answer")
         return Grade(value=float(answer["right"]), grader_key=self.grader_key, reasoning=answer["found"])

@@ -93,6 +93,7 @@ class RangeJudgeGrader(JudgeGrader):
 
     async def steps(self) -> list[str]:
         """The evaluation steps. The judge writes them at the first call, unless they were given."""
+        # Concurrent grades wait for one and the same future. A future that failed is replaced, so a retry asks again.
         if self.evaluation_steps is None:
             if self._steps_future is None or (self._steps_future.done() and _failed(self._steps_future)):
                 self._steps_future = asyncio.ensure_future(self._write_steps())
@@ -117,11 +118,13 @@ class RangeJudgeGrader(JudgeGrader):
 
     async def _expected_score(self, judge: ScoringText, question: StringThread) -> tuple[float, str]:
         """The expected score under the judge's probabilities, and a text that explains it."""
+        # Score all possible answers at once; the engine computes them as one batch.
         scores = range(self.low, self.high + 1)
         logprobs = await asyncio.gather(*(judge.logprobs(question.assistant(str(score))) for score in scores))
         max_logprob = max(logprobs)
         if not math.isfinite(max_logprob):
             raise UnusableAnswer(f"the judge's logprobs of the scores are {logprobs}; expected finite numbers")
+        # A softmax. Subtracting the largest logprob first keeps `exp` from underflowing to 0 for all scores.
         weights = [math.exp(logprob - max_logprob) for logprob in logprobs]
         expected = sum(score * weight for score, weight in zip(scores, weights, strict=True)) / sum(weights)
         likeliest = max(range(len(weights)), key=weights.__getitem__)

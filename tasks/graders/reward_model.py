@@ -55,6 +55,7 @@ class RewardModelGrader(BaseGrader):
             raise GraderError(f"grader {self.grader_key!r}: {self.model!r} is not spawned; await setup() first")
         score = await self.model.score_last_token(thread)
         value = score * self.scale + self.shift
+        # Clipping NaN would give a number, and hide that the model is broken. NaN is masked.
         if self.clip is not None and not math.isnan(value):
             value = max(-self.clip, min(self.clip, value))
         return Grade(value=value, grader_key=self.grader_key, reasoning=f"score {score:.4f}")

@@ -122,8 +122,10 @@ class RewardServerGrader(BaseGrader):
 
     def _delay(self, attempt: int, retry_after: str | None) -> float:
         """Seconds before this attempt. A Retry-After header counts if it is a number of seconds."""
+        # The header may also hold a date, which is ignored.
         if retry_after is not None and retry_after.isascii() and retry_after.isdigit():
             return min(float(retry_after), MAX_DELAY_SECONDS)
+        # The random factor spreads the retries of many requests that failed at the same moment.
         max_delay = min(self.retry_delay_seconds * 2 ** (attempt - 1), MAX_DELAY_SECONDS)
         return max_delay * random.uniform(0.5, 1.0)
 
@@ -133,6 +135,7 @@ class RewardServerGrader(BaseGrader):
         reasoning = answer.get("reasoning")
         if answer.get("ignore") is True:
             raise IgnoreGradeException(str(reasoning or f"{self.url} has no opinion"))
+        # A server that answers with another type is broken: a guess at its meaning could be a wrong reward.
         score = answer.get("score")
         if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
             raise GraderError(f"{self.url} answered score={score!r:.80}; expected a finite number")

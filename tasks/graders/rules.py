@@ -25,6 +25,7 @@ class ExactMatch(BaseGrader):
         self.answer_key, self.answer_from, self.ignore_case = answer_key, answer_from, ignore_case
 
     async def grade(self, thread: StringThread) -> Grade:
+        # A completion without an answer is compared as an empty text.
         expected = str(from_metadata(thread, self.answer_key)).strip()
         answer = extract_answer(thread.last_content(), self.answer_from) or ""
         if self.ignore_case:
@@ -69,6 +70,7 @@ class LastNumber(BaseGrader):
         return Grade(value=float(right), grader_key=self.grader_key)
 
     def _expected(self, thread: StringThread) -> Decimal:
+        # Decimal also parses "NaN" and "Infinity", which are refused like any other text.
         stored = from_metadata(thread, self.answer_key)
         try:
             number = Decimal(str(stored).replace(",", "").strip())
@@ -93,11 +95,13 @@ class LabelMatch(BaseGrader):
     ) -> None:
         super().__init__(grader_key)
         self.answer_key, self.answer_from, self.ignore_case = answer_key, answer_from, ignore_case
+        # Two labels that are equal without their case, or a text instead of a list, leave fewer keys than labels.
         self.labels = {self._folded(label): label for label in labels}
         if isinstance(labels, str) or len(self.labels) < max(2, len(labels)):
             raise ValueError(f"given labels={labels!r}; expected a list of two or more different labels")
 
     async def grade(self, thread: StringThread) -> Grade:
+        # A row with an unknown label is an error of the dataset, not a wrong answer.
         stored = from_metadata(thread, self.answer_key)
         expected = self.labels.get(self._folded(str(stored)))
         if expected is None:

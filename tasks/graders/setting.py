@@ -58,6 +58,7 @@ def grading_workspace(user: str, client: Client | None = None) -> Workspace:
     `user` names the grader in messages. `client` is a context, whose workspace is returned, or the engine of the open
     context. Raises GraderError if no context is open, or if `client` is another engine.
     """
+    # A context names its workspace itself.
     client_workspace = getattr(client, "workspace", None)
     if isinstance(client_workspace, Workspace):
         return client_workspace
@@ -67,6 +68,7 @@ def grading_workspace(user: str, client: Client | None = None) -> Workspace:
             f"{user} needs an engine, and setup() was called where none is known; open a RecipeContext first, "
             "call it inside `with grading_in(ctx):`, or give the grader a spawned model instead of its key"
         )
+    # An engine does not know its run, so it must be the engine of the open context.
     if client is not None and client is not workspace.connect():
         raise GraderError(
             f"{user}: client={client!r} is not the engine of the run in which setup() was called, "

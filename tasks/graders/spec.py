@@ -69,6 +69,7 @@ def grader_spec(
     The grader is built once here, so that a wrong path or wrong arguments fail now (GraderSpecError) and not during a
     run. `workers` says where it runs; in worker processes, a crash of the interpreter does not end the run.
     """
+    # Build it without a digest: there is nothing to compare the source with yet.
     spec = GraderSpec(path=path, arguments=dict(arguments or {}), version=version, workers=workers)
     build(spec)
     return spec.model_copy(update={"source_digest": source_digest(path)})
@@ -85,7 +86,8 @@ def build(spec: GraderSpec) -> BaseGrader:
     if change is not None:
         logger.warning(change)
 
-    # With workers, build it here once to check it, and let worker processes build it again.
+    # With workers, build it here once to check it, and let worker processes build it again. They compare no digest,
+    # so that a changed source is reported once and not by each process.
     if spec.workers != "none":
         in_worker = spec.model_copy(update={"workers": "none", "source_digest": None})
         on_cluster = spec.workers == "cluster"
@@ -141,6 +143,7 @@ def _construct(target: type, spec: GraderSpec) -> BaseGrader:
 
 
 def _function_grader(target: Any, spec: GraderSpec) -> BaseGrader:
+    # A function has no key of its own. It comes from the arguments or is the name of the function.
     arguments: dict[str, Any] = dict(spec.arguments)
     key = arguments.pop("grader_key", spec.path.partition(":")[2])
     if not isinstance(key, str):
@@ -171,6 +174,7 @@ def in_process_spec(grader: BaseGrader, *, version: str | None = None) -> Grader
     The spec can be built in this process only. `version` stands for the code, since nothing can check that a later
     process registers the same code; `require_durable` requires it. Registering a key and version again replaces it.
     """
+    # The key becomes a part of the path, which must match the pattern of import paths.
     if not grader.grader_key or any(mark in grader.grader_key for mark in " \t\n:"):
         raise GraderSpecError(f"given grader_key={grader.grader_key!r}; expected a name without spaces or colons")
     _in_process[(grader.grader_key, version)] = grader

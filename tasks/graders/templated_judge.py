@@ -73,6 +73,7 @@ class TemplatedPromptJudgeGrader(JudgeGrader):
         answer = await self.ask(StringThread().user(self.prompt(thread)), self.output_model)
         fields = dict(answer)
         score = fields[self.score_field]
+        # Without a finite score there is no grade: a default could be a wrong reward.
         if score is None:
             raise IgnoreGradeException(f"{self.grader_key}: the judge gave no score")
         value = as_number(score)

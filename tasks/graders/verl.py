@@ -41,6 +41,7 @@ class VerlReward(BaseGrader):
                 f"metadata[{self.reward_model_column!r}] is {truth!r}; expected an object with "
                 "'ground_truth', as in the rows of verl"
             )
+        # The arguments have verl's names and are passed by keyword, as verl does.
         arguments = {
             "data_source": from_metadata(thread, self.data_source_column),
             "solution_str": thread.last_content(),
@@ -61,6 +62,7 @@ class VerlReward(BaseGrader):
             raise GraderError(
                 f"the reward function returned {dict(result)!r}; expected a number, or a dict with a number at 'score'"
             )
+        # Texts and lists in the result have no statistics, and are dropped.
         logs: dict[str, float] = {}
         for key, value in result.items():
             if key != "score" and isinstance(value, int | float):

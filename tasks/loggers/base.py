@@ -73,6 +73,7 @@ NOT_LOGGED = {"step", "total_steps", "seconds", "resumed"}
 def figures_of(metrics: StepMetrics) -> dict[str, float]:
     """The finite metrics of a step, as "group/name"."""
     figures: dict[str, float] = {}
+    # A curve has no place for None or NaN.
     for name, value in metrics.model_dump(exclude=NOT_LOGGED).items():
         if isinstance(value, int | float) and math.isfinite(value):
             figures[f"train/{name}"] = value
@@ -99,6 +100,7 @@ class SentLog:
 
     def __init__(self, store: ObjectStore, run: str, stage: str, logger: str) -> None:
         self._store, self._key = store, keys.logger_progress(run, stage, logger)
+        # A stage that was never logged has no record.
         try:
             self._sent = SentItems.model_validate_json(store.get(self._key))
         except ObjectNotFound:
@@ -133,5 +135,6 @@ class SentLog:
         return True
 
     def _write(self, sent: SentItems) -> None:
+        # Store first: if that fails, nothing is sent, and the item can be marked again.
         self._store.put(self._key, sent.model_dump_json().encode())
         self._sent = sent

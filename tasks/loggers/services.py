@@ -41,6 +41,7 @@ class TensorBoard:
         shape = _module("tensorboard.compat.proto.tensor_shape_pb2", "tensorboard").TensorShapeProto
         types = _module("tensorboard.compat.proto.types_pb2", "tensorboard")
         metadata = _module("tensorboard.compat.proto.summary_pb2", "tensorboard").SummaryMetadata
+        # The text plugin expects a tensor of one string.
         text = tensor(
             dtype=types.DT_STRING, string_val=[table.markdown().encode()],
             tensor_shape=shape(dim=[shape.Dim(size=1)]),
@@ -50,6 +51,7 @@ class TensorBoard:
 
     def _write(self, step: int, values: list[Any]) -> None:
         event = self._event(step=step, wall_time=time.time(), summary=self._summary(value=values))
+        # Flush each event: a process that is killed loses what it has not written.
         self._writer.add_event(event)
         self._writer.flush()
 
@@ -67,7 +69,8 @@ class WandB:
         )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log({**figures, "step": step})  # W&B's own step cannot decrease, and each stage starts at 0
+        # W&B's own step cannot decrease, but each stage starts at 0.
+        self._run.log({**figures, "step": step})
 
     def show(self, table: Table) -> None:
         wandb_table = _module("wandb", "wandb").Table(columns=table.columns, data=table.cells)
@@ -83,6 +86,7 @@ class MLflow:
     def __init__(self, run: LoggedRun) -> None:
         self._entities = _module("mlflow.entities", "mlflow")
         self._client = client = _module("mlflow.tracking", "mlflow").MlflowClient()
+        # MLflow chooses the ids of runs itself, so a tag tells which run is ours.
         experiment = client.get_experiment_by_name(run.project)
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(run.project)
         existing = client.search_runs([experiment_id], filter_string=f"tags.`{RUN_TAG}` = '{run.run}'", max_results=1)

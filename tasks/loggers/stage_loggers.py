@@ -41,6 +41,7 @@ class Loggers:
 
     def step(self, metrics: StepMetrics) -> None:
         """Send the metrics of a step to the loggers that were not sent them."""
+        # Mark first: after a crash in between, the step is missing in the service instead of being there twice.
         for name, (sink, sent_log) in self._sinks.items():
             if sent_log.mark_step(metrics.step + 1):
                 self._send(name, sink, metrics.step + 1, figures_of(metrics))

@@ -26,6 +26,7 @@ class Table(Frozen):
 
     def markdown(self) -> str:
         """The table in Markdown. Line breaks and bars inside a cell are escaped."""
+        # Markdown needs the separator line to recognise a table.
         lines = [self.columns, ["---"] * len(self.columns)]
         for row in self.cells:
             lines.append([_markdown_cell(cell) for cell in row])

@@ -22,6 +22,7 @@ class StepClock:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._open_tasks: Counter[str] = Counter()
         self._last_change = time.perf_counter()
+        # Tasks that are started from now on inherit the variable, and with it this clock.
         _clock.set(self)
 
     def begin(self, activity: str) -> None:
@@ -34,6 +35,7 @@ class StepClock:
 
     def lap(self) -> dict[str, float]:
         """Seconds per activity since the last lap."""
+        # An activity that is still open is divided here. Its rest counts in the next lap.
         self._advance()
         seconds = {activity: self._seconds[activity] for activity in ACTIVITIES}
         self._seconds.clear()
@@ -42,7 +44,10 @@ class StepClock:
     def _advance(self) -> None:
         """Divides the time since the last change among the activities that were open."""
         now = time.perf_counter()
-        open_activities = [activity for activity, tasks in self._open_tasks.items() if tasks > 0] or ["orchestration"]
+        open_activities = [activity for activity, tasks in self._open_tasks.items() if tasks > 0]
+        if not open_activities:
+            open_activities = ["orchestration"]
+        # Equal parts: the activities of a step must add up to its wall time.
         for activity in open_activities:
             self._seconds[activity] += (now - self._last_change) / len(open_activities)
         self._last_change = now

@@ -152,7 +152,7 @@ def _charts(steps: Sequence[StepMetrics]) -> list[Chart]:
     for title, note, values in _curves(steps):
         if all(value is None for value in values):
             continue
-        # Without rewards nothing was sampled, so there are no completions.
+        # A run without rewards trains on the completions of its dataset.
         if title == _LENGTH and not has_rewards:
             continue
         notes = [note] if note else []

@@ -88,5 +88,6 @@ def summarise_evaluation(name: str, rewards: Sequence[float | None]) -> Evaluati
     graded = [reward for reward in rewards if reward is not None]
     if not graded:
         raise ValueError(f"evaluation {name!r} has {len(rewards)} prompts and no grade; look at the grader's errors")
+    # Each prompt counts once, so the interval is that of the mean over prompts.
     mean = mean_interval(graded)
     return EvaluationSummary(name=name, mean=mean.mean, low=mean.low, high=mean.high, n=mean.n, rewards=tuple(rewards))

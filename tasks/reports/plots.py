@@ -70,13 +70,13 @@ def _curve(
 ) -> None:
     xs = [step + 1 for step in steps]
     ys = [_finite(value) for value in values]
-    # the band
+    # Draw the band behind the curve.
     if spread is not None:
         half_heights = [_finite(value) for value in spread]
         low = [y - half for y, half in zip(ys, half_heights, strict=True)]
         high = [y + half for y, half in zip(ys, half_heights, strict=True)]
         axes.fill_between(xs, low, high, color=BLUE, alpha=0.12, linewidth=0)
-    # the curve: with dots if it is short, pale under its moving mean if it is long
+    # Draw the curve: with dots if it is short, pale under its moving mean if it is long.
     marker = "o" if len(xs) <= 30 else None
     if len(xs) >= SMOOTH_FROM:
         axes.plot(xs, ys, color=BLUE, linewidth=0.8, alpha=0.4, marker=marker, ms=3)
@@ -100,6 +100,7 @@ class Panel(NamedTuple):
 def curves_png(steps: Sequence[int], panels: Sequence[Panel], *, resumed: Sequence[int] = ()) -> bytes:
     """The panels as a PNG, two per row, on a white background that is legible on a dark page, too."""
     rows = math.ceil(len(panels) / 2)
+    # Without the lock, two threads would mix the settings of matplotlib, which are global to the process.
     with _drawing, matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(10.0, 0.2 + 2.2 * rows), layout="constrained", facecolor="white")
         for place, panel in enumerate(panels, start=1):
@@ -107,6 +108,7 @@ def curves_png(steps: Sequence[int], panels: Sequence[Panel], *, resumed: Sequen
             _plain_frame(axes)
             axes.set_title(_verbatim(panel.title), loc="left", fontsize=9.5, color=INK)
             _curve(axes, steps if panel.steps is None else panel.steps, panel.values, panel.spread, resumed)
+        # Without the name of the software in the metadata, the bytes do not depend on matplotlib's version number.
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=100, metadata={"Software": None})
     return buffer.getvalue()
@@ -122,7 +124,8 @@ def time_split_svg(
     """Seconds per step, stacked by activity. Each step is a column, so that a slow step stands out."""
 
     def draw(axes: Axes) -> None:
-        # one area per activity, whatever the number of steps: both edges of every column are points of it
+        # Draw one area per activity, whose points are the two edges of each column. A bar per step and activity would
+        # make the SVG of a long run very large.
         edges = []
         for step in steps:
             edges += [step + 0.5, step + 1.5]
@@ -173,6 +176,7 @@ def curves_svg(series: Sequence[Series], *, label: str) -> str:
             colour, dash = series_style(number)
             xs = [step + 1 for step in curve.steps]
             ys = [_finite(value) for value in curve.values]
+            # Several noisy curves in one figure cannot be told apart, so a long one is drawn smooth only.
             if len(ys) >= SMOOTH_FROM:
                 ys = _moving_mean(ys, len(ys) // 40)
             marker = "o" if len(ys) <= 30 and len(series) <= 4 else None
@@ -202,6 +206,7 @@ def intervals_svg(rows: Sequence[Interval], *, label: str) -> str:
             if row.low is not None and row.high is not None:
                 axes.plot([row.low, row.high], [line, line], color=colour, linewidth=2.4, alpha=0.55)
             axes.plot([row.mean], [line], color=colour, marker="o", ms=7)
+        # The first row is at the top.
         axes.set_yticks(range(len(rows)), [_verbatim(row.name) for row in rows])
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)
@@ -221,6 +226,7 @@ def _svg(draw: Callable[[Axes], None], *, label: str, size: tuple[float, float])
         draw(axes)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    # Leave out the XML declaration, which must not stand inside HTML, and add a label for screen readers.
     text = buffer.getvalue()
     return f'<svg role="img" aria-label="{escape(label)}"' + text[text.index("<svg") + len("<svg") :]
 
@@ -235,6 +241,7 @@ def _step_axis(axes: Axes, xs: Sequence[int]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
     if xs:
         axes.set_xlim(min(xs) - 0.6, max(xs) + 0.6)
+    # Numbers below 1e-3 and from 1e4 on get a common power of ten, which keeps the labels short.
     formatter = ScalarFormatter(useMathText=False)
     formatter.set_powerlimits((-3, 4))
     axes.yaxis.set_major_formatter(formatter)
@@ -247,7 +254,8 @@ def _mark_resumed(axes: Axes, resumed: Sequence[int]) -> None:
 
 
 def _verbatim(text: str) -> str:
-    return text.replace("$", r"\$")  # matplotlib parses text between dollars as mathematics and may raise an error
+    # matplotlib parses text between dollars as mathematics and may raise an error.
+    return text.replace("$", r"\$")
 
 
 def _moving_mean(values: Sequence[float], reach: int) -> list[float]:

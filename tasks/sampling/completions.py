@@ -69,7 +69,7 @@ async def sample_shard(
     name_row = partial(row_name, store, shard.dataset)
     prompts = render_prompts(renderer, rows, limit, shard.truncation, name_row)
 
-    # Sample each completion with its own seed, so that its text does not depend on the other prompts of the shard.
+    # Sample each completion with its own seed, so that its randomness does not depend on its place in the shard.
     jobs = []
     for row, prompt in prompts:
         for number in range(row["first"], row["first"] + shard.completions):

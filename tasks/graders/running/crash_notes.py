@@ -33,9 +33,11 @@ def note_grading(grader: str, workspace: Workspace) -> Iterator[None]:
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(file=STDERR_FD)
+    # A process id is only meaningful on its machine, and a home folder may be shared by several.
     prefix = digest([platform.node(), workspace.store, workspace.run])[:16]
     note = None
-    with contextlib.suppress(OSError, RuntimeError):  # no writable home folder: grading works without notes
+    # Without a writable home folder, grading works without notes.
+    with contextlib.suppress(OSError, RuntimeError):
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)
         _warn_of_dead(folder, prefix, workspace.run)
@@ -71,6 +73,7 @@ def _warn_of_dead(folder: Path, prefix: str, run: str) -> None:
 
 
 def _is_alive(pid: int) -> bool:
+    # Signal 0 checks whether the process exists, and sends nothing.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -90,6 +90,7 @@ async def _grade_one(
     for attempt in range(retries + 1):
         if attempt:
             await asyncio.sleep(delay * 2 ** (attempt - 1))
+        # An error that a retry cannot remedy masks the grade at once. Only the engine's own errors leave this function.
         try:
             grade = await _attempt(grader, thread, timeout_seconds)
             value = as_number(grade.value)
@@ -102,6 +103,7 @@ async def _grade_one(
         except Exception as error:  # noqa: BLE001  the boundary to a user's code: recorded as a mask, never a reward
             reason = f"{type(error).__name__}: {error}"
             continue
+        # False for NaN, too, which is masked like a value that is too large.
         if abs(value) <= LARGEST_REWARD:
             return GradeOutcome(reward=value, status="ok", reason=grade.reasoning or "")
         reason = f"the grader returned {value:g}; expected {REWARD_RANGE}"
@@ -138,6 +140,7 @@ class _GraderTimer:
         self._loop.call_soon_threadsafe(self._continue)
 
     def _pause(self) -> None:
+        # A grader may wait for several answers at once. Only the first wait pauses the timer.
         self._waits += 1
         if self._waits == 1:
             self._timer.cancel()
@@ -151,7 +154,8 @@ class _GraderTimer:
     def close(self) -> None:
         """Stop the timer for good."""
         self._timer.cancel()
-        self._waits += 1  # never 0 again: an abandoned attempt that ends its waits later cannot restart the timer
+        # The count never becomes 0 again, so an abandoned attempt that ends its waits later cannot restart the timer.
+        self._waits += 1
         self.expired.cancel()
 
     def _start(self) -> None:

@@ -51,6 +51,7 @@ def serve(connection: WorkerConnection, grader: BaseGrader) -> None:
             connection.write_line(f"setup raised {type(error).__name__}: {error}".replace("\n", " "))
             return
 
+        # Each answer holds the logs of its own grade only.
         def answer(request: dict[str, Any]) -> dict[str, Any]:
             logs.clear()
             outcome = runner.run(grade_as_json(grader, StringThread.from_json(request["thread"])))
@@ -62,6 +63,7 @@ def serve(connection: WorkerConnection, grader: BaseGrader) -> None:
 
 def main() -> None:
     connection = connect()
+    # The input ends without a line if the parent ended before it sent the configuration.
     configuration = json.loads(connection.requests.readline() or "{}")
     if configuration:
         # The run's module path comes first. On another machine the packages may be in other folders.

@@ -53,6 +53,7 @@ def expected_answer(text: str) -> list[Any]:
     has_markup = "$" in text or "\\boxed" in text
     if has_markup:
         return _parse(text)
+    # Datasets often store LaTeX without dollars, such as \\frac{1}{2}, which parses as LaTeX only between them.
     return _parse(f"${text}$") or _parse(text)
 
 
@@ -64,6 +65,7 @@ def last_boxes(text: str) -> str:
     boxes = list(_boxes(text))
     if not boxes:
         return text
+    # Go back from the last box while only a comma, "and" or "or" separates it from the box before.
     first = len(boxes) - 1
     while first and _JOINS.fullmatch(text, boxes[first - 1][1], boxes[first][0]):
         first -= 1
@@ -74,6 +76,7 @@ def _boxes(text: str) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of each outermost \\boxed{…} whose braces are balanced."""
     end = 0
     while (start := text.find(BOXED, end)) >= 0:
+        # Find the closing brace. A box that is never closed ends the search for this one, and is left out.
         depth, end = 1, start + len(BOXED)
         for brace in _BRACE.finditer(text, end):
             depth += {"{": 1, "}": -1}.get(brace.group(), 0)
@@ -90,6 +93,7 @@ def _parse(text: str) -> list[Any]:
 
 def main() -> None:
     """Serve until the input ends."""
+    # SymPy may use up the memory or run forever. Both then end as an exception inside `compare`.
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGALRM, _alarm)

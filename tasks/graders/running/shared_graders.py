@@ -69,6 +69,7 @@ async def shared_grader(spec: GraderSpec, workspace: Workspace | None) -> AsyncI
         yield shared.grader
     finally:
         shared.users -= 1
+        # Forget a failed setup, so that the next caller tries it again.
         if shared.setup_failed and graders.get(key) is shared:
             del graders[key]
         await _tear_down_idle(graders, keep=MAX_IDLE_GRADERS)
@@ -96,6 +97,7 @@ async def _tear_down_idle(graders: OrderedDict[str, _SharedGrader], *, keep: int
     """Tear down idle graders, the least recently used first, until at most `keep` are left."""
     idle_keys = [key for key, shared in graders.items() if shared.users == 0 and shared.ready.done()]
     surplus = max(0, len(idle_keys) - keep)
+    # Remove all of them before the first await, so that a concurrent call cannot lend one that is being torn down.
     removed = [graders.pop(key) for key in idle_keys[:surplus]]
     for shared in removed:
         try:

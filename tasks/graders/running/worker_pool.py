@@ -110,6 +110,7 @@ class WorkerPool:
         await asyncio.gather(*(_end(worker) for worker in workers))
 
     async def _start(self) -> _Worker:
+        # Whatever goes wrong before the worker is ready, the `finally` ends its process.
         worker, first_line = await self._spawn(), b""
         try:
             first_line = await asyncio.wait_for(self._first_line(worker), START_SECONDS)
@@ -140,6 +141,7 @@ class WorkerPool:
         """Send the configuration and read the worker's first line; empty if the worker ended."""
         process = worker.process
         assert process.stdin is not None and process.stdout is not None
+        # A worker that already ended refuses the configuration. Its empty first line then says so.
         if self._configuration is not None:
             with contextlib.suppress(ConnectionError):
                 process.stdin.write(json.dumps(self._configuration).encode() + b"\n")
@@ -158,6 +160,7 @@ class WorkerPool:
             line = b""
         except (OSError, ValueError) as error:
             raise WorkerFailed(f"{self.module}: {error}") from error
+        # A line without its end means that the worker ended while it wrote, or before.
         if not line.endswith(b"\n"):
             raise WorkerProcessDied(await worker.describe_end())
         try:

@@ -47,11 +47,13 @@ def connect() -> WorkerConnection:
 
     After a crash of the interpreter, the parent learns where in the Python code it happened.
     """
+    # The kernel kills this process when the parent's thread ends, also when the parent was killed itself.
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # a system without prctl
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if CRASH_REPORT_FD in os.environ:
         faulthandler.enable(file=int(os.environ[CRASH_REPORT_FD]), all_threads=False)
+    # Keep copies of the pipes. Then make file descriptor 0 empty, and 1 the standard error.
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -115,12 +115,7 @@ async def rollout_batch(
         for shards in trained_chunks(store, rollouts, graded, grades, advantages_N):
             table = await scored(workspace, policy, shards, plan)
             gap.add(table)
-            # A NaN here would make the loss NaN. The error says which earlier step to return to.
-            if math.isnan(gap.total):
-                raise PermanentEngineError(
-                    f"step {step + 1}: {policy.uri} gives NaN for the logprobs of its own completions: an earlier "
-                    "update made its weights overflow. Lower optimizer.lr, and fork the run from a step before that"
-                )
+            _check_not_nan(gap, policy, step)
             if plan.needs_whole_batch:
                 scored_tables.append(table)
                 continue
@@ -147,6 +142,15 @@ async def rollout_batch(
                 },
             )
     return require_parent(committed, policy.uri)
+
+
+def _check_not_nan(gap: LogprobGap, policy: PolicyRef, step: int) -> None:
+    """Raises PermanentEngineError if a logprob is NaN, which would make the loss NaN."""
+    if math.isnan(gap.total):
+        raise PermanentEngineError(
+            f"step {step + 1}: {policy.uri} gives NaN for the logprobs of its own completions: an earlier "
+            "update made its weights overflow. Lower optimizer.lr, and fork the run from a step before that"
+        )
 
 
 def check_gradable(has_rows: bool, grades: Grades, step: int) -> None:
@@ -332,8 +336,7 @@ async def completion_batch(
         if sequence is None:
             dropped += 1
             continue
-        if sequence is not whole:
-            truncated += 1
+        truncated += sequence is not whole
         table_rows.append(sequence_row(renderer, sequence, record["id"]))
     if not any(max(row["weights"], default=0.0) > 0 for row in table_rows):
         raise BadSpec(
@@ -343,7 +346,6 @@ async def completion_batch(
 
     # Commit the rows.
     schema = table_schema("batch", ["images"] if renderer.tokenizer.images else [])
-    # Counts of 0 are left out of the manifest.
     extra: dict[str, JsonValue] = {"prompts": len({row["group"] for row in table_rows}), "logprob_gap": None}
     if truncated:
         extra["cut"] = truncated

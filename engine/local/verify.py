@@ -2,8 +2,9 @@
 
 Each chain is divided into segments. By default the whole chain is one segment, which is redone from the chain's root
 without reading checkpoints. Otherwise the segments lie between checkpoints, and each is redone from the one at its
-start. Every recorded digest of weights and every stored checkpoint is compared with the redone weights. The report
-names the first step and the first tensor that differ. Links, batches and records of all steps are checked, too.
+start. Every recorded digest of weights, every stored checkpoint and every published model is compared with the redone
+weights. The report names the first step and the first tensor that differ. Links, batches and records of all steps are
+checked, too.
 
 A rebase always ends a segment. The steps before it are redone under the numerics before it, and the steps after it from
 its checkpoint under the new numerics. The checkpoint of an exact rebase must hold the redone weights. Any other rebase
@@ -39,9 +40,10 @@ from storage.chain.records import Chain, CommitRecord
 from storage.errors import ObjectNotFound, StorageError
 from storage.inspect.audit_chains import ChainAudit
 from storage.inspect.findings import RESTORE, Finding, Findings
+from storage.registry.models import list_models, list_versions
 from storage.serialization import Frozen, digest_file
 from storage.store import keys
-from storage.store.artifacts import FileEntry, Manifest, read_bytes
+from storage.store.artifacts import FileEntry, Manifest, read_bytes, read_manifest
 from storage.store.objects import ObjectStore
 
 OnProgress = Callable[[str, int, int], None]
@@ -63,6 +65,8 @@ class ChainReport(Frozen):
     """Number of recorded digests of weights that were compared."""
     checkpoints: int
     """Number of stored checkpoints that were compared tensor by tensor."""
+    models: int
+    """Number of published models that were compared tensor by tensor."""
     notes: tuple[str, ...]
     """The numerics that differ between the commits and this verification, and the rebases of the chain."""
     problems: tuple[Finding, ...]
@@ -130,6 +134,9 @@ class _ChainVerification:
     redone: int = 0
     digests: int = 0
     checkpoints: int = 0
+    models: int = 0
+    published: dict[str, list[Manifest]] = field(default_factory=dict)
+    """The published models of the chain's policies, by the URI of the policy."""
 
     def report(self) -> ChainReport:
         name = (self.chain.run, self.chain.stage, self.chain.model)
@@ -150,6 +157,7 @@ class _ChainVerification:
             redone=self.redone,
             digests=self.digests,
             checkpoints=self.checkpoints,
+            models=self.models,
             notes=(*self.changed_numerics, *self.rebase_notes),
             problems=tuple(self.findings.problems),
         )
@@ -159,6 +167,7 @@ class _ChainVerification:
         segments = self._segments(until)
         total = sum(end - start for start, end in segments)
         self._check_other_batches(segments, until)
+        self.published = published_models(self.chain.store)
 
         # Between two rebases the numerics do not change, so the segments there share one backend.
         borders = sorted({0, *self.rebases, until + 1})
@@ -227,6 +236,9 @@ class _ChainVerification:
         if rebase is None or rebase.exact:
             same_checkpoint = self._compare_checkpoint(trainer, record.policy.step)
 
+        for manifest in self.published.get(record.policy.uri, []):
+            self._compare_model(trainer, manifest)
+
         # A matching digest outweighs a damaged checkpoint: the weights are right, and later steps can be redone.
         if record.weights_digest is None:
             return same_checkpoint
@@ -278,6 +290,24 @@ class _ChainVerification:
         )
         return False
 
+    def _compare_model(self, trainer: Trainer, manifest: Manifest) -> None:
+        """Compares the weight files of a published model with an export of the redone weights."""
+        self.models += 1
+        with tempfile.TemporaryDirectory(prefix="ostinato-verify-") as folder:
+            exported = trainer.export_merged(Path(folder) / "redone")
+            for entry in manifest.files:
+                if entry.name not in exported or not entry.name.endswith(".safetensors"):
+                    continue
+                try:
+                    stored = self._stored_file(entry, Path(folder) / "stored")
+                    difference = first_difference(exported[entry.name], stored)
+                except (ObjectNotFound, BadSpec) as error:
+                    difference = f"unknown, because it cannot be read: {error}"
+                if difference:
+                    problem = f"the published model differs from the redone step: the first tensor of {entry.name} "
+                    self.findings.error(manifest.key, f"{problem}that differs is {difference}", RESTORE)
+                    return
+
     def _checkpoint_problem(self, manifest: Manifest, redone_files: dict[str, Path], to: Path) -> str | None:
         """The first difference between a stored checkpoint and the redone files. None when they are equal."""
         stored = {entry.name: entry for entry in manifest.files}
@@ -307,6 +337,17 @@ class _ChainVerification:
         elif not path.is_file():
             raise ObjectNotFound(f"{entry.key} is gone")
         return path
+
+
+def published_models(store: ObjectStore) -> dict[str, list[Manifest]]:
+    """The manifests of all published models, by the URI of each policy that a model was made from."""
+    manifests: dict[str, list[Manifest]] = {}
+    for name in list_models(store):
+        for version in list_versions(store, name):
+            manifest = read_manifest(store, keys.model_version(name, version))
+            for parent in manifest.parents:
+                manifests.setdefault(parent, []).append(manifest)
+    return manifests
 
 
 def first_differing(record: CommitRecord, tensor_digests: dict[str, str]) -> str | None:

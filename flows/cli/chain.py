@@ -94,18 +94,24 @@ class _ChainProgress:
 
 
 def _print_verification(report: Any, to: Console) -> None:
-    columns = ("chain", "steps>", "redone>", "digests compared>", "checkpoints compared>", "")
+    columns = ("chain", "steps>", "redone>", "")
     rows: list[tuple[Any, ...]] = []
     # a dict keeps their order, and each note once
     notes: dict[str, None] = {}
     for chain in report.chains:
-        outcome = "differs" if chain.problems else "equal to the byte"
-        rows.append((chain.chain, chain.steps, chain.redone, chain.digests, chain.checkpoints, outcome))
+        outcome = "differs" if chain.problems else f"equal to the byte: {_compared(chain)}"
+        rows.append((chain.chain, chain.steps, chain.redone, outcome))
         notes.update(dict.fromkeys(chain.notes))
     to.print(add_rows(table(f"run {report.run}", *columns), rows))
     for note in notes:
         print_plain(to, f"numerics: {note}")
     print_findings(report.problems, to)
+
+
+def _compared(chain: Any) -> str:
+    """What the redone weights of a chain were compared with."""
+    compared = f"checkpoints: {chain.checkpoints}, published models: {chain.models}, step digests: {chain.digests}"
+    return compared if chain.digests else f"{compared} (none was recorded; see engine.digest_every)"
 
 
 # -- replay ----------------------------------------------------------------------------------------------------

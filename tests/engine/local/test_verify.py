@@ -20,6 +20,7 @@ from engine.specs.adapters import LoraSpec
 from storage.chain.fork import fork_run
 from storage.chain.records import Chain, CommitRecord, Root
 from storage.inspect.audit import audit_store
+from storage.registry.models import list_versions
 from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.artifacts import read_manifest
@@ -79,7 +80,7 @@ def test_a_run_comes_out_as_it_was_committed(toy_run: ToyRun, from_checkpoints: 
         toy_run.store, "toy", from_checkpoints=from_checkpoints, on_step=lambda *step: seen.append(step)
     )
     (chain,) = report.chains
-    assert (chain.steps, chain.redone, chain.digests, chain.checkpoints) == (4, 4, 4, 2)
+    assert (chain.steps, chain.redone, chain.digests, chain.checkpoints, chain.models) == (4, 4, 4, 2, 1)
     assert chain.notes == chain.problems == ()
     assert seen == [("toy/0-grpo/policy", n, 4) for n in (1, 2, 3, 4)]
     assert everything(toy_run.folder) == before  # nothing is written
@@ -98,6 +99,17 @@ def test_the_first_tensor_of_a_broken_checkpoint_is_named(broken: ToyRun) -> Non
     problem = only(verify_run(broken.store, "toy"))
     assert problem.startswith(f"{keys.checkpoint(*CHAIN, 2)}: the checkpoint of step 2 differs")
     assert problem.endswith(f"the first tensor of weights.safetensors that differs is {names[1]}")
+
+
+def test_the_first_tensor_of_a_broken_published_model_is_named(broken: ToyRun) -> None:
+    (version,) = list_versions(broken.store, "toy")
+    manifest = read_manifest(broken.store, keys.model_version("toy", version))
+    path = broken.folder / next(entry.key for entry in manifest.files if entry.name == "model.safetensors")
+    first = tensors_of(path)[0]
+    flip_in_tensor(path, first)
+    problem = only(verify_run(broken.store, "toy"))
+    assert problem.startswith(manifest.key)
+    assert f"the first tensor of model.safetensors that differs is {first}" in problem
 
 
 def test_moments_are_compared_too(broken: ToyRun) -> None:

@@ -79,6 +79,7 @@ class GenerateRequest:
     """The images of each prompt. None: no prompt has images."""
 
     def __post_init__(self) -> None:
+        # The number of prompts, seeds and images must be equal. Their seeds must fit into int64 for the wire.
         prompts = len(self.prompts)
         if len(self.seeds) != prompts:
             raise BadSpec(f"{prompts} prompts were given with {len(self.seeds)} seeds; give one seed per prompt")
@@ -134,6 +135,7 @@ def check_weights(token_ids: Sequence[int], weights: Sequence[float], name: str)
         raise BadSpec(f"{name} has {len(token_ids)} tokens and {len(weights)} weights; give one weight per token")
     if not weights:
         return
+    # Check all at once, which is faster for a long sequence. The bad weight is looked up only for the message.
     if not all(map(isfinite, weights)) or min(weights) < 0:
         bad_weight = next(weight for weight in weights if not isfinite(weight) or weight < 0)
         raise BadSpec(f"{name} has a token of weight {bad_weight}; give finite weights of at least 0")

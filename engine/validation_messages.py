@@ -55,6 +55,7 @@ def field_path(error: Mapping[str, Any], document: Any) -> str:
         return ".".join(map(str, error["loc"]))
     parts, value = [], document
     for part in error["loc"]:
+        # A part that the document has is a key or an index. Any other part is a name of pydantic's.
         is_key = isinstance(value, Mapping) and part in value
         is_index = isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)
         if is_key or is_index:
@@ -75,6 +76,7 @@ def message_of(error: Mapping[str, Any]) -> str:
 
 def _with_number(path: str, error: Mapping[str, Any]) -> str:
     """The path and the value, such as "temperature=-1"; only the path if the value is not a short number."""
+    # Other values could hold a token or a whole prompt, which must not appear in a message or a log.
     value = error.get("input")
     is_short = isinstance(value, float) or (
         isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**20

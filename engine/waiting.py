@@ -38,6 +38,7 @@ def report_waits_to(listener: WaitListener) -> Iterator[None]:
 @contextmanager
 def waiting_for_engine() -> Iterator[None]:
     """Reports the block as a wait for an engine, if there is a listener."""
+    # Most calls have no time limit, and so no listener.
     listener = _LISTENER.get()
     if listener is None:
         yield

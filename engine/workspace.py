@@ -40,6 +40,7 @@ class Workspace(Frozen):
 
 def derive_seed(seed: int, *parts: str | int) -> int:
     """Derives a seed below 2**63 from `seed` and `parts`."""
+    # 64 bits of the digest, without the highest one: seeds are signed integers of 64 bits.
     return int(digest(canonical_json([seed, *parts]))[:16], 16) >> 1
 
 

@@ -64,6 +64,7 @@ class ProcessLocation:
 
 def this_process_location() -> ProcessLocation:
     """The location of the calling process."""
+    # Ray redirects standard output and standard error (descriptors 1 and 2) to files.
     outputs = []
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
@@ -146,7 +147,7 @@ class ActorHandle:
                     else:
                         yield await asyncio.wait_for(item, self._timeout)
             finally:
-                # the caller closed the generator early, or an item failed: the remote method must end too
+                # The caller closed the generator early, or an item failed. The remote method must end, too.
                 if not is_finished:
                     with contextlib.suppress(ray.exceptions.RayError):
                         ray.cancel(items)
@@ -159,11 +160,13 @@ class ActorHandle:
         try:
             yield
         except ray.exceptions.RayTaskError as error:
-            # this clause comes first: a RayTaskError is also an instance of the class that the method raised
+            # This clause comes first: a RayTaskError is also an instance of the class that the method raised.
             cause = error.cause
             if isinstance(cause, EngineError):
                 raise cause from None
-            text = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else _short_message(error)
+            text = _short_message(error)
+            if isinstance(cause, Exception):
+                text = f"{type(cause).__name__}: {cause}"
             raise WorkerDied(f"{self.name} failed in {method}: {text}") from error
         except TimeoutError as error:
             raise WorkerDied(f"{self.name} was silent for {timeout:.0f} s in {method}") from error
@@ -176,7 +179,8 @@ class ActorHandle:
 
         ray.kill(self._ray_handle, no_restart=True)
         await asyncio.wait([self.ended], timeout=KILL_TIMEOUT)
-        # Ray reports the end of an actor before the last process of its group is gone
+        # Ray reports the end of an actor before the last process of its group is gone. A new process could then meet
+        # the memory and the ports of the old one.
         for _ in range(int(KILL_TIMEOUT / POLL_INTERVAL)):
             if self.process is None or not _group_exists(self.process):
                 return
@@ -185,7 +189,9 @@ class ActorHandle:
 
     def log_tail(self) -> str:
         """The end of the process's logs, for an error message; empty if they are on another machine."""
-        return self.process.log_tail() if self.process is not None else ""
+        if self.process is None:
+            return ""
+        return self.process.log_tail()
 
 
 def start_actor(
@@ -207,6 +213,7 @@ def start_actor(
     import ray
 
     environment = {"runtime_env": {"py_executable": python}} if python else {}
+    # max_restarts=0: Ray must not restart an actor by itself, since its state would be lost without an error.
     remote_class = ray.remote(actor_class).options(
         max_concurrency=CONCURRENT_CALLS, max_restarts=0, **environment, **options
     )
@@ -225,11 +232,13 @@ def _group_exists(process: ProcessLocation) -> bool:
     see."""
     if not process.is_local:
         return False
+    # Signal 0 only checks whether the group exists. It has the id of its leader.
     try:
         os.killpg(process.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
+        # A process of another user has it now.
         return True
     return True
 

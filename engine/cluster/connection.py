@@ -93,7 +93,7 @@ def connect(spec: ClusterSpec, *, exclude_first_gpu: bool = False, any_cluster: 
     global _current
     require_ray()
     with _lock:
-        # the connection is opened in a thread that lives as long as the connection
+        # Linux ends a private Ray with the thread that started it, so that thread must live as long as the connection.
         if _current is None:
             thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
             try:
@@ -136,7 +136,7 @@ def require_ray() -> None:
 
 
 def _open(spec: ClusterSpec, exclude_first_gpu: bool) -> Cluster:
-    # Ray reads its environment when it is imported
+    # Ray reads its environment when it is imported.
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if spec.address is None:
@@ -147,16 +147,16 @@ def _open(spec: ClusterSpec, exclude_first_gpu: bool) -> Cluster:
     if ray.is_initialized():
         return Cluster(spec, opened_here=False)
 
-    # start a private Ray, or connect to the cluster at the address
+    # Start a private Ray, or connect to the cluster at the address.
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         if spec.address is None:
             with _preserved_sigterm_handler(), set_environment_variables(_visible_gpus(exclude_first_gpu)):
-                # without "local" Ray would join the cluster of $RAY_ADDRESS, or one that runs on this machine
+                # Without "local" Ray would join the cluster of $RAY_ADDRESS, or one that runs on this machine.
                 ray.init(address="local", num_cpus=PRIVATE_CPUS, include_dashboard=False, **options)
         else:
             _check_listens(spec.address)
-            # `ray start` enables tokens if there is one, and a driver must do the same as its cluster
+            # `ray start` enables tokens if there is one, and a driver must do the same as its cluster.
             maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
             with _preserved_sigterm_handler():
                 ray.init(address=spec.address, **options)
@@ -178,7 +178,8 @@ def _check_listens(address: str) -> None:
         address = os.environ.get("RAY_ADDRESS") or _latest_cluster()
     match = ADDRESS.fullmatch(address)
     if match is None:
-        return  # Ray itself looks for a head node on this machine, and reports at once if there is none
+        # Ray itself looks for a head node on this machine, and reports at once if there is none.
+        return
     host = match["host"].strip("[]")
     if host in ("localhost", "127.0.0.1", "::1"):
         host = ray.util.get_node_ip_address()  # Ray does the same replacement
@@ -189,12 +190,14 @@ def _latest_cluster() -> str:
     """The address of the cluster that `ray start` last started or joined on this machine, from the file where Ray
     stores it; empty if there is none."""
     address_file = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
-    return address_file.read_text().strip() if address_file.is_file() else ""
+    if not address_file.is_file():
+        return ""
+    return address_file.read_text().strip()
 
 
 def _visible_gpus(spare_first: bool) -> dict[str, str]:
     """Environment variables that hide the first GPU of this process from a Ray that is started here."""
-    # torch is imported by name and only for an engine: graders connect in processes without torch
+    # torch is imported by name and only for an engine: graders connect in processes without torch.
     count = import_module("torch").cuda.device_count() if spare_first else 0
     if count < 2:
         return {}  # with a single GPU, this process and Ray's actors must share it

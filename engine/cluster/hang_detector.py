@@ -51,7 +51,7 @@ class HangDetector:
         if made_progress:
             self._counters[rank] = counter
             self._last_progress[rank] = self._clock()
-            # FINISHED in a reply may belong to the previous call; the end of this call is recorded by record_finish
+            # FINISHED in a reply may belong to the previous call. The end of this call is recorded by record_finish.
             if RankPhase.FINISHED not in (phase, self._phases[rank]):
                 self._phases[rank] = phase
         return made_progress
@@ -68,16 +68,19 @@ class HangDetector:
     def hung_ranks(self) -> list[HungRank]:
         """The ranks that hang now. Those that do not reply come first."""
         now = self._clock()
-        without_progress = [
-            HungRank(rank, self._phases[rank], now - last_progress, self._responds[rank])
-            for rank, last_progress in enumerate(self._last_progress)
-            if now - last_progress >= self._hang_seconds
-        ]
-        if len(without_progress) == len(self._last_progress):
+        without_progress = []
+        for rank, last_progress in enumerate(self._last_progress):
+            seconds = now - last_progress
+            if seconds >= self._hang_seconds:
+                without_progress.append(HungRank(rank, self._phases[rank], seconds, self._responds[rank]))
+
+        # Some ranks make progress: one that waits for them does not hang, but one that computes does.
+        if len(without_progress) < len(self._last_progress):
+            hung = [rank for rank in without_progress if rank.phase is RankPhase.COMPUTING]
+        # No rank makes progress: those that finished and still reply wait for the others.
+        else:
             unfinished = [
                 rank for rank in without_progress if rank.phase is not RankPhase.FINISHED or not rank.responds
             ]
             hung = unfinished or without_progress
-        else:
-            hung = [rank for rank in without_progress if rank.phase is RankPhase.COMPUTING]
         return sorted(hung, key=lambda rank: (rank.responds, rank.rank))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from engine.cluster import connection
 from engine.cluster.connection import connect
@@ -61,7 +63,7 @@ def take_inventory() -> Inventory:
     """Reads the resources of the cluster that this process is connected to."""
     import ray
 
-    # what each placement group holds, by node id and by (group name, resource)
+    # Add up what each placement group holds, by node id and by (group name, resource).
     groups = ray.util.placement_group_table().values()
     reserved: dict[str, Counter[tuple[str, str]]] = {}
     for group in groups:
@@ -72,18 +74,11 @@ def take_inventory() -> Inventory:
             for resource in ("CPU", "GPU"):
                 amounts[group["name"] or "unnamed", resource] += bundle.get(resource, 0.0)
 
-    # the nodes that are alive, with their reservations
-    nodes = [
-        Node(
-            host=node["NodeManagerHostname"],
-            address=node["NodeManagerAddress"],
-            cpus=node["Resources"].get("CPU", 0.0),
-            gpus=node["Resources"].get("GPU", 0.0),
-            reservations=_reservations(reserved.get(node["NodeID"], Counter())),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    # List the nodes that are alive, with their reservations. Ray also reports nodes that have left.
+    nodes = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            nodes.append(_node(node, reserved.get(node["NodeID"], Counter())))
     free = ray.available_resources()
     waiting = sorted(group["name"] or "unnamed" for group in groups if group["state"] == "PENDING")
     nodes.sort(key=lambda node: (node.host, node.address, -node.gpus))
@@ -123,6 +118,17 @@ def cluster_info(ranks: ActorCount, replicas: ActorCount) -> ClusterInfo | None:
         free_gpus=inventory.free_gpus,
         ranks=ranks,
         replicas=replicas,
+    )
+
+
+def _node(node: Mapping[str, Any], reserved: Counter[tuple[str, str]]) -> Node:
+    """One node as Ray describes it, with the amounts that placement groups hold there."""
+    return Node(
+        host=node["NodeManagerHostname"],
+        address=node["NodeManagerAddress"],
+        cpus=node["Resources"].get("CPU", 0.0),
+        gpus=node["Resources"].get("GPU", 0.0),
+        reservations=_reservations(reserved),
     )
 
 

@@ -42,7 +42,8 @@ class Placement:
         import ray
 
         self._cluster, self.bundles = cluster, tuple(bundles)
-        self.name = f"{name} ({next(_placement_numbers)})"  # Ray requires unique names
+        # Ray requires unique names. PACK puts bundles on as few machines as possible, so that ranks exchange faster.
+        self.name = f"{name} ({next(_placement_numbers)})"
         resources = [bundle.resources() for bundle in bundles]
         self._group = ray.util.placement_group(resources, strategy="PACK", name=self.name)
 
@@ -56,10 +57,15 @@ class Placement:
             BadSpec: a private Ray has too few resources in total.
             EngineBusy: the cluster did not have the resources free within `timeout`.
         """
-        # the resources of a private Ray never change, so waiting cannot help
-        if self._cluster.is_private and (shortage := self._shortage(_total_resources(), "in all")):
-            raise BadSpec(f"{shortage} on this machine; ask for less, or give cluster.address of a larger cluster")
+        # The resources of a private Ray never change, so waiting cannot help.
+        if self._cluster.is_private:
+            shortage = self._shortage(_total_resources(), "in all")
+            if shortage:
+                raise BadSpec(f"{shortage} on this machine; ask for less, or give cluster.address of a larger cluster")
+
+        # Otherwise other runs may free resources, or an autoscaler may add machines.
         if not self._group.wait(timeout_seconds=max(0.0, timeout)):
+            # The sums may suffice while no single machine has room for a bundle.
             shortage = self._shortage(_free_resources(), "free")
             shortage = shortage or f"{self._needs()}, and no machine has a whole bundle free"
             raise EngineBusy(
@@ -74,6 +80,7 @@ class Placement:
         strategy = PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True
         )
+        # num_cpus=0: the bundle already reserves the CPUs, and an actor does not count them again.
         gpus = self.bundles[index].gpus * share
         return {"scheduling_strategy": strategy, "num_cpus": 0, "num_gpus": gpus}
 
@@ -123,7 +130,9 @@ def _holders() -> str:
     names = set[str]()
     for node in take_inventory().nodes:
         names.update(reservation.name for reservation in node.reservations)
-    return f"resources are held by {', '.join(sorted(names))}" if names else "no placement group holds resources"
+    if not names:
+        return "no placement group holds resources"
+    return f"resources are held by {', '.join(sorted(names))}"
 
 
 def _amounts_text(amounts: Mapping[str, float]) -> str:

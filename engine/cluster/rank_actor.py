@@ -86,7 +86,7 @@ class Rank:
         self._target: Any = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank")  # torch keeps settings per thread
         self._host = ray.util.get_node_ip_address()
-        # torch reads these variables when it is imported, and nothing has imported it in this process yet
+        # torch reads these variables when it is imported, and nothing has imported it in this process yet.
         os.environ.update(_environment(launch, self._host))
 
     def location(self) -> ProcessLocation:
@@ -110,6 +110,7 @@ class Rank:
                 result = getattr(self._target, method)(*arguments[0], **arguments[1])
             finally:
                 REPORTER.set_phase(RankPhase.FINISHED)
+            # The group returns only rank 0's result. Those of the other ranks would be sent for nothing.
             return result if self._launch.rank == 0 else None
 
         return self._thread.submit(self._attempt, call).result()
@@ -142,8 +143,8 @@ class Rank:
     def _open_store(self) -> StoreAddress:
         import torch.distributed as dist
 
-        # the socket is bound here because torch would listen on every interface, and a port chosen in advance could be
-        # taken by another process
+        # The socket is bound here because torch would listen on every interface, and a port chosen in advance could be
+        # taken by another process.
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listener = socket.create_server((self._host, 0), family=family)
         port = listener.getsockname()[1]
@@ -161,13 +162,15 @@ class Rank:
         import torch.distributed as dist
 
         launch = self._launch
-        # connect to the store of rank 0
+
+        # Connect to the store of rank 0.
         if self._store is None:
             self._store = dist.TCPStore(
                 store_address.host, store_address.port, None, False, self._timeout, wait_for_workers=False
             )  # fmt: skip
         os.environ.update(MASTER_ADDR=store_address.host, MASTER_PORT=str(store_address.port))
-        # join the process group
+
+        # Join the process group.
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             torch.cuda.set_device(0)  # Ray makes only the actor's own GPU visible
@@ -178,7 +181,8 @@ class Rank:
             world_size=launch.world_size,
             timeout=timedelta(seconds=launch.collective_timeout),
         )
-        # build the object whose methods the group calls
+
+        # Build the object whose methods the group calls.
         module, _, name = launch.target.partition(":")
         target_class = getattr(import_module(module), name)
         self._target = target_class(launch.options, rank=launch.rank, world_size=launch.world_size)
@@ -236,6 +240,7 @@ def _gloo_interface(host: str) -> dict[str, str]:
     """The variable that selects gloo's network interface. By default gloo uses the address that the host's name
     resolves to, which other machines often cannot reach."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == host for address in addresses):
+        has_address = any(address.address == host for address in addresses)
+        if has_address:
             return {"GLOO_SOCKET_IFNAME": name}
     return {}

@@ -78,7 +78,8 @@ class RankGroup:
         """Number of starts so far, failed ones included. The state of the ranks of an earlier start is lost."""
         self.partial_failure: PartialFailure | None = None
         """The last call since the ranks started that finished on some ranks and failed on others."""
-        # everything that a start needs
+
+        # Everything that a start needs.
         self._settings = GroupSettings(
             target=target,
             options=options,
@@ -91,7 +92,8 @@ class RankGroup:
         self._cluster_spec = cluster
         self._bundles = [Bundle(gpus=gpus)] * ranks
         self._clock = clock
-        # the state of the current start, and of starts that failed
+
+        # The state of the current start, and of starts that failed.
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
         self._placement: Placement | None = None
@@ -127,7 +129,7 @@ class RankGroup:
             self._cluster = connect(self._cluster_spec)
         if self._placement is None:
             self._placement = Placement(self._cluster, "trainer ranks", self._bundles)
-        # also for an existing placement: Ray may be moving bundles away from a machine that was lost
+        # Wait also for an existing placement: Ray may be moving bundles away from a machine that was lost.
         self._placement.wait(self._settings.start_seconds)
         return self._placement
 
@@ -172,6 +174,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Ends all ranks and frees their resources. A call that runs in another thread raises WorkerDied."""
+        # A call in another thread holds the lock until the ranks end, so end them first.
         self._closed.set()
         if not self._lock.acquire(blocking=False):
             if self._current is not None:
@@ -196,9 +199,12 @@ class RankGroup:
         failures = {rank: outcome.failure for rank, outcome in outcomes.items() if outcome.failure is not None}
         if not failures:
             return outcomes[0].result
-        # raise the error of one rank; EngineErrors first, since they usually caused the errors of the other ranks
+
+        # Raise the error of one rank. EngineErrors come first, since they usually caused the errors of the other ranks.
         _, failure = min(failures.items(), key=lambda item: (not item[1].error_class, item[0]))
         error = error_from_failure(failure)
+
+        # Ranks that finished have changed their state. The caller must not use the ranks as if nothing had happened.
         finished = tuple(sorted(set(outcomes) - set(failures)))
         if finished:
             self.partial_failure = PartialFailure(method, finished, tuple(sorted(failures)))
@@ -214,12 +220,14 @@ class RankGroup:
             raise WorkerDied("the group is closed")
         if self._current is not None and self._current.alive:
             return self._current
-        # wait for the end of the previous ranks, and after a failed start for the backoff
+
+        # Wait for the end of the previous ranks, which hold memory, and after a failed start for the backoff.
         if self._current is not None:
             self._current.wait_until_ended()
         if self._closed.wait(max(0.0, self._retry_at - time.monotonic())):
             raise WorkerDied("the group is closed")
-        # start new ranks
+
+        # Start new ranks. A `close` may come at any moment, so check before and after the wait for resources.
         self.start_number += 1
         self.partial_failure = None
         self._current = RankProcesses(self.start_number, self._settings, self.reserve(), self._clock)
@@ -236,9 +244,11 @@ class RankGroup:
         """The error to raise for a failed start. Sets the time of the next start."""
         if failure.error is not None:
             return failure.error
-        # the next start may meet the lost machine again: Ray removes it seconds after its processes
+        # The next start may meet the lost machine again, because Ray removes it seconds after its processes. So this
+        # start does not count as failed.
         if processes.lost_machine:
             return WorkerDied(f"the ranks did not start: {failure}")
+        # Wait 1, 2, 4, … seconds before the next start.
         self._failed_starts += 1
         self._retry_at = time.monotonic() + min(MAX_BACKOFF, 2.0 ** min(self._failed_starts - 1, 10))
         if self._failed_starts < MAX_FAILED_STARTS or self._closed.is_set():

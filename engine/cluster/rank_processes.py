@@ -98,7 +98,7 @@ class RankProcesses:
         """Returns when every rank has built its object. After a StartFailure no process is left."""
         import ray
 
-        # rank 0 opens the store by which all ranks find each other, and then all ranks join
+        # Rank 0 opens the store by which all ranks find each other, and then all ranks join.
         deadline = time.monotonic() + self._settings.start_seconds
         try:
             self._create_actors()
@@ -106,7 +106,7 @@ class RankProcesses:
             store_address = self._wait_for_start([self._actors[0].open_store.remote()], deadline)[0]
             outcomes = self._wait_for_start(self._call_all("start", store_address), deadline)
         except ray.exceptions.RayError as error:
-            # the actor lives, but its constructor or the call raised
+            # The actor lives, but its constructor or the call raised.
             self.fail(f"{type(error).__name__}: {error}")
             raise StartFailure(self.failure or "") from None
         except BaseException as error:
@@ -119,7 +119,7 @@ class RankProcesses:
         from engine.cluster.rank_actor import RankActor, RankLaunch
 
         settings = self._settings
-        # under the lock, so that `fail` in another thread either comes first or ends all of the actors
+        # Under the lock, so that `fail` in another thread either comes first or ends all of the actors.
         with self._lock:
             if self.failure is not None:
                 raise StartFailure(self.failure)
@@ -144,14 +144,14 @@ class RankProcesses:
         """
         import ray
 
-        # the life calls are watched too, so that a death ends the wait
+        # The life calls are watched, too, so that a death ends the wait.
         pending = {call: rank for rank, call in enumerate(calls)}
         results: dict[int, Any] = {}
         while pending and self.failure is None:
             timeout = max(0.0, deadline - time.monotonic())
             done, _ = ray.wait([*pending, *self._life_calls], timeout=timeout)
             if not done:
-                # what a rank raised explains more than the list of ranks that are missing
+                # What a rank raised explains more than the list of ranks that are missing.
                 self._raise_failed_start(results)
                 missing = sorted(pending.values())
                 self.fail(f"not ready after start_seconds={self._settings.start_seconds:g}: ranks {missing}", missing)
@@ -167,7 +167,7 @@ class RankProcesses:
                     break
                 failure = getattr(results[rank], "failure", None)
                 if failure is not None and not failure.error_class and pending:
-                    # the other ranks wait for this one in torch.distributed, so they cannot start any more
+                    # The other ranks wait for this one in torch.distributed, so they cannot start any more.
                     self.fail(f"rank {rank} did not start: {failure.message}{self._log_tail(rank)}")
         if self.failure is not None:
             raise StartFailure(self.failure)
@@ -180,7 +180,7 @@ class RankProcesses:
         failures = {rank: result.failure for rank, result in results.items() if getattr(result, "failure", None)}
         if not failures:
             return
-        # EngineErrors come first, then failures that are not consequences of another rank's
+        # EngineErrors come first, then failures that are not consequences of another rank's.
         rank, failure = min(
             failures.items(), key=lambda item: (not item[1].error_class, not item[1].is_cause, item[0])
         )
@@ -207,6 +207,7 @@ class RankProcesses:
         """
         import ray
 
+        # Only the first caller goes on. The others wait in `wait_until_ended` if they need the end.
         with self._lock:
             if self.failure is not None:
                 return
@@ -249,7 +250,7 @@ class RankProcesses:
         try:
             return self._call(method, shared_arguments, listener)
         except BaseException as error:
-            # the listener raised, or a person pressed Ctrl-C: the ranks are in the middle of a call, so they must end
+            # The listener raised, or a user pressed Ctrl-C. The ranks are in the middle of a call, so they must end.
             self.fail(f"{type(error).__name__} in the engine during {method}")
             raise
 
@@ -262,13 +263,14 @@ class RankProcesses:
         listener_called = False
         self._detector.begin_call()
         while pending and self.failure is None:
-            # collect the ranks that returned
+            # Collect the ranks that returned.
             done, _ = ray.wait(list(pending), timeout=self._settings.poll_interval)
             for call in done:
                 rank = pending.pop(call)
                 outcomes[rank] = self._outcome(rank, call)
                 self._detector.record_finish(rank)
-            # poll the progress of all ranks, and look for hung ones
+
+            # Poll the progress of all ranks, and look for hung ones.
             if poller.poll_rank_0_progressed() and listener is not None and pending:
                 listener_called = True
                 listener()
@@ -297,7 +299,7 @@ class RankProcesses:
             return RankOutcome(failure=RankFailure("", f"rank {rank}: {type(error.cause).__name__}: {error.cause}"))
         failure = outcome.failure
         if failure is not None and failure.ends_group:
-            # a rank that lost a peer often reports it before Ray notices the death of that peer
+            # A rank that lost a peer often reports it before Ray notices the death of that peer.
             if not failure.is_cause and self._wait_for_a_death():
                 self._fail_by_death()
             else:
@@ -342,7 +344,9 @@ class RankProcesses:
 
     def _log_tail(self, rank: int) -> str:
         """The end of the rank's log; empty if it is on another machine."""
-        return self.locations[rank].log_tail() if rank in self.locations else ""
+        if rank not in self.locations:
+            return ""
+        return self.locations[rank].log_tail()
 
 
 class _ProgressPoller:
@@ -378,8 +382,11 @@ def _cause_of_death(life_call: Any) -> str:
     try:
         ray.get(life_call, timeout=0)
     except ray.exceptions.RayError as error:
-        lines = [line for line in str(error).splitlines() if "dead" in line or "died" in line or "exit" in line]
-        message = (lines or [str(error)])[-1].strip()
+        # Ray's message is long. The last line that speaks of the end has the reason.
+        message = str(error).strip()
+        for line in str(error).splitlines():
+            if "dead" in line or "died" in line or "exit" in line:
+                message = line.strip()
         hint = ""
         if NEVER_OWNED in message:
             hint = " (this process and the cluster must both use a token or both not: give them the same RAY_AUTH_MODE)"

@@ -42,10 +42,13 @@ class MachinePool(Protocol):
 
 
 @dataclass(eq=False)
-class _Machine:
+class _WorkerMachine:
+    """One machine and its actor, which holds the worker processes there."""
+
     node_id: str
     actor: Any
     processes: int
+    """Worker processes of the machine."""
     running: int = 0
     """Calls that the machine has now, including those that wait for a process."""
 
@@ -74,7 +77,7 @@ class ClusterWorkers:
         """
         self._make_pool, self._arguments, self._spec = make_pool, dict(arguments), spec
         self._cluster: Cluster | None = None
-        self._machines: dict[str, _Machine] = {}
+        self._machines: dict[str, _WorkerMachine] = {}
         self._discovery: asyncio.Task[None] | None = None
         self._last_discovery = 0.0
 
@@ -119,13 +122,13 @@ class ClusterWorkers:
             self._cluster.release()
             self._cluster = None
 
-    async def _least_loaded_machine(self) -> _Machine:
+    async def _least_loaded_machine(self) -> _WorkerMachine:
         loop = asyncio.get_running_loop()
         is_due = not self._machines or loop.time() > self._last_discovery + DISCOVERY_INTERVAL
         if self._discovery is None and is_due:
             self._discovery = loop.create_task(self._discover_machines())
             self._discovery.add_done_callback(self._finish_discovery)
-        # with machines left, the call does not wait for the discovery
+        # If there are machines, the call does not wait for the discovery.
         if not self._machines and self._discovery is not None:
             await asyncio.shield(self._discovery)
         if not self._machines:
@@ -144,11 +147,14 @@ class ClusterWorkers:
         if self._cluster is None:
             self._cluster = await asyncio.to_thread(connect, self._spec(), any_cluster=True)
         self._last_discovery = asyncio.get_running_loop().time()
+
+        # Start on all new machines at once. One that fails must not keep the others from being used.
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
         new_nodes = [node for node in nodes if node["NodeID"] not in self._machines]
         outcomes = await asyncio.gather(*(self._start_machine(node) for node in new_nodes), return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        # raise if no machine works; warn if some do not
+
+        # Raise if no machine works, and warn if some do not.
         if not self._machines and errors:
             raise errors[0]
         if not self._machines:
@@ -169,13 +175,14 @@ class ClusterWorkers:
         if self._cluster.is_private:  # a private Ray is told a larger number than there are
             cpus = os.cpu_count() or 1
         processes = min(cpus, MAX_PROCESSES)
+        # soft=False: Ray must not start the actor on another machine if this one is lost.
         actor_class = ray.remote(self._make_pool).options(
             num_cpus=0,
             max_concurrency=MAX_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         )
         actor = actor_class.remote(**self._arguments, processes=processes)
-        machine = _Machine(node["NodeID"], actor, processes)
+        machine = _WorkerMachine(node["NodeID"], actor, processes)
         try:
             await self._result(machine, machine.actor.start.remote())
         except BaseException:
@@ -183,7 +190,7 @@ class ClusterWorkers:
             raise
         self._machines[machine.node_id] = machine
 
-    async def _result(self, machine: _Machine, reference: Any) -> Any:
+    async def _result(self, machine: _WorkerMachine, reference: Any) -> Any:
         """Returns the result of a remote call, or raises its exception."""
         import ray
 
@@ -199,25 +206,25 @@ class ClusterWorkers:
             first_line = str(error).partition("\n")[0]
             raise WorkerDied(f"was lost with its machine or its actor: {type(error).__name__}: {first_line}") from error
 
-    async def _cancel(self, machine: _Machine, reference: Any) -> None:
+    async def _cancel(self, machine: _WorkerMachine, reference: Any) -> None:
         """Cancels the call in the actor, which ends its worker process. Kills an actor that does not react."""
         import ray
 
         ray.cancel(reference)
         cancelled = asyncio.wrap_future(reference.future())
-        # reading the exception prevents asyncio's warning about an exception that was never retrieved
+        # Reading the exception prevents asyncio's warning about an exception that was never retrieved.
         cancelled.add_done_callback(lambda future: future.cancelled() or future.exception())
         done, _ = await asyncio.wait([cancelled], timeout=CANCEL_TIMEOUT)
         if not done:
             self._drop(machine)
 
-    async def _close_pool(self, machine: _Machine) -> None:
+    async def _close_pool(self, machine: _WorkerMachine) -> None:
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError):  # the actor is killed next
             await machine.actor.close.remote()
 
-    def _drop(self, machine: _Machine) -> None:
+    def _drop(self, machine: _WorkerMachine) -> None:
         """Removes the machine, and kills its actor."""
         import ray
 

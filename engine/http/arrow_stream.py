@@ -63,23 +63,26 @@ def open_stream(data: bytes, schemas: Sequence[pa.Schema], max_decoded_bytes: in
 
     Raises one of READ_ERRORS, or StreamTooLarge if decoding needs more than `max_decoded_bytes` of memory.
     """
-    # the schema message
+    # the schema message: it must come first, and its type is checked before pyarrow reads it
     if not data.endswith(_END_OF_STREAM):
         reject("it does not end with the end-of-stream marker")
     messages = iter(pa.ipc.MessageReader.open_stream(pa.py_buffer(data)))
     first = next(messages, None)
-    if first is None or first.type != "schema":
-        reject("it is empty" if first is None else f"it begins with a message of type {first.type!r}")
+    if first is None:
+        reject("it is empty")
+    if first.type != "schema":
+        reject(f"it begins with a message of type {first.type!r}")
     if len(first.metadata) > MAX_SCHEMA_BYTES:
         raise StreamTooLarge(f"its schema has {len(first.metadata)} bytes, at most {MAX_SCHEMA_BYTES} are taken")
     if b"ARROW:extension" in bytes(first.metadata):
         reject("it has extension types, whose parameters pyarrow would parse")
     schema = pa.ipc.read_schema(first)
-    if not any(schema.equals(expected, check_metadata=False) for expected in schemas):
+    is_expected = any(schema.equals(expected, check_metadata=False) for expected in schemas)
+    if not is_expected:
         columns = ", ".join(f"{field.name}: {field.type}" for field in schema)
         reject(f"its columns are {columns[:300]}")
 
-    # the record batches
+    # the record batches: their headers give the decoded size, which must not exceed the limit
     batches, rows, size = [], 0, _JSON_WEIGHT * len(first.metadata)
     weights = buffer_weights(schema)
     for message in messages:
@@ -111,6 +114,8 @@ _ROW_WEIGHT = 32
 and a part of the dataclass of its row, which take up to 128 bytes."""
 _TEXT_WEIGHT = 5
 """Memory per byte of text: the byte in the buffer, and up to 4 bytes per character of a str."""
+_BINARY_WEIGHT = 2
+"""Memory per byte of binary data: the byte in the buffer, and the byte in the object."""
 
 
 def buffer_weights(schema: pa.Schema) -> list[int]:
@@ -124,8 +129,11 @@ def buffer_weights(schema: pa.Schema) -> list[int]:
 def _type_weights(data_type: pa.DataType) -> list[int]:
     if pa.types.is_list(data_type):
         return [1, _ROW_WEIGHT, *_type_weights(data_type.value_type)]
-    if pa.types.is_string(data_type) or pa.types.is_binary(data_type):
-        return [1, _ROW_WEIGHT, _TEXT_WEIGHT if pa.types.is_string(data_type) else 2]
+    if pa.types.is_string(data_type):
+        return [1, _ROW_WEIGHT, _TEXT_WEIGHT]
+    if pa.types.is_binary(data_type):
+        return [1, _ROW_WEIGHT, _BINARY_WEIGHT]
+    # The first buffer of each type is the bitmap of nulls, which has no Python objects.
     return [1, _VALUE_WEIGHTS[data_type]]
 
 
@@ -140,11 +148,12 @@ def _python_values(column: pa.Array) -> list[Any]:
     if len(column) == 0 or not pa.types.is_list(column.type):
         return column.to_pylist()
     values: Any = column.values
+    ends = pairwise(column.offsets.to_pylist())
     if pa.types.is_binary(values.type):
         values = values.to_pylist()
-        return [values[start:end] for start, end in pairwise(column.offsets.to_pylist())]
+        return [values[start:end] for start, end in ends]
     values = values.to_numpy()
-    return [values[start:end].tolist() for start, end in pairwise(column.offsets.to_pylist())]
+    return [values[start:end].tolist() for start, end in ends]
 
 
 # -- headers of a record batch ------------------------------------------------------------------------------
@@ -165,17 +174,21 @@ def _read_batch_header(message: pa.Message, schema: pa.Schema) -> tuple[int, lis
     table = _FlatTable.root(metadata).child(2)  # Message.header, a RecordBatch
     length_position = table.field_position(0)
 
-    # the number of rows, and the length and null count of each column
-    rows = struct.unpack_from("<q", metadata, length_position)[0] if length_position else 0
+    # the number of rows (a flatbuffer leaves out a zero), and the length and null count of each column
+    rows = 0
+    if length_position:
+        rows = struct.unpack_from("<q", metadata, length_position)[0]
     if rows < 0:
         reject("it announces a negative number of rows")
     for length, nulls in table.pairs(1):
-        if length < 0 or nulls:
-            reject("it holds nulls" if nulls else "a column has a negative length")
+        if nulls:
+            reject("it holds nulls")
+        if length < 0:
+            reject("a column has a negative length")
 
-    # the buffers
+    # the buffers, which must lie within the body
     compressed = table.field_position(3) != 0
-    view = memoryview(body) if body is not None else memoryview(b"")
+    view = memoryview(b"" if body is None else body)
     sizes = [_decompressed_size(view, offset, length, compressed) for offset, length in table.pairs(2)]
     if len(sizes) != len(buffer_weights(schema)):
         reject(f"a record batch has {len(sizes)} buffers, its columns have {len(buffer_weights(schema))}")
@@ -191,7 +204,8 @@ def _decompressed_size(body: memoryview, offset: int, length: int, compressed: b
     size = int(struct.unpack_from("<q", body, offset)[0])
     if size < -1:
         reject("a buffer announces a negative size")
-    return length - 8 if size == -1 else size  # -1: the buffer is not compressed
+    # The size -1 marks a buffer that is not compressed. Its bytes follow the 8 bytes of the size.
+    return length - 8 if size == -1 else size
 
 
 class _FlatTable:
@@ -207,9 +221,12 @@ class _FlatTable:
 
     def field_position(self, index: int) -> int:
         """Returns where the field begins in `data`, or 0 if the table does not have it."""
+        # The vtable begins with two sizes of 2 bytes. Then it has one offset of 2 bytes per field, 0 for an absent one.
         size = struct.unpack_from("<H", self.data, self.vtable)[0]
         slot = 4 + 2 * index
-        offset = struct.unpack_from("<H", self.data, self.vtable + slot)[0] if slot < size else 0
+        if slot >= size:
+            return 0
+        offset = struct.unpack_from("<H", self.data, self.vtable + slot)[0]
         return self.start + offset if offset else 0
 
     def child(self, index: int) -> _FlatTable:

@@ -57,6 +57,7 @@ def _checked(validate: Callable[[str], object], value: str) -> str:
 
 def check_policy(policy: PolicyRef) -> None:
     """Raises ValueError if a name in the policy is invalid."""
+    # These names become parts of storage keys, so a name such as ".." must not pass.
     _run(policy.run)
     _name(policy.stage)
     _name(policy.model)
@@ -118,7 +119,8 @@ class CreatePolicyBody(Body):
             _artifact(self.spec.root.base)
         if self.spec.root.start is not None:
             check_policy(self.spec.root.start)
-        self.spec.root.state()  # raises ValueError for NaN and half surrogate pairs, which have no canonical bytes
+        # Raises ValueError for NaN and half surrogate pairs, which have no canonical bytes.
+        self.spec.root.state()
         return self
 
 
@@ -132,6 +134,7 @@ class StepBody(Body):
         if self.request.reference is not None:
             check_policy(self.request.reference)
         _artifact(self.request.batch)
+        # As above: a request without canonical bytes has no digest.
         self.request.digest()
         return self
 

@@ -90,7 +90,7 @@ class CallTable:
 
         Raises CallConflict, EngineBusy, BodyTooLarge.
         """
-        # a call of this id
+        # A call of this id: a retry joins it, unless its result may change on a retry.
         known = self.calls.get(id)
         if known is not None:
             if (known.verb, known.digest) != (verb, digest):
@@ -100,7 +100,7 @@ class CallTable:
                 return known
             del self.calls[id]
 
-        # a new call
+        # A new call, if there is room. Its memory is released when its task ends, in whatever way.
         if self.waiting() >= self.limits.waiting:
             raise EngineBusy(f"{self.limits.waiting} calls wait for this engine already; call again in a moment")
         self._check_room(verb, size)
@@ -114,6 +114,7 @@ class CallTable:
 
     async def wait(self, call: SubmittedCall, seconds: float) -> CallResult | None:
         """Returns the result, or None if there is none after `seconds`. Raises UnknownCall if the call is cancelled."""
+        # A call with waiters is never swept, and a waiter that gives up does not end the call.
         call.waiters += 1
         try:
             await asyncio.wait({call.task}, timeout=seconds)
@@ -179,14 +180,14 @@ class CallTable:
 
     def sweep(self) -> None:
         """Removes calls that are too old, abandoned or too many. Results that were delivered are removed first."""
-        # calls that no client has asked for in a long time
+        # Remove calls that no client has asked for in a long time.
         now = self.clock()
         for call in list(self.calls.values()):
             limit = self.limits.finished_seconds if call.task.done() else self.limits.abandoned_seconds
             if call.waiters == 0 and now - call.last_requested > limit:
                 self.drop(call.id)
 
-        # results beyond the bounds; the last one stays, however large it is
+        # Remove results beyond the bounds. The last one stays, however large it is, or its client would never get it.
         finished = [call for call in self.calls.values() if call.task.done()]
         finished.sort(key=lambda call: (not call.delivered, call.last_requested))
         size = sum(_result_bytes(call) for call in finished)

@@ -59,12 +59,15 @@ class EngineClient:
             split_key(source)  # refuses a path that is no folder, since the server may be on another machine
             body = _body(ImportModelBody, source=source, provenance=provenance)
             return await self._post_json("import_model", body, ArtifactRef)
+
+        # Ask with the digest first: the model may be registered already, and uploading it takes minutes.
         folder = await asyncio.to_thread(ModelFolder.of, path)
         digest = await asyncio.to_thread(folder.digest)
         body = _body(ImportModelBody, source=folder.name, provenance=provenance, upload=digest)
         try:
             return await self._post_json("import_model", body, ArtifactRef)
-        except ObjectNotFound:  # the server has neither the model nor its files
+        except ObjectNotFound:
+            # The server has neither the model nor its files. Upload them and call again.
             await asyncio.to_thread(stage_upload, self.store, folder, digest, provenance=provenance)
         return await self._post_json("import_model", body, ArtifactRef)
 
@@ -135,15 +138,16 @@ class EngineClient:
         return await self._call(CallRequest(f"/v1/{verb}", batch, wire.MEDIA_TYPE))
 
     async def _call(self, call: CallRequest) -> bytes:
+        # A server that was restarted over another store refuses a call with this header.
         server = await self._handshake()
-        headers = {STORE_HEADER: server.store_id}  # a server that was restarted over another store refuses the call
+        headers = {STORE_HEADER: server.store_id}
         return await self._transport.call(replace(call, headers=headers))
 
     async def _handshake(self) -> ServerInfo:
         """Returns the server's properties. Raises BadSpec if it has another store or another version of the
         interface."""
         if self._server is None:
-            # the server's version, and the ids of both stores
+            # Compare the ids of the stores before the first call. With two stores, commits would not be seen here.
             server = _parse(ServerInfo, await self._transport.get("/v1/server"))
             own_store_id = await asyncio.to_thread(find_store_id, self.store)
             if server.version != VERSION:

@@ -51,6 +51,7 @@ class ConnectionLimits:
 def limits_of_process() -> ConnectionLimits:
     """Returns limits that leave file descriptors for the store. It first raises the soft limit of open files as
     needed."""
+    # macOS and many containers start with a soft limit of 256 or 1024 files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = MAX_CONNECTIONS + RESERVED_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -58,7 +59,8 @@ def limits_of_process() -> ConnectionLimits:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
             soft = raised
-        except (OSError, ValueError) as error:  # macOS allows less than the hard limit
+        except (OSError, ValueError) as error:
+            # macOS allows less than the hard limit. Fewer connections are no reason not to start.
             logger.info("the limit of open files stays at %d: %s", soft, error)
     if soft == resource.RLIM_INFINITY:
         return ConnectionLimits()
@@ -85,6 +87,7 @@ class Connections(ServerState):
     def admit(self, connection: BoundedProtocol) -> None:
         """Registers a new connection. If there are too many, it closes the one that has waited longest for a request:
         first from `heads`, then from `idle`, then from `bodies`. If all three are empty, it refuses the new one."""
+        # A client without a token can open connections without limit, so the oldest idle ones must give way.
         if len(self.connections) > self.limits.max_connections:
             if self._warning_limiter.allow():
                 logger.warning(
@@ -94,7 +97,8 @@ class Connections(ServerState):
                     MAX_CONNECTIONS,
                 )
             victim = self._oldest_waiting()
-            if victim is None:  # every other connection waits for a response
+            if victim is None:
+                # Every other connection waits for a response, which a new client must not cost it.
                 self.connections.discard(connection)
                 connection.transport.write(REFUSAL)
                 connection.transport.close()
@@ -122,6 +126,7 @@ class Connections(ServerState):
     def cut_slow_heads(self) -> None:
         """Closes the connections whose request head takes too long."""
         oldest = time.monotonic() - self.limits.head_seconds
+        # The group is ordered by time, so all connections after the first recent one are recent, too.
         for connection, since in list(self.heads.items()):
             if since > oldest:
                 return
@@ -184,17 +189,21 @@ class BoundedProtocol(H11Protocol):
         self._stop_stall_timer()
 
     def _place(self, group_without_request: dict[BoundedProtocol, float]) -> None:
+        """Moves this connection into the group that it belongs to now."""
         state = self.server_state
         if self not in state.connections:  # refused or closed
             return
         if self.cycle is None or self.cycle.response_complete:
             state.place(self, group_without_request)
+        elif self.cycle.more_body:
+            state.place(self, state.bodies)
         else:
-            state.place(self, state.bodies if self.cycle.more_body else None)
+            state.place(self, None)
 
     # -- clients that do not read their response ---------------------------------------------------------------
 
     def _start_stall_timer(self) -> None:
+        # uvicorn pauses writing while the client reads too slowly, and would otherwise wait for it without limit.
         unread_bytes, seconds = self.transport.get_write_buffer_size(), self.server_state.limits.stall_seconds
         self._stall_timer = self.loop.call_later(seconds, self._cut_if_stalled, unread_bytes)
 

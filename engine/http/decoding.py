@@ -79,6 +79,7 @@ class BodyDecoder:
         try:
             if chain not in self._bases:
                 base = base_model_of(self.store, policy)
+                # Forget the oldest chains: a server sees very many runs.
                 while len(self._bases) >= REMEMBERED_CHAINS:
                     del self._bases[next(iter(self._bases))]
                 self._bases[chain] = base

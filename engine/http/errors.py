@@ -111,13 +111,16 @@ ERROR_CLASSES: dict[str, type[Exception]] = dict(
 
 def http_status(name: str) -> int:
     """Returns the HTTP status of an error class by its name."""
+    if name in _STATUS:
+        return _STATUS[name]
     error = ERROR_CLASSES.get(name)
-    transient = error is not None and issubclass(error, TransientEngineError | TransientStorageError)
-    return _STATUS.get(name, 503 if transient else 422)
+    is_transient = error is not None and issubclass(error, TransientEngineError | TransientStorageError)
+    return 503 if is_transient else 422
 
 
 def wire_name(error: Exception) -> str:
     """Returns the name that is sent for an error: that of its nearest class that the client knows."""
+    # A private subclass, such as NoRoomYet, is sent as the public class that it derives from.
     for cls in type(error).__mro__:
         if ERROR_CLASSES.get(cls.__name__) is cls:
             return cls.__name__
@@ -134,6 +137,7 @@ def error_of_body(body: ErrorBody) -> Exception:
     cls = ERROR_CLASSES.get(body.error)
     if cls is not None:
         return cls(body.message)
+    # A defect may pass on a retry. An unknown name comes from a newer server, and its error must not be retried.
     if body.error == INTERNAL:
         return TransientEngineError(body.message)
     return PermanentEngineError(f"{body.error}: {body.message}")

@@ -60,13 +60,14 @@ class Guard:
         self.app, self.service = app, service
         token = service.options.token
         self._token = None if token is None else token.encode()
+        """Bytes, because compare_digest does not accept text that is not ASCII."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
 
-        # every request has an id, the client's or a new one
+        # Every request has an id, the client's or a new one. The log line and the error name it.
         started = time.monotonic()
         headers = Headers(scope=scope)
         client_id = headers.get(REQUEST_HEADER, "")
@@ -96,7 +97,7 @@ class Guard:
 
     async def _handle(self, scope: Scope, headers: Headers, receive: Receive, send: _ResponseSender) -> None:
         """Checks the request and passes it to the app. Raises RequestRefused."""
-        # who calls; the address of a report proves that its sender may read it
+        # Authenticate the client. The address of a report proves that its sender may read it.
         id = scope["state"]["request_id"]
         is_report = scope["method"] == "GET" and scope["path"].startswith(PREFIX)
         if scope["path"] not in OPEN_PATHS and not is_report:
@@ -107,7 +108,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
-        # the body, read whole and bounded
+        # Read the whole body within its bounds, so that no route sees an endless one.
         body = await self._read_body(headers, receive, id)
         limit = MAX_PROMPT_VALUES if scope["path"].endswith("/completions") else MAX_JSON_VALUES
         if not _is_arrow(headers) and _json_values(body, limit) > limit:
@@ -117,6 +118,7 @@ class Guard:
 
     def _authenticate(self, headers: Headers, id: str) -> None:
         if self._token is None:
+            # A web page in a browser on this machine could otherwise call by a name that resolves to 127.0.0.1.
             if not is_loopback(_host(headers.get("host", ""))):
                 message = "without a token this server answers to loopback names only; use http://127.0.0.1"
                 raise _refused(NotAuthenticated(message), id, status=403)
@@ -127,14 +129,15 @@ class Guard:
 
     async def _read_body(self, headers: Headers, receive: Receive, id: str) -> bytes:
         """Returns the whole body. Raises RequestRefused if it is too large, too slow, or does not fit into memory."""
-        # the size that the client announces
+        # Refuse by the size that the client announces, before anything is read.
         limit = self.service.options.max_body_bytes
-        limit = limit if _is_arrow(headers) else min(limit, MAX_JSON_BYTES)
+        if not _is_arrow(headers):
+            limit = min(limit, MAX_JSON_BYTES)
         announced = headers.get("content-length", "0")
         if not announced.isdecimal() or int(announced) > limit:
             raise _refused(_too_large(limit), id)
 
-        # the size that arrives; each chunk is counted in the memory of all calls
+        # Read what arrives. Each chunk is counted in the memory of all calls.
         calls, chunks, size = self.service.calls, [], 0
         started = time.monotonic()
         try:
@@ -226,6 +229,7 @@ async def _send_refusal(refused: RequestRefused, receive: Receive, send: _Respon
 
 async def _linger(receive: Receive) -> None:
     """Reads and discards the rest of a body, up to LINGER_BYTES and LINGER_SECONDS."""
+    # If the server closed at once, the kernel would reset the connection, and the client would lose the error.
     left = LINGER_BYTES
     try:
         async with asyncio.timeout(LINGER_SECONDS):
@@ -247,6 +251,7 @@ def _json_values(body: bytes, limit: int) -> int:
 
     Where the bound exceeds `limit`, marks within strings are not counted.
     """
+    # Counting marks is fast but also counts those in strings, so the strings are removed only if the bound is too high.
     count = _count_marks(body)
     if count <= limit:
         return count
@@ -286,5 +291,7 @@ def _printable_path(scope: Mapping[str, object]) -> str:
     log."""
     raw = scope.get("raw_path") or str(scope["path"]).encode("utf-8", "replace")
     assert isinstance(raw, bytes)
-    path = raw[:200].split(b"?")[0]
-    return "".join(chr(byte) if 32 < byte < 127 else f"%{byte:02X}" for byte in path)
+    text = ""
+    for byte in raw[:200].split(b"?")[0]:
+        text += chr(byte) if 32 < byte < 127 else f"%{byte:02X}"
+    return text

@@ -91,6 +91,7 @@ class EngineServer(uvicorn.Server):
         self.server_state: Connections = Connections(limits or ConnectionLimits())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # Without this handler, asyncio logs a traceback for every connection that it cannot accept.
         asyncio.get_running_loop().set_exception_handler(AcceptErrorHandler())
         await super().startup(sockets)
         for listener in sockets or []:
@@ -113,7 +114,7 @@ async def serve_until_signal(
 
     A second signal ends the process at once. Returns False if the engine did not close within `grace_seconds`.
     """
-    # start, and wait until the engine answers or a signal arrives
+    # Start, and wait until the engine answers or a signal arrives.
     service: EngineService = app.state.service
     server = EngineServer(app, limits_of_process())
     stop = asyncio.Event()
@@ -128,7 +129,7 @@ async def serve_until_signal(
         on_ready(_url(listener))
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
 
-    # drain
+    # Drain: the running call ends, and waiting ones fail with an error that clients retry.
     logger.info("draining: no new calls are taken, and the running call has at most %g s to end", grace_seconds)
     closed = await service.drain(grace_seconds)
     if not closed:
@@ -141,6 +142,7 @@ async def serve_until_signal(
 
 def _stop_on_signals(stop: asyncio.Event) -> None:
     def on_signal(number: int) -> None:
+        # 128 + number is the shell's exit status for a process that a signal ended.
         if stop.is_set():
             os._exit(128 + number)
         stop.set()

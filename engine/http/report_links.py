@@ -20,6 +20,7 @@ PROOF_LETTERS = 32
 
 def report_url(engine: EngineSpec, store: ObjectStore, run: str) -> str | None:
     """Returns the address of a run's report, or None if no server shows it. Raises StorageError."""
+    # An embedded engine serves no pages.
     if not isinstance(engine, HttpEngineSpec):
         return None
     return f"{engine.url.rstrip('/')}{PREFIX}{run}?proof={proof_of(store_id(store), run)}"

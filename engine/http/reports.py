@@ -22,6 +22,7 @@ def report_routes(service: EngineService) -> APIRouter:
 
     @router.get(f"{PREFIX}{{run:path}}", include_in_schema=False)
     def report(run: str, proof: str = "") -> HTMLResponse:
+        # A wrong proof and a missing report give the same response, so that no one can find out which runs exist.
         if is_proof(proof, service.store_id, run):
             try:
                 page = service.store.get(keys.report(run))

@@ -93,6 +93,7 @@ class EngineService:
                 self.metrics.memory.set(info.memory_bytes)
                 self.metrics.memory_used.set(info.memory_used_bytes)
                 self.metrics.show_cluster(info.cluster)
+                # The first reply shows that the device works. A server that drains already stays in that state.
                 if self.state == "starting":
                     self.state = "ready"
                 self._ready.set()
@@ -115,6 +116,8 @@ class EngineService:
         if not closing.done():
             return False
         closing.result()
+
+        # The engine is closed, so the tasks of its last calls end in a moment. Let them set their results.
         tasks = {call.task for call in self.calls.calls.values()}
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
@@ -136,7 +139,7 @@ class EngineService:
 
         `decoded_bytes` is the memory that the decoded body needs in addition to the body.
         """
-        # the digest tells a retry of the call from another call with the same id
+        # The digest tells a retry of the call from another call with the same id.
         body = await request.body()
         id = request.state.request_id
         with self.calls.reserved(len(body)):

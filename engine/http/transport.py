@@ -49,7 +49,7 @@ class CallRequest:
     id: str = field(default_factory=lambda: uuid4().hex)
 
 
-class Backoff:
+class RequestBackoff:
     """Decides when to retry and when to give up: exponential backoff with full jitter, counted from the last reply.
 
     It gives up after `seconds` without a reply.
@@ -91,13 +91,14 @@ class Transport:
     async def call(self, call: CallRequest) -> bytes:
         """Returns the bytes of the result. Raises the engine's error, EngineUnreachable, NotAuthenticated,
         EngineBusy."""
-        backoff = Backoff(self.spec.patience_seconds)
+        backoff = RequestBackoff(self.spec.patience_seconds)
         submitted = False
         try:
             while True:
-                # submit the call, then poll for its result
+                # Submit the call, then poll for its result. No reply is a reason to try again: the id makes it safe.
+                request = self._poll if submitted else self._submit
                 try:
-                    response = await (self._poll(call) if submitted else self._submit(call))
+                    response = await request(call)
                 except (httpx.TransportError, httpx.DecodingError) as error:
                     await backoff.pause(self._unreachable(error))
                     continue
@@ -107,7 +108,7 @@ class Transport:
                     submitted = True
                     backoff.reset()
                     continue
-                # a failure that may pass: submit the call again, at once if the server does not know it
+                # A failure that may pass: submit the call again, at once if the server does not know it.
                 retryable = self._retryable_error(response)
                 submitted = False
                 if not isinstance(retryable, UnknownCall):
@@ -157,10 +158,12 @@ class Transport:
         """Returns the error of a response if a retry may succeed. Raises it if not."""
         body = parse_error(response.content)
         if response.status_code == 401 or (body is not None and body.error == NotAuthenticated.__name__):
+            # The message never contains the token itself.
             state = "set" if os.environ.get(self.spec.token_env) else "not set"
+            reason = body.message if body else response.status_code
             raise NotAuthenticated(
                 f"the engine at {self.url} does not accept the token in ${self.spec.token_env} ({state} here): "
-                f"{body.message if body else response.status_code}; put the server's token there"
+                f"{reason}; put the server's token there"
             )
         if body is None:
             return self._foreign_error(response)
@@ -190,16 +193,20 @@ class Transport:
 
     def _headers(self, call: CallRequest) -> dict[str, str]:
         headers = {REQUEST_HEADER: call.id, VERSION_HEADER: str(VERSION)}
+        # Read the token for each request, so that a new token needs no restart.
         token = os.environ.get(self.spec.token_env, "").strip()
         if not (token.isascii() and token.isprintable()):
             raise NotAuthenticated(
                 f"${self.spec.token_env} holds characters that no header may have (a line break?); put one line of "
                 "printable ASCII there"
             )
-        return headers | {"Authorization": f"Bearer {token}"} if token else headers
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        return headers
 
     def _pool(self) -> httpx.AsyncClient:
         """Returns the connections of this event loop, and forgets those of closed loops."""
+        # An httpx client works only in the event loop that it was created in.
         loop = asyncio.get_running_loop()
         with self._lock:
             for closed in [other for other in self._pools if other.is_closed()]:

@@ -49,7 +49,8 @@ def fetch_upload(store: ObjectStore, name: str, digest: str, scratch: Path) -> M
     """Downloads an uploaded folder. Raises ObjectNotFound, CorruptArtifact, BadModelFolder."""
     files = materialise_files(store, keys.upload(name, digest), scratch)
     folder = ModelFolder.of(next(iter(files.values())).parent, name=name)
-    if folder.digest() != digest:  # a local store gives its own files, which may be deleted at this moment
+    # A local store gives its own files, which may be deleted at this moment.
+    if folder.digest() != digest:
         key = keys.upload(name, digest)
         raise CorruptArtifact(f"the content of the upload {key} does not match its digest; import the folder again")
     return folder
@@ -82,7 +83,7 @@ async def import_upload(
             folder = await asyncio.to_thread(fetch_upload, store, name, digest, Path(scratch))
             ref = await engine.import_folder(folder, provenance=provenance)
         except (StorageError, OSError, ValueError):
-            # another call or server may have published the model and deleted the files in the meantime
+            # Another call or server may have published the model and deleted the files in the meantime.
             published = await asyncio.to_thread(published_upload, store, name, digest)
             if published is None:
                 raise

@@ -114,8 +114,7 @@ def encode_generate(request: GenerateRequest, *, epoch: int) -> bytes:
     metadata = GenerateMetadata(
         policy=request.policy, sampling=request.sampling, tensor_parallel=request.tensor_parallel, epoch=epoch
     )
-    images = _image_columns(request.images or ())
-    return _write(_with_images(GENERATE) if images else GENERATE, columns + images, metadata)
+    return _write(*_with_images(GENERATE, columns, request.images or ()), metadata)
 
 
 def decode_generate(data: bytes, *, context: int | None = None) -> tuple[GenerateRequest, int]:
@@ -151,8 +150,10 @@ def encode_completions(completions: Sequence[Completion]) -> bytes:
 def decode_completions(data: bytes) -> list[Completion]:
     """Raises BadSpec."""
     _, columns = _read(data, COMPLETIONS, ResponseMetadata)
-    rows = zip(*columns, strict=True)
-    return [Completion(ids, logprobs, cast(StopReason, reason)) for ids, logprobs, reason in rows]
+    completions = []
+    for ids, logprobs, reason in zip(*columns, strict=True):
+        completions.append(Completion(ids, logprobs, cast(StopReason, reason)))
+    return completions
 
 
 def encode_logprobs_request(request: LogprobsRequest, *, epoch: int) -> bytes:
@@ -169,8 +170,7 @@ def encode_logprobs_request(request: LogprobsRequest, *, epoch: int) -> bytes:
         max_tokens=request.max_tokens,
         epoch=epoch,
     )
-    images = _image_columns(request.images)
-    return _write(_with_images(SEQUENCES) if images else SEQUENCES, columns + images, metadata)
+    return _write(*_with_images(SEQUENCES, columns, request.images), metadata)
 
 
 def decode_logprobs_request(data: bytes, *, context: int | None = None) -> tuple[LogprobsRequest, int]:
@@ -208,30 +208,37 @@ IMAGE_COLUMNS = _schema(image_start=_IDS, image_tokens=_IDS, image_data=pa.list_
 """Columns of the images of each row. A request has them only if some row has an image."""
 
 
-def _with_images(schema: pa.Schema) -> pa.Schema:
+def _schema_with_images(schema: pa.Schema) -> pa.Schema:
     return pa.schema([*schema, *IMAGE_COLUMNS])
 
 
-def _image_columns(images: Sequence[Images]) -> list[pa.Array]:
-    """Returns the columns of the images, or none if no row has an image. Raises BadSpec for too many bytes."""
+def _with_images(
+    schema: pa.Schema, columns: list[pa.Array], images: Sequence[Images]
+) -> tuple[pa.Schema, list[pa.Array]]:
+    """Returns the schema and the columns, with those of the images if some row has an image.
+
+    Raises BadSpec for too many bytes of images."""
     if not any(images):
-        return []
+        return schema, columns
     starts, counts, data, size = [], [], [], 0
     for row in images:
         starts.append([image.start for image in row])
         counts.append([image.tokens for image in row])
         data.append([image.data for image in row])
         size += sum(len(image.data) for image in row)
+    # Half of the limit: decoding an image holds its bytes twice, in the buffer and in the object.
     if size > MAX_REQUEST_BYTES // 2:
         raise BadSpec(f"the images of one call have {size >> 20} MiB; send it in several calls")
     data_column = pa.array(data, IMAGE_COLUMNS.field("image_data").type)
-    return [_ids(starts, "image of sequence"), _ids(counts, "image of sequence"), data_column]
+    image_columns = [_ids(starts, "image of sequence"), _ids(counts, "image of sequence"), data_column]
+    return _schema_with_images(schema), columns + image_columns
 
 
 def _images(columns: Sequence[list[Any]]) -> list[Images]:
     """Returns the images of each row. Raises BadSpec if the columns of a row differ in length."""
     images = []
     for row in zip(*columns, strict=True):
+        # A row has one start, one count and one image of each of its images.
         lengths = [len(values) for values in row]
         if len(set(lengths)) != 1:
             raise BadSpec(f"a row has {', '.join(map(str, lengths))} starts, counts and images; one each")
@@ -262,6 +269,8 @@ def _lists(rows: Sequence[Sequence[Any]], code: str, noun: str, problem: str) ->
             values.extend(row)
         except (OverflowError, TypeError) as error:
             raise BadSpec(f"{noun} {index} {problem}") from error
+
+    # A list column is the flat values, and the offset at which each row ends. Both buffers are used without a copy.
     ends = accumulate(map(len, rows), initial=0)
     if len(values) > MAX_VALUES:
         raise BadSpec(f"{len(values)} values in one call, at most {MAX_VALUES} travel at once; split the batch")
@@ -285,27 +294,24 @@ _TYPES = {"i": pa.int32(), "q": pa.int64(), "d": pa.float64()}
 
 def _write(schema: pa.Schema, columns: Sequence[pa.Array], metadata: Frozen) -> bytes:
     """Returns the stream of one batch. Raises BodyTooLarge if it decodes to more than a reader takes."""
-    # the decoded size
+    # Check the decoded size here, so that the sender gets the error and not the reader.
     buffer_sizes: list[int] = []
     for column in columns:
-        buffer_sizes.extend(_buffer_size(buffer) for buffer in column.buffers())
+        for buffer in column.buffers():
+            buffer_sizes.append(0 if buffer is None else buffer.size)
     size, limit = decoded_bytes(buffer_sizes, buffer_weights(schema)), _decoded_limit(type(metadata))
     if size > limit:
         raise BodyTooLarge(
             f"the batch decodes to {size >> 20} MiB of lists, at most {limit >> 20} MiB; split the batch"
         )
 
-    # the stream
+    # Write the JSON part into the schema's metadata, and the columns as one record batch.
     schema = schema.with_metadata({_METADATA_KEY: metadata.model_dump_json().encode()})
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.ipc.new_stream(sink, schema, options=options) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(list(columns), schema=schema))
     return sink.getvalue().to_pybytes()
-
-
-def _buffer_size(buffer: pa.Buffer | None) -> int:
-    return 0 if buffer is None else buffer.size
 
 
 def _make_metadata(kind: type[Metadata], **fields: Any) -> Metadata:
@@ -336,11 +342,15 @@ def _errors_as_bad_spec(schema: pa.Schema) -> Iterator[None]:
 
 def _open(data: bytes, schema: pa.Schema, kind: type[Metadata]) -> tuple[Metadata, CheckedStream]:
     """Returns the metadata and the checked stream, without decoding it. Raises BadSpec for any malformed bytes."""
-    schemas = [schema, _with_images(schema)] if schema in (GENERATE, SEQUENCES) else [schema]
+    # Only requests may have images.
+    schemas = [schema]
+    if schema in (GENERATE, SEQUENCES):
+        schemas.append(_schema_with_images(schema))
     with _errors_as_bad_spec(schema):
         stream = open_stream(data, schemas, _decoded_limit(kind))
+        json_metadata = (stream.schema.metadata or {}).get(_METADATA_KEY, b"")
         try:
-            return kind.model_validate_json((stream.schema.metadata or {}).get(_METADATA_KEY, b"")), stream
+            return kind.model_validate_json(json_metadata), stream
         except ValidationError as error:
             problems = describe_errors(error.errors())
             raise BadSpec(f"the metadata {_METADATA_KEY.decode()!r} of the Arrow schema: {problems}") from error
@@ -354,9 +364,11 @@ def _read(
     Raises BadSpec for any malformed bytes, SampleTooLong for a sequence longer than `context` or MAX_SEQUENCE_TOKENS.
     """
     metadata, stream = _open(data, schema, kind)
-    longest = MAX_SEQUENCE_TOKENS if context is None else min(context, MAX_SEQUENCE_TOKENS)
-    limit_name = "what one sequence may have" if longest == MAX_SEQUENCE_TOKENS else "the model's context"
+    longest, limit_name = MAX_SEQUENCE_TOKENS, "what one sequence may have"
+    if context is not None and context < longest:
+        longest, limit_name = context, "the model's context"
 
+    # Compare the lengths before lists are made, which take several times the memory of the decoded buffers.
     def check(batch: pa.RecordBatch) -> None:
         for column in batch.columns:
             if not batch.num_rows or not pa.types.is_list(column.type):

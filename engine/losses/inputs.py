@@ -62,7 +62,8 @@ class LossInputs:
 
     def require(self, name: str) -> Tensor:
         """The output or column of that name, such as "old_N". Raises BadSpec when it is None."""
-        column = getattr(self.outputs if hasattr(self.outputs, name) else self, name)
+        owner = self.outputs if hasattr(self.outputs, name) else self
+        column = getattr(owner, name)
         if column is None:
             raise BadSpec(
                 f"the loss needs {_DESCRIPTIONS[name]}, and the batch has none; prepare the batch for this loss"
@@ -71,6 +72,7 @@ class LossInputs:
 
     def sum_by_sequence(self, values_N: Tensor) -> Tensor:
         """(S,): the sum of each sequence's values; 0 for a sequence without trained tokens."""
+        # index_add from zeros, because a sequence without trained tokens has no index and must still have a sum.
         sequences = len(self.lengths_S)
         zeros_S = torch.zeros(sequences, dtype=values_N.dtype, device=values_N.device)
         return zeros_S.index_add(0, self._sequence_of_token(values_N.device), values_N)

@@ -34,11 +34,12 @@ def token_weights(
             f"totals of {total_tokens} tokens and {total_sequences} sequences, but this micro-batch has "
             f"{sum(lengths_S)} and {len(lengths_S)}; give the totals of the whole minibatch"
         )
+    # float64, since the inverse of a large total loses digits in float32. Each token has the weight of its sequence.
     lengths = torch.tensor(list(lengths_S), dtype=torch.long)
-    # each token has the weight of its sequence
     if norm == "token_mean":
         weights_S = torch.full((len(lengths),), 1 / total_tokens, dtype=torch.float64)
     elif norm == "sequence_mean":
+        # A sequence without trained tokens has no weights, so its length of 0 must not divide.
         weights_S = 1 / (total_sequences * lengths.clamp(min=1).double())
     elif norm == "token_sum":
         weights_S = torch.ones(len(lengths), dtype=torch.float64)

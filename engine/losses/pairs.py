@@ -48,17 +48,20 @@ class DPOSpec(BaseLossSpec):
         (arXiv:2310.12036). `cdpo` is -(1 - ε) log σ(h) - ε log σ(-h), ε the probability of a wrong label. The reward
         metrics are the implicit rewards β(L - Lref).
         """
-        # summed log-ratios of the two sequences of each pair
+        # The summed log-ratios of the two sequences of each pair.
         log_ratio_N = inputs.require("logprobs_N") - inputs.require("reference_N")
         chosen_P, rejected_P = inputs.by_preference(inputs.sum_by_sequence(log_ratio_N))
         margin_P = chosen_P - rejected_P
         logit_P = self.beta * margin_P
-        # the sigmoid loss is that of cdpo without label smoothing
+
+        # The sigmoid loss is that of cdpo without label smoothing.
         if self.variant == "ipo":
             values_P = (margin_P - 1 / (2 * self.beta)).square()
         else:
             wrong = self.label_smoothing or 0.0
             values_P = -(1 - wrong) * inputs.log_sigmoid(logit_P) - wrong * inputs.log_sigmoid(-logit_P)
+
+        # The metrics must not keep the graph of the forward pass alive.
         sums = {
             "reward_chosen_per_pair": self.beta * chosen_P.detach().sum(),
             "reward_rejected_per_pair": self.beta * rejected_P.detach().sum(),

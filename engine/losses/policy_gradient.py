@@ -64,6 +64,7 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
 
     def _pessimistic(self, ratio_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, Tensor]:
         """(-min(ρA, clip(ρ)A), whether the clipped one is the minimum), both (N,)."""
+        # The maximum of the losses is the minimum of the objectives: clipping never makes a token look better.
         free_N = -ratio_N * advantages_N
         clipped_N = -ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages_N
         return free_N.maximum(clipped_N), clipped_N > free_N
@@ -73,19 +74,23 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
     ) -> TokenLoss:
         """Adds to the policy's loss: truncated importance weights on it, then the KL term, then the entropy bonus."""
         logprobs_N = inputs.require("logprobs_N")
-        # truncated importance weights, on the policy's part only
+
+        # Truncated importance weights, on the policy's part only.
         if self.importance_cap is not None:
             log_weight_N = inputs.require("old_N") - inputs.require("sampler_N")
             weight_N = log_weight_N.exp().clamp(max=self.importance_cap)
             values_N = values_N * weight_N
             sums["importance_weight_sum"] = weight_N.sum()
-        # the KL term; with beta 0 it is only a metric
+
+        # The KL term. With beta 0 it is only a metric.
         if self.kl_beta > 0 or inputs.reference_N is not None:
             kl_N = KL_ESTIMATORS[self.kl_estimator](logprobs_N, inputs.require("reference_N"))
             sums["kl_sum"] = kl_N.detach().sum()
             if self.kl_beta > 0:  # 0 times an overflow would be NaN
                 term_N = ratio_N * kl_N if self.kl_importance else kl_N
                 values_N = values_N + self.kl_beta * term_N
+
+        # The entropy bonus: a larger entropy lowers the loss.
         if self.entropy_coef > 0:
             entropy_N = inputs.require("entropy_N")
             sums["entropy_sum"] = entropy_N.detach().sum()
@@ -108,10 +113,12 @@ class GRPOSpec(BasePolicyGradientSpec):
         most -cA (arXiv:1912.09729). Departures from the paper: the two clips may differ (arXiv:2503.14476), and the
         default normalisation is the mean over tokens; the paper's is norm="sequence_mean".
         """
-        logprobs_N, old_N, advantages_N = (inputs.require(name) for name in ("logprobs_N", "old_N", "advantages_N"))
+        logprobs_N, old_N = inputs.require("logprobs_N"), inputs.require("old_N")
+        advantages_N = inputs.require("advantages_N")
         ratio_N = (logprobs_N - old_N).exp()
         values_N, clipped_N = self._pessimistic(ratio_N, advantages_N)
         if self.dual_clip is not None:
+            # For A < 0 the loss -ρA grows without bound with ρ, so a single token could decide the gradient.
             bound_N = -self.dual_clip * advantages_N
             values_N = values_N.minimum(bound_N).where(advantages_N < 0, values_N)
         sums = {"clip_fraction_sum": clipped_N.sum(), "ratio_sum": ratio_N.detach().sum()}
@@ -135,7 +142,9 @@ class GSPOSpec(BasePolicyGradientSpec):
         sequences. The gradient flows through s. Departures from the paper: advantages may differ by token, and the KL
         and entropy terms, which the paper does not have, are per token.
         """
-        logprobs_N, old_N, advantages_N = (inputs.require(name) for name in ("logprobs_N", "old_N", "advantages_N"))
+        logprobs_N, old_N = inputs.require("logprobs_N"), inputs.require("old_N")
+        advantages_N = inputs.require("advantages_N")
+        # The geometric mean of the tokens' ratios, so that long sequences are not clipped more often.
         ratio_S = inputs.mean_by_sequence(logprobs_N - old_N).exp()
         ratio_N = inputs.spread(ratio_S)
         values_N, clipped_N = self._pessimistic(ratio_N, advantages_N)
@@ -155,8 +164,10 @@ class CISPOSpec(BasePolicyGradientSpec):
         Departures from the paper: the lower clip, which the paper switches off, applies, and a KL term, which the paper
         leaves out, is added unless kl_beta=0.
         """
-        logprobs_N, old_N, advantages_N = (inputs.require(name) for name in ("logprobs_N", "old_N", "advantages_N"))
+        logprobs_N, old_N = inputs.require("logprobs_N"), inputs.require("old_N")
+        advantages_N = inputs.require("advantages_N")
         ratio_N = (logprobs_N - old_N).exp()
+        # Detached: clipping the ratio of min(ρA, clip(ρ)A) would remove the gradient of clipped tokens.
         constant_ratio_N = ratio_N.detach()
         weight_N = constant_ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high)
         clipped_N = weight_N != constant_ratio_N

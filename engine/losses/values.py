@@ -40,8 +40,9 @@ class TrustRegionMSESpec(NormalisedLossSpec):
         """max((v - R)², (clip(v, v_old - c, v_old + c) - R)²): a value gains nothing by moving away from the old value
         by more than c. Unlike baselines, without the factor 1/2.
         """
-        values_N, returns_N, old_N = (inputs.require(name) for name in ("values_N", "returns_N", "old_values_N"))
-        # the larger of the two errors counts, so clipping never lowers the loss
+        values_N, returns_N = inputs.require("values_N"), inputs.require("returns_N")
+        old_N = inputs.require("old_values_N")
+        # The larger of the two errors counts, so clipping never lowers the loss.
         clipped_values_N = values_N.clamp(old_N - self.clip, old_N + self.clip)
         free_N = (values_N - returns_N).square()
         clipped_N = (clipped_values_N - returns_N).square()

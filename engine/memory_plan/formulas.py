@@ -53,7 +53,9 @@ def autocast_weights(shape: ModelShape, compute: int, *, master: int = MASTER_BY
     Autocast makes each copy on first use, and the graph keeps it until the backward pass ends. It makes none where both
     dtypes are equal.
     """
-    return 0.0 if compute == master else compute * (shape.layers * shape.layer_linear + shape.language_head)
+    if compute == master:
+        return 0.0
+    return compute * (shape.layers * shape.layer_linear + shape.language_head)
 
 
 def layer_activations(shape: ModelShape, *, compute: int, autocast: bool) -> int:
@@ -69,7 +71,9 @@ def layer_activations(shape: ModelShape, *, compute: int, autocast: bool) -> int
     attention_and_mlp = 4 * shape.queries + 2 * shape.keys + mlp
     if compute >= MASTER_BYTES:
         return compute * (6 * shape.hidden + attention_and_mlp)
-    return (26 if autocast else 16) * shape.hidden + compute * attention_and_mlp
+    # Bytes per hidden feature: 26 = 4 * 4 + 2 * 5 under autocast, 16 = 2 * (4 + 2 + 2) with bfloat16 weights.
+    hidden_bytes = 26 if autocast else 16
+    return hidden_bytes * shape.hidden + compute * attention_and_mlp
 
 
 def activations(shape: ModelShape, tokens: int, *, compute: int, autocast: bool, recompute: str) -> tuple[int, int]:
@@ -81,9 +85,12 @@ def activations(shape: ModelShape, tokens: int, *, compute: int, autocast: bool,
     one_layer = tokens * layer_activations(shape, compute=compute, autocast=autocast)
     if recompute == "none":
         return shape.layers * one_layer, 0
+    # Under autocast the residual stream is float32.
     residual_bytes = max(compute, MASTER_BYTES) if autocast else compute
     inputs = shape.layers * tokens * shape.hidden * residual_bytes
-    return (one_layer, inputs) if recompute == "offload" else (one_layer + inputs, 0)
+    if recompute == "offload":
+        return one_layer, inputs
+    return one_layer + inputs, 0
 
 
 def head_activations(shape: ModelShape, tokens: int, *, compute: int, trained: bool = True) -> int:
@@ -95,7 +102,11 @@ def head_activations(shape: ModelShape, tokens: int, *, compute: int, trained: b
     the float32 sum over the chunks. A scalar head has no logits: it saves its input, gathered and in its own
     precision. """
     if shape.scalar:
-        return tokens * shape.hidden * (compute if compute >= MASTER_BYTES else compute + MASTER_BYTES)
+        # A lower precision is kept in addition to the float32 input.
+        input_bytes = compute if compute >= MASTER_BYTES else compute + MASTER_BYTES
+        return tokens * shape.hidden * input_bytes
+
+    # The tensors of the logits that are held at once.
     chunk = max(1, CHUNK_ELEMENTS // shape.vocabulary)
     is_one_chunk = tokens <= 2 * chunk
     tokens_at_once = tokens if is_one_chunk else chunk

@@ -47,21 +47,23 @@ def place_processes(spec: LocalEngineSpec, machine: Machine) -> tuple[MachineUse
     if machine.device == "cpu":
         return (MachineUse(frozenset(), frozenset(), ranks, samplers),)
 
-    # the ranks come first, one GPU each
+    # Ray places the ranks first, one GPU each.
     free = _FreeGpus(spec, machine, ranks)
     training = [free.take(1) for _ in range(ranks)]
 
     vllm = spec.sampler if isinstance(spec.sampler, VllmSpec) else None
     if vllm is None or not vllm.replicas:
-        # the sampler runs in the engine's own process, on the first machine
+        # The sampler runs in the engine's own process, on the first machine.
         gpus = 1 if vllm is None else vllm.tensor_parallel
         if gpus > machine.devices:
             raise _too_few_gpus(spec, machine, ranks)
         sampling = [tuple(_GpuSlot(0, gpu) for gpu in range(gpus))]
     elif vllm.placement == "colocated":
+        # Replica i uses the GPU of rank i.
         sampling = training[: vllm.replicas]
     elif machine.devices == 1 and free.engine_trains_alone:
-        sampling = training * vllm.replicas  # the engine's process and the replicas share the only GPU
+        # The engine's process and the replicas share the only GPU.
+        sampling = training * vllm.replicas
     else:
         sampling = [free.take(vllm.tensor_parallel) for _ in range(vllm.replicas)]
     return _uses_by_machine(training, sampling)
@@ -86,13 +88,14 @@ class _FreeGpus:
 
     def take(self, count: int) -> _ProcessGpus:
         """Returns `count` GPUs of the first machine that has so many left. Raises BadSpec."""
-        # vLLM's Ray executor may use GPUs of several machines for one replica
+        # vLLM's Ray executor may use GPUs of several machines for one replica.
         if count > self.machine.devices and self.spec.cluster.address is not None:
             gpus: list[_GpuSlot] = []
             for _ in range(count):
                 gpus.extend(self.take(1))
             return tuple(gpus)
 
+        # Otherwise all GPUs of a process are on one machine. Without a known count, the cluster has as many as needed.
         machines = 1 if self.spec.cluster.address is None else self.machine.count
         index = 0
         while count <= self.machine.devices and (machines is None or index < machines):
@@ -106,12 +109,17 @@ class _FreeGpus:
 
 def _uses_by_machine(training: Sequence[_ProcessGpus], sampling: Sequence[_ProcessGpus]) -> tuple[MachineUse, ...]:
     machines = 1 + max(process[0].machine for process in [*training, *sampling])
-    return tuple(
-        MachineUse(
-            _gpus_on(index, training), _gpus_on(index, sampling), _count_on(index, training), _count_on(index, sampling)
+    uses = []
+    for index in range(machines):
+        uses.append(
+            MachineUse(
+                training_gpus=_gpus_on(index, training),
+                sampling_gpus=_gpus_on(index, sampling),
+                ranks=_count_on(index, training),
+                samplers=_count_on(index, sampling),
+            )
         )
-        for index in range(machines)
-    )
+    return tuple(uses)
 
 
 def _gpus_on(index: int, processes: Sequence[_ProcessGpus]) -> frozenset[int]:

@@ -37,13 +37,13 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 def plan_memory(spec: LocalEngineSpec, work: Workload, machine: Machine) -> MemoryPlan:
     """Returns the plan for one policy in training and its sampler. Raises BadSpec if there are not enough GPUs."""
-    # what runs where
+    # Decide what runs where.
     setup = setup_of(spec, machine)
     machines = place_processes(spec, machine)
     vllm = spec.sampler if isinstance(spec.sampler, VllmSpec) else None
     colocated = any(use.training_gpus & use.sampling_gpus for use in machines)
 
-    # what each process holds
+    # Compute what each process holds.
     trainer = trainer_memory(spec, work, machine, setup)
     if work.shape.scalar:
         sampler = SamplerMemory(ProcessMemory((), ()))  # a scalar head gives values, and nothing is sampled
@@ -52,7 +52,7 @@ def plan_memory(spec: LocalEngineSpec, work: Workload, machine: Machine) -> Memo
     else:
         sampler = vllm_sampler(vllm, spec, work, machine, setup, colocated=colocated)
 
-    # what each memory holds
+    # Add up the processes that share a memory. On the CPU all of them share the machine's.
     if machine.device == "cpu":
         pools = [_cpu_memory(machine, trainer, sampler, machines[0])]
     else:
@@ -61,6 +61,7 @@ def plan_memory(spec: LocalEngineSpec, work: Workload, machine: Machine) -> Memo
             *_machine_memories(machine, trainer, sampler, machines),
         ]
 
+    # Find other reasons why the plan cannot work, and how many sequences the samplers can hold.
     problems = _Problems(spec, work, machine, setup, sampler, colocated=colocated).find(pools[0])
     sequences = None
     if sampler.kv_bytes is not None:
@@ -73,8 +74,10 @@ def setup_of(spec: LocalEngineSpec, machine: Machine) -> TrainingSetup:
     """Returns the number of ranks and the size of a number in the compute dtype."""
     if spec.compute_dtype != "auto":
         compute_bytes = _BYTES[spec.compute_dtype]
+    elif machine.native_bfloat16 and not spec.deterministic:
+        compute_bytes = _BYTES["bfloat16"]
     else:
-        compute_bytes = 2 if machine.native_bfloat16 and not spec.deterministic else 4
+        compute_bytes = _BYTES["float32"]
     return TrainingSetup(count_ranks(spec, machine), compute_bytes)
 
 
@@ -90,8 +93,9 @@ def _cpu_memory(machine: Machine, trainer: ProcessMemory, sampler: SamplerMemory
     parts = [
         *_multiply([*trainer.device, *trainer.host], use.ranks),
         *_multiply([*sampler.process.device, *sampler.process.host], use.samplers),
-        *([] if sampler.staged is None else [sampler.staged]),
     ]
+    if sampler.staged is not None:
+        parts.append(sampler.staged)
     processes = "process" if use.ranks == 1 else "processes"
     samplers = "samplers" if use.samplers > 1 else "sampler"
     name = f"this machine's memory ({use.ranks} trainer {processes}, {use.samplers} {samplers})"
@@ -105,6 +109,7 @@ def _device_memories(
     machines: Sequence[MachineUse],
 ) -> list[MemoryPool]:
     """Returns the memories of the GPUs, one for each group of GPUs with the same use."""
+    # Equal GPUs are listed once, since a large cluster would give a long list of equal lines.
     pools = []
     for use, machine_names in _group_equal_uses(machines):
         prefix = f"{machine_names}, " if machine_names else ""
@@ -206,8 +211,9 @@ class _Problems:
         vllm = self.spec.sampler
         if not isinstance(vllm, VllmSpec) or not self.colocated or self.machine.device != "cuda":
             return ""
-        held = sum(part.bytes.get("sampling", 0.0) for part in pool.parts if part.key in BUDGETED)
-        if vllm.sleep is False and held / self.machine.device_bytes + vllm.gpu_share > 1:
+        # vLLM checks the free memory when it starts, while the trainer holds its weights.
+        trainer_bytes = sum(part.bytes.get("sampling", 0.0) for part in pool.parts if part.key in BUDGETED)
+        if vllm.sleep is False and trainer_bytes / self.machine.device_bytes + vllm.gpu_share > 1:
             return "vLLM refuses to start where less than gpu_share of the GPU is free"
         return ""
 
@@ -218,10 +224,12 @@ class _Problems:
         else:
             memories = self.setup.ranks if self.machine.device == "cuda" else 1
             budget = self.spec.memory_gib * GIB / memories
-        held = sum(max(part.bytes.values(), default=0.0) for part in pool.parts if part.key in BUDGETED)
-        if held <= budget:
+        # The engine counts each kind at its largest, in whatever phase that is.
+        budgeted = [part for part in pool.parts if part.key in BUDGETED]
+        needed = sum(max(part.bytes.values(), default=0.0) for part in budgeted)
+        if needed <= budget:
             return ""
         return (
-            f"weights, gradients, moments and copies take {held / GIB:.1f} GiB, and memory_gib={self.spec.memory_gib} "
-            f"admits {budget / GIB:.1f} GiB of them there"
+            f"weights, gradients, moments and copies take {needed / GIB:.1f} GiB, and "
+            f"memory_gib={self.spec.memory_gib} admits {budget / GIB:.1f} GiB of them there"
         )

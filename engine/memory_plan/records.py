@@ -7,7 +7,7 @@ of four phases: "start" (loading the model), "backward" (the start of the last m
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.memory_plan.shape import ModelShape
@@ -59,8 +59,11 @@ class Machine:
     @classmethod
     def gpus(cls, name: str, count: int, *, gib: float | None = None, node_gib: float | None = None) -> Machine:
         """Returns a machine with `count` GPUs. `name` is a key of DEVICES_GIB unless `gib` is given."""
-        size = DEVICES_GIB[name] if gib is None else gib
-        return cls("cuda", name, count, int(size * GIB), None if node_gib is None else int(node_gib * GIB))
+        device_gib = DEVICES_GIB[name] if gib is None else gib
+        machine = cls("cuda", name, count, int(device_gib * GIB), None)
+        if node_gib is None:
+            return machine
+        return replace(machine, node_bytes=int(node_gib * GIB))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,10 @@ class MemoryPool:
 
     @property
     def usable(self) -> float | None:
-        return None if self.capacity is None else USABLE[self.kind] * self.capacity
+        """Bytes that the plan may use. None: not known."""
+        if self.capacity is None:
+            return None
+        return USABLE[self.kind] * self.capacity
 
     @property
     def fits(self) -> bool:
@@ -169,21 +175,27 @@ class MemoryPlan:
 
     def reasons(self) -> list[str]:
         """Returns the reasons why the plan does not fit."""
-        reasons = [
-            f"{pool.name} needs {pool.needed / GIB:.1f} GiB, of {(pool.capacity or 0) / GIB:.1f} GiB "
-            f"({USABLE[pool.kind]:.0%} of it usable)"
-            for pool in self.pools
-            if not pool.fits
-        ]
+        reasons = []
+        for pool in self.pools:
+            if not pool.fits:
+                capacity = (pool.capacity or 0) / GIB
+                reasons.append(
+                    f"{pool.name} needs {pool.needed / GIB:.1f} GiB, of {capacity:.1f} GiB "
+                    f"({USABLE[pool.kind]:.0%} of it usable)"
+                )
         return [*reasons, *self.problems]
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
     """Formats {0, 1, 2, 5} as "0-2, 5"."""
+    # Each range is [first, last]. A number that follows the last one extends its range.
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    texts = []
+    for first, last in ranges:
+        texts.append(str(first) if first == last else f"{first}-{last}")
+    return ", ".join(texts)

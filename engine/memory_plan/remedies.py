@@ -61,6 +61,7 @@ def remedies(scenario: Scenario, *, most: int = 4) -> list[str]:
     size."""
     candidates = list(_candidates(scenario))
     for size in range(1, MAX_COMBINED + 1):
+        # One change that fits is better than two, so larger sets are tried only if no smaller one fits.
         fitting = [combined for combined in combinations(candidates, size) if _fits(scenario, combined)]
         if fitting:
             return [_describe(combined) for combined in fitting[:most]]

@@ -36,7 +36,7 @@ def torch_sampler(spec: LocalEngineSpec, work: Workload, setup: TrainingSetup) -
 
     It uses the trainer's own weights, or a copy of them where the precision or the process differs.
     """
-    # the weights
+    # The sampler needs weights in the compute dtype. It uses those of the trainer where they are such.
     shape, compute = work.shape, setup.compute_bytes
     in_other_process = not isinstance(spec.trainer, TorchTrainerSpec)
     same_weights = compute == setup.master_bytes
@@ -46,11 +46,11 @@ def torch_sampler(spec: LocalEngineSpec, work: Workload, setup: TrainingSetup) -
     elif work.lora_rank is None or in_other_process:
         copied = compute * shape.parameters
     else:
-        # the adapter, and the part of the base that is not held in the compute dtype already
+        # Copy the adapter, and the part of the base that is not held in the compute dtype already.
         others = shape.parameters - compute_dtype_elements(work)
         copied = compute * (others + shape.lora(work.lora_rank))
 
-    # the cache and the logits
+    # Add the KV cache and the logits.
     cache, working = torch_sampling(
         shape, rows=spec.max_rows, context=work.context, prompt_tokens=spec.max_tokens_per_forward, compute=compute
     )
@@ -77,15 +77,19 @@ def vllm_sampler(
     if machine.device == "cpu":
         return _vllm_on_cpu(vllm, spec, weights)
 
-    # vLLM counts its CUDA context within its share of the GPU, and gives what is left of the share to the KV cache
+    # vLLM counts its CUDA context within its share of the GPU, and gives what is left of the share to the KV cache.
     working = vllm_work(shape, rows=spec.max_rows, tensor_parallel=tp, compute=compute)
-    left = vllm.gpu_share * machine.device_bytes - weights - working - GPU_CONTEXT
-    cache = max(0.0, left) if vllm.kv_cache_gib == "auto" else vllm.kv_cache_gib * GIB
+    if vllm.kv_cache_gib == "auto":
+        cache = max(0.0, vllm.gpu_share * machine.device_bytes - weights - working - GPU_CONTEXT)
+    else:
+        cache = vllm.kv_cache_gib * GIB
 
-    # on a GPU that also trains, it frees its memory for every gradient step, if it may sleep
+    # On a GPU that also trains, it frees its memory for every gradient step, if it may sleep.
     sleeps = colocated and vllm.sleep is not False
     phases: tuple[Phase, ...] = ("sampling",) if sleeps else PHASES
-    fixed = GPU_CONTEXT + (0 if vllm.eager is True else VLLM_GRAPHS)
+    fixed = GPU_CONTEXT
+    if vllm.eager is not True:
+        fixed += VLLM_GRAPHS
     device = [
         MemoryPart.constant(
             "runtime", "vLLM context, CUDA graphs", fixed, "assumed, not measured; stays when vLLM sleeps"
@@ -98,6 +102,7 @@ def vllm_sampler(
     ]
     host = [MemoryPart.constant("runtime", "vLLM process", GPU_PROCESS * tp, "assumed, not measured")]
     if sleeps:
+        # While it sleeps, its weights are in the machine's memory.
         name = "weights of a vLLM that sleeps"
         host.append(MemoryPart.constant("vllm", name, weights * tp, "kept for waking up", ("backward", "step")))
     return SamplerMemory(ProcessMemory(tuple(device), tuple(host)), _staged(spec, vllm, weights * tp), cache * tp)

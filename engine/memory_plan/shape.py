@@ -105,19 +105,23 @@ class ModelShape:
         """Elements of a language head that is not the embedding."""
         return 0 if self.tied else self.language_head
 
-    def with_scalar_head(self, *, beside_adapter: bool = False) -> ModelShape:
+    def with_scalar_head(self, *, keep_language_head: bool = False) -> ModelShape:
         """Returns the decoder with a scalar head in place of the language head.
 
-        With `beside_adapter` the language head stays, since the runs that share the base may need it.
+        With `keep_language_head` both heads are counted: an adapter shares its base with runs that may need the
+        language head.
         """
         if self.scalar:
             return self
-        dropped = 0 if beside_adapter else self.own_head
-        return replace(self, parameters=self.parameters - dropped + self.hidden, scalar=True)
+        parameters = self.parameters + self.hidden
+        if not keep_language_head:
+            parameters -= self.own_head
+        return replace(self, parameters=parameters, scalar=True)
 
     @property
     def linears(self) -> list[tuple[int, int]]:
         """(input, output) sizes of the linear layers of one decoder layer."""
+        # A gated MLP has two matrices into the intermediate size: the gate and the input that it is multiplied with.
         up = [(self.hidden, self.intermediate)] * (2 if self.gated else 1)
         attention = [(self.hidden, self.queries), (self.hidden, self.keys), (self.hidden, self.keys)]
         return [*attention, (self.queries, self.hidden), *up, (self.intermediate, self.hidden)]
@@ -140,11 +144,13 @@ def shape_of(config: Mapping[str, Any], name: str, *, counted: int | None = None
     Raises:
         BadSpec: a mixture of experts; a missing dimension; an unknown family without `counted`.
     """
-    # only dense models of a known family, or with counted parameters
+    # Refuse mixtures of experts, whose parameters these formulas would count wrongly.
     model_type = str(config.get("model_type", ""))
     experts = next((key for key in _EXPERTS if (config.get(key) or 0) > 1), None)
     if experts is not None:
         raise BadSpec(f"{name} is a mixture of experts ({experts}={config[experts]}); only dense models are planned")
+
+    # An unknown family may have biases and norms of its own, so its parameters must be counted in the files.
     family = FAMILIES.get(model_type)
     if family is None and counted is None:
         raise BadSpec(
@@ -153,7 +159,7 @@ def shape_of(config: Mapping[str, Any], name: str, *, counted: int | None = None
         )
     family = family or ModelFamily()
 
-    # the dimensions, with the family's defaults for keys that config.json leaves out
+    # Read the dimensions, with the family's defaults for keys that config.json leaves out.
     heads = _dimension(config, "num_attention_heads", name)
     hidden = _dimension(config, "hidden_size", name)
     shape = ModelShape(
@@ -182,7 +188,7 @@ def _with_count(shape: ModelShape, family: ModelFamily, config: Mapping[str, Any
             return flag
         return bool(config.get(flag, (model_type, flag) in _TRUE_BY_DEFAULT))
 
-    # one layer: matrices and norms, then the biases that the family or the config asks for
+    # Count one layer: matrices and norms, then the biases that the family or the config asks for.
     norm = shape.hidden * (2 if family.layer_norm else 1)
     layer = shape.layer_linear + family.norms * norm
     if has(family.qkv_bias):
@@ -194,6 +200,7 @@ def _with_count(shape: ModelShape, family: ModelFamily, config: Mapping[str, Any
     if family.head_norms:
         layer += 2 * shape.head_dim
 
+    # All layers, the embedding, the heads, and the norm after the last layer.
     total = shape.embedding + shape.own_head + shape.layers * layer + norm + shape.hidden * shape.scalar
     return replace(shape, parameters=total)
 

@@ -97,7 +97,7 @@ def _torch_memory(spec: LocalEngineSpec, work: Workload, machine: Machine, setup
     shape, compute, master = work.shape, setup.compute_bytes, setup.master_bytes
     zero = spec.trainer if isinstance(spec.trainer, DeepSpeedSpec) else None
 
-    # sizes of states, activations and logits
+    # Compute the sizes of states, activations and logits.
     if work.lora_rank is None:
         sizes = _full_states(work, setup)
     else:
@@ -108,7 +108,7 @@ def _torch_memory(spec: LocalEngineSpec, work: Workload, machine: Machine, setup
     saved, offloaded = activations(shape, tokens, compute=compute, autocast=compute < master, recompute=recompute)
     logits = head_activations(shape, tokens, compute=compute, trained=work.lora_rank is None)
 
-    # on the device
+    # The parts on the device. Those with a phase are held only then.
     base_source = "linear layers in the compute dtype, the rest in float32"
     moments_source = f"2 * {master} * {sizes.trained:,}"
     casts_source = "a copy of each matrix until the backward pass ends"
@@ -132,16 +132,21 @@ def _torch_memory(spec: LocalEngineSpec, work: Workload, machine: Machine, setup
     read_bytes = master * shape.parameters if zero is None else 0
     loading = constant("loading", "loading the model", read_bytes, "read here, then moved", ("start",))
     inputs = constant("activations", "layer inputs, offloaded", offloaded, "", ("backward",))
-    host = (inputs,) if machine.device == "cpu" else (*process.host, inputs, loading)
+    host: tuple[MemoryPart, ...] = (inputs,)
+    if machine.device != "cpu":
+        host = (*process.host, inputs, loading)
     return ProcessMemory((*process.device, *device), host)
 
 
 def _full_states(work: Workload, setup: TrainingSetup) -> _TorchStates:
     """Returns the sizes of a run that trains all weights."""
     shape, compute, master = work.shape, setup.compute_bytes, setup.master_bytes
+    weights_source = f"{master}P"
+    if compute < master:
+        weights_source += ": float32 masters, cast per operation"
     return _TorchStates(
         trained=shape.parameters,
-        weights_source=f"{master}P: float32 masters, cast per operation" if compute < master else f"{master}P",
+        weights_source=weights_source,
         base=0.0,
         casts=autocast_weights(shape, compute, master=master),
         tied_gradient=master * (shape.language_head - shape.own_head),
@@ -154,11 +159,15 @@ def _adapter_states(work: Workload, lora_rank: int, setup: TrainingSetup) -> _To
     shape, compute, master = work.shape, setup.compute_bytes, setup.master_bytes
     trained = shape.lora(lora_rank)
     lowered = compute_dtype_elements(work)
+    # Autocast copies only what is in the master precision: the adapter, and a head that is the embedding.
+    casts = 0.0
+    if compute != master:
+        casts = compute * (trained + shape.language_head - shape.own_head)
     return _TorchStates(
         trained=trained,
         weights_source=f"{master}A, A = {trained:,} parameters of the adapter",
         base=compute * lowered + master * (shape.parameters - lowered),
-        casts=0.0 if compute == master else compute * (trained + shape.language_head - shape.own_head),
+        casts=casts,
         tied_gradient=0,
         frozen=master * trained * max(0, work.frozen - 1),
     )
@@ -180,7 +189,7 @@ def _deepspeed_memory(
     logits = head_activations(shape, tokens, compute=compute)
     constant = MemoryPart.constant
 
-    # on the device
+    # The parts on the device: states, buffers, activations, and what loading takes in addition.
     device = _zero_states(places.device, zero, work, setup)
     if zero.offload_optimizer == "none":
         flat_gradient = MASTER_BYTES * shape.parameters / ranks
@@ -192,11 +201,11 @@ def _deepspeed_memory(
     )
     device += _loading(zero, work, machine, setup)
 
-    # in the machine's memory
+    # The parts in the machine's memory: what is offloaded.
     host = _zero_states(places.host, zero, work, setup)
     host.append(constant("activations", "layer inputs", offloaded, f"{tokens} tokens", ("backward",)))
     if machine.device == "cuda":
-        # DeepSpeed lays the shards of stage 3 out in the machine's memory once, before it moves them
+        # DeepSpeed lays the shards of stage 3 out in the machine's memory once, before it moves them.
         in_machine = zero.zero_stage == 3 and zero.offload_parameters == "none"
         shards = compute * shape.parameters / ranks if in_machine else 0.0
         host.append(constant("loading", "loading the model", shards, f"{compute}P/N", ("start",)))
@@ -258,7 +267,7 @@ def _loading(zero: DeepSpeedSpec, work: Workload, machine: Machine, setup: Train
     if zero.zero_stage == 3:
         size = setup.compute_bytes * work.shape.embedding * _copies_of_gathered(machine, setup)
         return [MemoryPart.constant("loading", "loading the model", size, "the largest tensor, whole", ("start",))]
-    # the gradient buffer of these settings is already counted in the states
+    # The gradient buffer of these settings is already counted in the states.
     accumulates_in_master_dtype = zero.zero_stage == 1 and setup.compute_bytes < MASTER_BYTES
     if accumulates_in_master_dtype or zero.offload_optimizer == "cpu":
         return []

@@ -49,7 +49,9 @@ class Model:
         cache. `tokens_to_generate` is the maximum length of completions, unless a view sets another."""
         on_spawn = getattr(ctx, "spawned", None)  # only the context of a recipe has it
         builder = ModelBuilder(self.key, ctx.workspace, tokens_to_generate, on_spawn=on_spawn)
-        return builder if tp is None else builder.tp(tp)
+        if tp is None:
+            return builder
+        return builder.tp(tp)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ class ModelBuilder:
     def training(self, trainable: FullSpec | LoraSpec) -> Self:
         """Returns a builder whose models train this part of the weights. An earlier `into_scoring_model` is kept."""
         builder = replace(self, trainable=trainable)
-        return builder.into_scoring_model() if self.trainable.head == "scalar" else builder
+        if self.trainable.head == "scalar":
+            return builder.into_scoring_model()
+        return builder
 
     def into_scoring_model(self) -> Self:
         """Returns a builder whose models have a scalar head and return scores: reward models and value models.
@@ -96,6 +100,7 @@ class ModelBuilder:
 
     def __await__(self) -> Generator[Any, None, Self]:
         return self
+        # The yield is never reached. It makes this method a generator, which `await` needs.
         yield
 
     async def spawn_train(self, name: str, max_batch_size: int | None = None, *, init_seed: int = 0) -> TrainingModel:
@@ -141,6 +146,8 @@ class ModelBuilder:
                 raise BadSpec(f"{self.key!r} is behind an endpoint, which gives no scores; use a registered model")
             sampling = SamplingParams(max_new_tokens=self.tokens_to_generate)
             return OpenAIModel.of(self.key, keys.validate_name(name), sampling)
+
+        # An inference model is a training model that never takes a step.
         base, _ = await self._base()
         check_head(self.workspace.open_store(), base, self.trainable.head, frozen=True)
         model = await replace(self, on_spawn=None).spawn_train(name)

@@ -26,6 +26,7 @@ class CallBatcher(Generic[Item, Result]):
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(key, [])
         waiting.append((item, future))
+        # The first item of a batch starts the task that sends it.
         if len(waiting) == 1:
             flush = asyncio.create_task(self._flush(key))
             self._flushes.add(flush)  # the event loop holds only a weak reference to a task
@@ -34,19 +35,24 @@ class CallBatcher(Generic[Item, Result]):
             return await future
 
     async def _flush(self, key: Hashable) -> None:
-        await asyncio.sleep(0)  # items that are submitted in the same turn of the event loop join this batch
+        # Items that are submitted in the same turn of the event loop join this batch.
+        await asyncio.sleep(0)
         batch = self._waiting.pop(key)
         try:
             results = await self._run(key, [item for item, _ in batch])
             if len(results) != len(batch):
                 raise PermanentEngineError(f"the engine answered {len(results)} of {len(batch)} calls of one batch")
         except BaseException as error:
+            # Each caller gets the error, also one whose own item was not at fault.
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)
+            # A cancellation must also end this task.
             if not isinstance(error, Exception):
                 raise
             return
+
+        # A future is done already if its caller was cancelled.
         for (_, future), result in zip(batch, results, strict=True):
             if not future.done():
                 future.set_result(result)

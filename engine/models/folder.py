@@ -45,8 +45,11 @@ class ModelFolder:
     def of(cls, path: Path, *, name: str | None = None) -> ModelFolder:
         """Checks the folder at `path`. Its name is `name`, or by default the folder's name. Raises BadModelFolder."""
         check_model_folder(path)
-        entries = [file for file in sorted(path.iterdir()) if file.is_file()]
-        files = {file.name: file for file in entries if file.suffix not in PICKLE_SUFFIXES}
+        files: dict[str, Path] = {}
+        for file in sorted(path.iterdir()):
+            if file.is_file() and file.suffix not in PICKLE_SUFFIXES:
+                files[file.name] = file
+        # The folder may be one of a local store. The registry writes a manifest of its own.
         files.pop(MANIFEST_NAME, None)
         return cls(path, name or _name_of(path), files)
 
@@ -64,6 +67,7 @@ def local_folder(source: str) -> Path | None:
 
 def split_key(source: str) -> tuple[str, str | None]:
     """Splits a registry key into (name, version or None). Raises BadModelFolder for a key that looks like a path."""
+    # A path that does not exist would otherwise be looked up as a name, with a confusing error.
     name, _, version = source.partition("@")
     if Path(source).exists() or "/" in source or source.startswith(".") or source.endswith("@"):
         raise BadModelFolder(f"{source!r} is not a model folder; give a folder, or the key of a registered model")
@@ -129,6 +133,8 @@ def check_model_folder(folder: Path) -> None:
     if any(folder.glob("*.safetensors")):
         _check_layers(folder)
         return
+
+    # There are no weights that may be read. Say why, if there are others.
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickled:
         raise BadModelFolder(
@@ -142,21 +148,37 @@ def _check_layers(folder: Path) -> None:
     """Raises BadModelFolder for a config.json with more layers than the files have tensors.
 
     Building such a model would take minutes before it fails."""
+    # The largest number of layers that the config names, at the top or in a part such as text_config.
     config = read_folder_config(folder)
     groups = [config, *(value for value in config.values() if isinstance(value, dict))]
-    layers = {key: group[key] for group in groups for key in LAYER_KEYS if isinstance(group.get(key), int)}
-    key = max(layers, key=layers.__getitem__, default="")
+    layers: dict[str, int] = {}
+    for group in groups:
+        for key in LAYER_KEYS:
+            if isinstance(group.get(key), int):
+                layers[key] = group[key]
+    largest = max(layers, key=layers.__getitem__, default="")
+
+    # Each layer has at least one tensor.
     try:
         names = tensor_names(folder)
     except CorruptArtifact:
         return  # loading the file reports what is wrong with it
-    if not key or layers[key] <= len(names):
+    if not largest or layers[largest] <= len(names):
         return
-    numbers = [int(part) for name in names for part in name.split(".") if part.isdecimal()]
     raise BadModelFolder(
-        f"{folder}: its config.json says {key}={layers[key]}, and its safetensors files hold {len(names)} tensors of "
-        f"{max(numbers, default=-1) + 1} layers; give the config.json that the weights were saved with"
+        f"{folder}: its config.json says {largest}={layers[largest]}, and its safetensors files hold {len(names)} "
+        f"tensors of {_layer_count(names)} layers; give the config.json that the weights were saved with"
     )
+
+
+def _layer_count(tensor_names: list[str]) -> int:
+    """The number of layers by the numbers in the tensors' names, such as model.layers.7.mlp.weight."""
+    last_layer = -1
+    for name in tensor_names:
+        for part in name.split("."):
+            if part.isdecimal():
+                last_layer = max(last_layer, int(part))
+    return last_layer + 1
 
 
 def _name_of(folder: Path) -> str:

@@ -60,6 +60,7 @@ def check_images_accepted(backend: object, images: Iterable[Sequence[PlacedImage
 
     `backend` is None for a model with a scalar head, which never accepts images. `what` names the data in the message.
     """
+    # Without this check a text model would train on placeholder tokens that stand for nothing.
     if any(images) and not getattr(backend, "accepts_images", False):
         name = "a model with a scalar head" if backend is None else type(backend).__name__
         raise UnsupportedFragment(
@@ -76,7 +77,10 @@ def images_or_none(images: Iterable[Images]) -> list[Images] | None:
 
 def images_to_rows(images: Iterable[PlacedImage]) -> list[dict[str, Any]] | None:
     """The images as a cell of a table's column. None (null) if there are none."""
-    return [{"start": image.start, "tokens": image.tokens, "data": image.data} for image in images] or None
+    rows: list[dict[str, Any]] = []
+    for image in images:
+        rows.append({"start": image.start, "tokens": image.tokens, "data": image.data})
+    return rows or None
 
 
 def image_digests(images: Iterable[PlacedImage]) -> list[str]:
@@ -95,15 +99,17 @@ def common_prefix_length(images: Sequence[Images], prefix: int) -> int:
     The images within the prefix must also be equal, and the prefix must not end within an image."""
     most_images = max(map(len, images), default=0)
     for number in range(most_images):
-        # The image of this number in each sequence, or None.
-        numbered = [sequence[number] if number < len(sequence) else None for sequence in images]
-        present = [image for image in numbered if image is not None]
+        # The image of this number in each sequence that has so many.
+        present = [sequence[number] for sequence in images if number < len(sequence)]
         first_start = min(image.start for image in present)
-        if any(image != numbered[0] for image in numbered):
+        all_equal = len(present) == len(images) and all(image == present[0] for image in present)
+        if not all_equal:
             prefix = min(prefix, first_start)
+        # A prefix never ends within an image, whose placeholder tokens must stay together.
         for image in present:
             if image.start < prefix < image.start + image.tokens:
                 prefix = image.start
+        # Images are in order, so all later ones start after the prefix, too.
         if first_start >= prefix:
             break
     return prefix

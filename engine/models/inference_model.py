@@ -56,6 +56,7 @@ class InferenceModel(ScoringMixin):
         self.stops: tuple[str, ...] = ()
         self.tensor_parallel: int | None = None
         self.engine = workspace.connect()
+        # A sampling view is a shallow copy, so all views of a handle share these objects.
         self._policy = policy
         self._generation_counts: Counter[tuple[str, str]] = Counter()
         self._generations: CallBatcher[tuple[TokenSequence, int], Completion] = CallBatcher(self._generate)
@@ -107,6 +108,7 @@ class InferenceModel(ScoringMixin):
         context = context_length_of(self.workspace.open_store(), self.base)
         if context is None:
             return self
+        # If nothing fits, the engine raises an error that names the lengths.
         room = context - len(self.renderer.prompt_sequence(thread).token_ids)
         if room >= self.sampling.max_new_tokens or room < 1:
             return self
@@ -201,6 +203,7 @@ class InferenceModel(ScoringMixin):
         base_seed = self.workspace.seed if self._seed is None else self._seed
         seed = derive_seed(base_seed, policy.stage, policy.step, prompt_id, self._generation_counts[count_key])
 
+        # Concurrent calls with the same policy and sampling become one call of the engine.
         completion = await self._generations.submit((policy, self.sampling), (sequence, seed))
         length = tokens_until_stop(
             self.renderer.tokenizer, completion.token_ids, self.stops, at_least=self.sampling.min_new_tokens

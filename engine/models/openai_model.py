@@ -28,7 +28,9 @@ SCHEME = "openai://"
 DEFAULT_URL = "https://api.openai.com/v1"
 TRIES = 4
 TIMEOUT_SECONDS = 120.0
+"""Timeout of one request. A long answer takes minutes."""
 LONGEST_WAIT_SECONDS = 30.0
+"""Longest wait between two tries."""
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -135,7 +137,10 @@ class OpenAIModel:
             body["seed"] = self.seed_value
 
         # Send it and read the answer.
-        response = await (self._post(body) if schema is None else self._post_with_schema(body, schema))
+        if schema is None:
+            response = await self._post(body)
+        else:
+            response = await self._post_with_schema(body, schema)
         try:
             answer = response["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError) as error:
@@ -147,7 +152,8 @@ class OpenAIModel:
         named = {"name": schema.__name__, "schema": schema.model_json_schema()}
         try:
             return await self._post(body | {"response_format": {"type": "json_schema", "json_schema": named}})
-        except BadSpec:  # many endpoints do not support JSON schemas; any other error occurs again
+        except BadSpec:
+            # Many endpoints do not support JSON schemas. Any other error of the request occurs again.
             return await self._post(body)
 
     async def _post(self, body: dict[str, Any]) -> Any:
@@ -166,6 +172,7 @@ class OpenAIModel:
         raise error
 
     async def _post_once(self, body: dict[str, Any]) -> Any:
+        # Read for each request, so that the key is never part of a handle, which may be serialised.
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
@@ -184,6 +191,7 @@ def _refusal(url: str, response: httpx.Response) -> EngineError:
     if status in (401, 403):
         return NotAuthenticated(f"{url} answered {status}: set OPENAI_API_KEY to a key that it takes. {text}")
     if status in (408, 409, 429) or status >= 500:
+        # The header may also be a date, which is not used.
         busy = EngineBusy(f"{url} answered {status}: {text}")
         retry_after = response.headers.get("retry-after", "")
         busy.retry_after = float(retry_after) if retry_after.isdecimal() else 0.0  # type: ignore[attr-defined]

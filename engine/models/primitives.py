@@ -91,6 +91,7 @@ class Primitives:
         sequences, with the KL term of `train_grpo`.
 
         `advantages` is one number, a list of one number, or a list with one number per trained token."""
+        # numpy and torch scalars have ndim 0 and no length.
         is_scalar = isinstance(advantages, int | float) or getattr(advantages, "ndim", None) == 0
         if not is_scalar and len(advantages) == 1:  # type: ignore[arg-type]
             advantages = float(advantages[0])  # type: ignore[index]
@@ -110,6 +111,7 @@ class Primitives:
 
         L is the summed logprob of a thread's trained tokens. The reference's logprobs are sums, as `logprobs` returns
         them, or lists per token."""
+        # A batch has numbers per token, so a sum is split over the tokens of its sequence.
         pair = self._sequence(preferred), self._sequence(dispreferred)
         reference_logprobs = _reference(ref_logprobs_pos, pair[0]), _reference(ref_logprobs_neg, pair[1])
         return self._add_pair({"kind": "dpo", "beta": float(beta)}, pair, reference_logprobs=reference_logprobs)
@@ -147,6 +149,7 @@ class Primitives:
         weights = [0.0, *(float(number != 0) for number in numbers)]
         if not any(weights):
             weights[-1] = 1.0
+        # weights[0] belongs to the first input token, which nothing predicts and which has no tangent.
         trained_tangents = [number for number, weight in zip(numbers, weights[1:], strict=True) if weight]
         sequence = TokenSequence([inputs[0], *targets], weights, images=images)
         return self._add({"kind": "tangents"}, sequence, tangents=trained_tangents)
@@ -221,6 +224,7 @@ class Primitives:
         return self.tape.add_pair(loss, *pair, **columns)
 
     def _check(self, loss: Loss, sequence: TokenSequence) -> None:
+        """Raises the errors that the step would raise, so that they come from the call at fault."""
         try:
             spec = _LOSS.validate_python(loss)
         except ValidationError as error:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from random import Random
+from typing import Any
 
 import pyarrow as pa
 
@@ -52,6 +53,7 @@ class Sample:
         check_weights(self.token_ids, self.weights, "a sample")
         if self.images:
             check_images(self.images, len(self.token_ids))
+        # The class is frozen, so its derived field is set this way.
         object.__setattr__(self, "trained", sum(weight > 0 for weight in self.weights))
         for name in PER_TOKEN:
             values = getattr(self, name)
@@ -67,12 +69,19 @@ def samples_from_table(table: pa.Table) -> list[Sample]:
     if not {"token_ids", "weights"} <= set(table.column_names):
         columns = ", ".join(table.column_names)[:200]
         raise BadSpec(f"a batch has the columns token_ids and weights, and this table has {columns}; give a batch")
-    names = [field.name for field in fields(Sample) if field.init and field.name in table.column_names]
-    values_by_column = [table.column(name).to_pylist() for name in names]
-    if "images" in names:
-        index = names.index("images")
-        values_by_column[index] = [images_from_rows(rows) for rows in values_by_column[index]]
-    return [Sample(**dict(zip(names, row, strict=True))) for row in zip(*values_by_column, strict=True)]
+
+    # Read the columns that samples have fields for, as lists. A batch may have other columns.
+    columns: dict[str, list[Any]] = {}
+    for sample_field in fields(Sample):
+        if sample_field.init and sample_field.name in table.column_names:
+            columns[sample_field.name] = table.column(sample_field.name).to_pylist()
+    if "images" in columns:
+        columns["images"] = [images_from_rows(rows) for rows in columns["images"]]
+
+    samples = []
+    for row in zip(*columns.values(), strict=True):
+        samples.append(Sample(**dict(zip(columns, row, strict=True))))
+    return samples
 
 
 def minibatches(
@@ -84,12 +93,14 @@ def minibatches(
     with the whole batch keeps the batch's order. With `whole_groups`, the plan's size counts groups (pairs), and no
     group is split.
     """
+    # A pair must stay in one update, because its loss compares its two samples.
     units = _groups(samples) if whole_groups else [[sample] for sample in samples]
     size = plan.size or len(units)
     for epoch in range(plan.epochs):
         if size >= len(units):
             yield list(samples)
             continue
+        # The order depends only on the plan and the epoch, so that a redo makes the same minibatches.
         order = list(units)
         Random(f"{plan.shuffle_seed}/{epoch}").shuffle(order)
         for start in range(0, len(order), size):

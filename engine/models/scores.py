@@ -63,6 +63,7 @@ class ScoringMixin:
     async def score_last_token(self, thread: StringThread | TokenizedThread) -> float:
         """Returns the value at the last token: a reward model's score of the whole conversation."""
         tokenized = self.renderer.tokenize(thread) if isinstance(thread, StringThread) else thread
+        # serialize raises UnsupportedFragment for images, which no scalar model takes.
         ids, _ = self.renderer.serialize(tokenized)
         end = self.renderer.tokenizer.eos_token_ids[0]
         (score,) = await self._values.submit(await self.policy(), last_token_sequence(ids, end=end))

@@ -54,6 +54,7 @@ def _elements(file: BinaryIO, name: str) -> int:
 
 def _shapes(file: BinaryIO, name: str) -> dict[str, list[int]]:
     """The shape of each tensor of an open safetensors file. Raises CorruptArtifact."""
+    # A safetensors file begins with the size of its JSON header, in 8 bytes.
     size = int.from_bytes(file.read(8), "little")
     if not 0 < size <= MAX_HEADER_BYTES:
         raise CorruptArtifact(f"{name} does not begin like a safetensors file; export the model again")

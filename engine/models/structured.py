@@ -29,6 +29,7 @@ async def answer_repaired(ask: AskModel, thread: StringThread, schema: type[Answ
     try:
         return await answer_once(ask, thread, schema)
     except MalformedAnswer as first:
+        # An endpoint refuses an empty assistant turn.
         repair_thread = thread.assistant(first.text or "(no answer)").user(
             f"That answer cannot be used: {first}. Answer again, with one JSON object that fits this JSON schema, and "
             f"nothing else:\n{json.dumps(schema.model_json_schema())}"

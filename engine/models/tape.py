@@ -35,6 +35,7 @@ class Enqueued:
 
     def __await__(self) -> Generator[Any, None, None]:
         return
+        # The yield is never reached. It makes this method a generator, which `await` needs.
         yield
 
 
@@ -73,9 +74,9 @@ class Tape:
             _row(preferred, preferred_columns) | {"preferred": True},
             _row(dispreferred, dispreferred_columns) | {"preferred": False},
         )
-        for row in rows:
-            if not any(weight > 0 for weight in row["weights"]):
-                member = "preferred" if row["preferred"] else "dispreferred"
+        for member, row in zip(("preferred", "dispreferred"), rows, strict=True):
+            is_trained = any(weight > 0 for weight in row["weights"])
+            if not is_trained:
                 raise BadSpec(
                     f"the {member} sample of a pair has no trained token, "
                     "so nothing of it is compared; give each an assistant turn of weight above 0"
@@ -140,8 +141,11 @@ def prompt_group(sequence: TokenSequence) -> str:
     """The group name of a sequence: a digest of the tokens before its first trained one, and of its images.
 
     The engine computes the shared prompt of a group once."""
-    trained = (index for index, weight in enumerate(sequence.weights) if weight > 0)
-    first_trained = next(trained, len(sequence.token_ids))
+    first_trained = len(sequence.token_ids)
+    for index, weight in enumerate(sequence.weights):
+        if weight > 0:
+            first_trained = index
+            break
     name = digest(canonical_json(sequence.token_ids[:first_trained]))
     if sequence.images:
         name = digest(canonical_json([name, *image_digests(sequence.images)]))
@@ -173,6 +177,7 @@ def spread_sum(name: str, total: float, trained: int) -> list[float]:
         raise BadSpec(f"{name} is {total}; give a finite sum of logprobs")
     if trained == 0:
         return []
+    # array("f") rounds to float32, the type of the batch's column.
     share = array("f", [total / trained])[0]
     return [*([share] * (trained - 1)), total - share * (trained - 1)]
 
@@ -180,6 +185,7 @@ def spread_sum(name: str, total: float, trained: int) -> list[float]:
 def _row(sequence: TokenSequence, columns: dict[str, Sequence[float]]) -> Row:
     trained = sum(weight > 0 for weight in sequence.weights)
     checked = {name: per_token(name, values, trained) for name, values in columns.items()}
+    # Every row has all columns of the schema, so that rows of different calls make one table.
     empty: Row = dict.fromkeys(SCHEMAS["batch"].names)
     row = empty | checked | {"token_ids": list(sequence.token_ids), "weights": list(sequence.weights)}
     if sequence.images:
@@ -195,6 +201,7 @@ def _canonical_rows(calls: Sequence[TapeEntry]) -> list[Row]:
         if len(call.rows) == 1:
             ordered += call.rows
             continue
+        # The number keeps two equal pairs apart: a group of four samples would not be a pair.
         name = digest(_content(call.rows))[:16]
         group = f"{name}/{pair_counts[name]}"
         pair_counts[name] += 1

@@ -40,9 +40,12 @@ class _ChainPosition:
 
     root: Root
     policy: PolicyRef | None = None
+    """The current policy. None until the first stage is opened."""
     stages: int = 0
+    """Number of stages that were opened."""
     tape: Tape = field(default_factory=Tape)
     stepping: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held during a step, so that concurrent calls of `optim_step` take their steps one after the other."""
     replaying: bool = False
     """Whether an earlier attempt of the recipe is replayed. A stage then opens at its policy 0, not at its head."""
     committed: PolicyRef | None = None
@@ -99,6 +102,7 @@ class TrainingModel(InferenceModel, Primitives):
         The handle moves to the stage's last committed step, so that a resumed run continues there. Raises
         NoSuchCheckpoint, and BadSpec for a start with another base model or another trained part.
         """
+        # A resumed run must choose the same name, so the owner of a stage is read from the store.
         store, run, position = self.workspace.open_store(), self.workspace.run, self._position.stages
         stage = keys.stage_name(position, name)
         while exclusive and stage_owner(store, run, stage) not in (None, self.name):
@@ -108,7 +112,8 @@ class TrainingModel(InferenceModel, Primitives):
         claim_stage(store, PolicyRef(run=run, stage=stage, model=self.name, step=0, state=root.state()))
         opened = await self.engine.create_policy(PolicySpec(run=run, stage=stage, model=self.name, root=root))
         self._position.policy = self.chain_of(opened).head()
-        self._position.stages = position + 1  # concurrent calls that open the same stage count it once
+        # Not `+= 1`: concurrent calls that open the same stage count it once.
+        self._position.stages = position + 1
         return opened
 
     def _stage_root(self, stage: str, checkpoint: str | None, start: PolicyRef | None) -> Root:
@@ -184,9 +189,13 @@ class TrainingModel(InferenceModel, Primitives):
         one. A step without `train_*` calls raises BadSpec.
         """
         async with self._position.stepping:
+            # Take the tape now, so that calls during the step are part of the next one.
             policy = await self.policy()
             calls = self._position.tape.take()
-            optimizer, is_final = OptimizerSpec(lr=lr, weight_decay=wd, max_grad_norm=max_grad_norm), False
+            optimizer = OptimizerSpec(lr=lr, weight_decay=wd, max_grad_norm=max_grad_norm)
+
+            # After anything but a permanent error, cancellation included, the samples go back on the tape.
+            is_final = False
             try:
                 record = self._committed_step(policy, calls)
                 if record is None:
@@ -203,6 +212,7 @@ class TrainingModel(InferenceModel, Primitives):
     async def _step(
         self, policy: PolicyRef, calls: list[TapeEntry], optimizer: OptimizerSpec, skip_nan_gradients: bool
     ) -> CommitRecord:
+        # The batch is committed before the call, so a retry of the call names the same batch.
         loss, batch = commit_tape(calls, self.workspace, policy)
         temperature = 1.0
         if loss["kind"] in TEMPERATURE_LOSSES:
@@ -234,6 +244,7 @@ class TrainingModel(InferenceModel, Primitives):
 
     async def take_step(self, request: StepRequest) -> CommitRecord:
         """Takes a step exactly once and moves this handle to the resulting policy."""
+        # The handle moves only after the reply: a lost reply leaves it at the parent, and a retry gets the same record.
         record = await self.engine.take_gradient_step(request, epoch=self.workspace.epoch)
         self._position.policy = record.policy
         return record
@@ -248,11 +259,11 @@ class TrainingModel(InferenceModel, Primitives):
         # The other model must have the same tokenizer and head.
         base = await self.engine.import_model(key, provenance=self.workspace.provenance)
         store = self.workspace.open_store()
-        theirs, ours = renderer_of(store, base).tokenizer, self.renderer.tokenizer
-        probe = "".join(map(chr, range(32, 127)))
-        if (theirs.vocab_size, theirs.encode(probe)) != (ours.vocab_size, ours.encode(probe)):
+        new, current = renderer_of(store, base).tokenizer, self.renderer.tokenizer
+        probe = "".join(map(chr, range(32, 127)))  # the printable ASCII characters
+        if (new.vocab_size, new.encode(probe)) != (current.vocab_size, current.encode(probe)):
             raise BadSpec(
-                f"{key!r} has another tokenizer ({theirs.vocab_size} ids) than {self.name!r} ({ours.vocab_size}): its "
+                f"{key!r} has another tokenizer ({new.vocab_size} ids) than {self.name!r} ({current.vocab_size}): its "
                 "threads would be other tokens; spawn it as a model of its own"
             )
         check_head(store, base, "scalar" if self.trainable.get("head") == "scalar" else "lm")
@@ -277,6 +288,7 @@ class TrainingModel(InferenceModel, Primitives):
         """
         policy = await self.policy()
         provenance, epoch = self.workspace.provenance, self.workspace.epoch
+        # The exported folder has no moments, without which training cannot continue as before.
         if not inference_only:
             await self.engine.save_checkpoint(policy, provenance=provenance, name=model_name, epoch=epoch)
         ref = await self.engine.export_model(policy, _registry_name(model_name), provenance=provenance, epoch=epoch)

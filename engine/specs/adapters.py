@@ -28,6 +28,8 @@ position."""
 
 
 class _Headed(Frozen):
+    """Base class of the trainable parts, which all have a head."""
+
     head: SkipJsonSchema[Head] = "lm"
     """Output layer of the model: lm (a language head) or scalar. A new scalar head is initialised from the root's
     `init_seed`. With an adapter, the scalar head is trained as a whole, as peft's `modules_to_save` does. Forms do not
@@ -70,6 +72,7 @@ class LoraSpec(_Headed):
     @property
     def scale(self) -> float:
         """The factor by which the adapter's output is multiplied."""
+        # With alpha / rank the gradient shrinks as the rank grows. The square root keeps it stable.
         divisor = self.rank**0.5 if self.use_rslora else self.rank
         return self.alpha / divisor
 

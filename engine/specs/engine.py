@@ -61,8 +61,9 @@ class LocalEngineSpec(Frozen):
                 "deterministic=true samples and trains in float32, but compute_dtype='bfloat16' was given; "
                 "leave compute_dtype at 'auto', or set deterministic=false"
             )
-        for part, default in ((self.trainer, "torch"), (self.sampler, "torch")):
-            if self.deterministic and part.kind != default:
+        # The order of sums in other backends depends on the number of processes and on the batch.
+        for part in (self.trainer, self.sampler):
+            if self.deterministic and part.kind != "torch":
                 raise ValueError(
                     f"deterministic=true promises equal bytes, which only the torch trainer and sampler give; "
                     f"{part.kind!r} was given. Leave trainer and sampler at 'torch', or set deterministic=false"
@@ -80,6 +81,7 @@ class LocalEngineSpec(Frozen):
                 f"trainer.kind={trainer.kind!r} was given; set trainer.kind='deepspeed', or "
                 "sampler.placement='dedicated'"
             )
+        # With ranks="auto" the number of ranks is known only when the engine connects to the cluster.
         if trainer.ranks != "auto" and sampler.replicas > trainer.ranks:
             raise ValueError(
                 "sampler.placement='colocated' takes at most one replica per rank, and "
@@ -110,6 +112,7 @@ class LocalEngineSpec(Frozen):
             return 1
         if self.trainer.ranks != "auto":
             return self.trainer.ranks
+        # Replicas with dedicated GPUs take theirs first, and the ranks get the rest.
         return max(1, gpus - self._replica_gpus)
 
     def actor_gpus(self, gpus: int) -> int:
@@ -141,6 +144,7 @@ class HttpEngineSpec(Frozen):
 
 def _kind_of(value: Any) -> str:
     """The kind of an engine's config. It may be left out for the embedded engine."""
+    # pydantic passes a dict from a config, and a model when a spec is copied.
     if isinstance(value, dict):
         return str(value.get("kind", "local"))
     return str(getattr(value, "kind", "local"))

@@ -69,6 +69,7 @@ class VllmSpec(Frozen):
         """The transport to use on this cluster: `transport`, or the choice of "auto"."""
         if self.transport != "auto":
             return self.transport
+        # A private Ray has one machine, whose processes share memory. On a cluster the replicas may be elsewhere.
         if not self.replicas:
             return "memory"
         if cluster.address is None:

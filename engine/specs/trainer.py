@@ -68,6 +68,7 @@ def layout_name(spec: DeepSpeedSpec, world_size: int) -> str:
 
 def spec_of_layout(layout: str) -> DeepSpeedSpec | None:
     """The spec of ranks with this layout name. None for a string that is not a layout name."""
+    # The inverse of layout_name. Trainers without ranks record other layouts.
     match = re.fullmatch(r"zero([0-3])x([1-9][0-9]*)(?:-sp([1-9][0-9]*))?", layout)
     if match is None:
         return None

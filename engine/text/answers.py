@@ -29,6 +29,7 @@ def parse_answer(text: str, schema: type[Answer]) -> Answer:
 
     Raises MalformedAnswer.
     """
+    # A model may write other JSON first, such as an example. The last problem is the most useful one to report.
     problem = "no JSON object in it"
     for candidate in _json_objects(text):
         try:
@@ -42,6 +43,7 @@ def parse_answer(text: str, schema: type[Answer]) -> Answer:
 
 def _json_objects(text: str) -> Iterator[dict[str, Any]]:
     """Yields the JSON objects in `text`. Objects inside of a yielded one are not yielded again."""
+    # Try to parse from each opening brace, since any text may surround an object.
     decoder = json.JSONDecoder()
     start = text.find("{")
     for _ in range(MAX_CANDIDATES):

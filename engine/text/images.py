@@ -139,6 +139,7 @@ def _decode_data_url(url: str) -> bytes:
 def _read_image_file(name: str) -> bytes:
     path = Path(os.path.expanduser(name))
     try:
+        # Check the size before the file is read into memory.
         size = path.stat().st_size
         if size > MAX_IMAGE_BYTES:
             raise _too_large(size)
@@ -161,6 +162,7 @@ def embed_images(thread: StringThread) -> StringThread:
         content = turn.content
         if any(isinstance(part, ImageFragment) for part in fragments_of(content)):
             content = tuple(_embed_if_image(part) for part in fragments_of(content))
+            # An image that is a data: URL already stays as it is.
             changed = changed or content != turn.content
         turns.append((turn.role, content))
     return type(thread)(turns, thread.metadata, thread.weights) if changed else thread
@@ -199,9 +201,9 @@ def placed_images(turns: Iterable[TokenizedTurn], image_tokens: ImageTokens | No
     Raises UnsupportedFragment when there are images and `image_tokens` is None; ThreadError when the number of image
     tokens does not match.
     """
+    # `offset` is the position of the turn's first token in the thread.
     images, offset = [], 0
     count = image_tokens.count if image_tokens else 0
-    # `offset` is the position of the turn's first token in the thread
     for index, turn in enumerate(turns):
         fragments = [image for _, image in images_in([turn])]
         if fragments and image_tokens is None:
@@ -209,6 +211,7 @@ def placed_images(turns: Iterable[TokenizedTurn], image_tokens: ImageTokens | No
         positions: list[int] = []
         if fragments and image_tokens:
             positions = [i for i, token in enumerate(turn.token_ids) if token == image_tokens.token_id]
+        # Text that spells the image token would otherwise shift the images of its turn.
         if len(positions) != count * len(fragments):
             raise ThreadError(
                 f"turn {index} has {len(positions)} image tokens for {len(fragments)} images; expected {count} for "

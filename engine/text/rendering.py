@@ -62,6 +62,7 @@ class Renderer:
         Only sampled turns stay trained: in a prompt, answers that came as text are context. A thread that ends with an
         open turn is returned unchanged. Raises the errors of `prompt_ids`.
         """
+        # The ids of a tokenised thread must not change, so only the header is encoded.
         if isinstance(thread, TokenizedThread):
             if thread.turns and thread.turns[-1].is_open:
                 return thread
@@ -77,7 +78,11 @@ class Renderer:
             *ids, (header_ids, _) = self._encode_parts(texts)
             turns = _tokenized_turns(thread, ids, self.tokenizer)
 
-        context = [turn if turn.logprobs is not None else _untrained(turn) for turn in turns]
+        # Only sampled turns stay trained.
+        context = []
+        for turn in turns:
+            was_sampled = turn.logprobs is not None
+            context.append(turn if was_sampled else _untrained(turn))
         open_turn = TokenizedTurn(
             "assistant", tuple(header_ids), (0.0,) * len(header_ids), header=len(header_ids), logprobs=()
         )
@@ -99,6 +104,8 @@ class Renderer:
         """Appends a turn of text to a tokenised thread, whose ids do not change."""
         if tokenized.turns and tokenized.turns[-1].is_open:
             raise ThreadError("the last turn is open; complete it with with_completion before appending another")
+
+        # The template is applied to the whole conversation as text. Only what the new turn adds is encoded.
         thread = self._embed_images(self.detokenize(tokenized).append(role, content))
         texts = turn_texts(self.tokenizer, thread.turns)
         header_ids, body_ids = self.tokenizer.encode(texts[-1].header), self.tokenizer.encode(texts[-1].body)
@@ -111,7 +118,7 @@ class Renderer:
             turn = replace(
                 turn,
                 token_ids=(*closing_ids, *turn.token_ids),
-                weights=(*(0.0 for _ in closing_ids), *turn.weights),
+                weights=(*[0.0] * len(closing_ids), *turn.weights),
                 header=turn.header + len(closing_ids),
             )
         return TokenizedThread((*tokenized.turns, turn), tokenized.metadata)
@@ -135,7 +142,7 @@ class Renderer:
         turn = replace(
             open_turn,
             token_ids=(*open_turn.token_ids, *token_ids),
-            weights=(*open_turn.weights, *(1.0 for _ in token_ids)),
+            weights=(*open_turn.weights, *[1.0] * len(token_ids)),
             logprobs=tuple(logprobs),
         )
         return TokenizedThread((*prompt.turns[:-1], turn), prompt.metadata)
@@ -152,8 +159,10 @@ class Renderer:
 
     def decode_completion(self, token_ids: Sequence[int]) -> str:
         """Returns the text of sampled ids, without special tokens such as the end-of-turn token."""
-        has_end = bool(token_ids) and token_ids[-1] in self.tokenizer.eos_token_ids
-        return self.tokenizer.decode(token_ids[:-1] if has_end else token_ids, skip_special=True)
+        # The end-of-turn token is not always a special token, so it is removed here and not by the tokenizer.
+        if token_ids and token_ids[-1] in self.tokenizer.eos_token_ids:
+            token_ids = token_ids[:-1]
+        return self.tokenizer.decode(token_ids, skip_special=True)
 
     def serialize(self, tokenized: TokenizedThread) -> tuple[list[int], list[float]]:
         """Returns (token ids, weights) of equal length. Tokens with a weight > 0 are trained.
@@ -183,7 +192,9 @@ class Renderer:
         return embed_images(thread)
 
     def _content(self, turn: TokenizedTurn) -> Any:
-        return turn.content if turn.logprobs is None else self.decode_completion(turn.token_ids[turn.header :])
+        if turn.logprobs is None:
+            return turn.content
+        return self.decode_completion(turn.token_ids[turn.header :])
 
     def _encode_parts(self, turns: Sequence[TurnText]) -> list[tuple[list[int], list[int]]]:
         """Returns (header ids, body ids) of each turn. Joined, they are exactly the ids of the whole text.
@@ -193,6 +204,8 @@ class Renderer:
         texts: list[str] = []
         for turn in turns:
             texts.extend(turn)
+
+        # Usually the parts, encoded alone, join to the ids of the whole text.
         whole = self.tokenizer.encode("".join(texts))
         parts = [self.tokenizer.encode(text) for text in texts]
         joined: list[int] = []
@@ -215,7 +228,9 @@ class Renderer:
         end = _trained_length(body_ids, self.tokenizer)
         was_cut = sampled.token_ids[-1] not in eos_ids
         template_has_end = end > 0 and body_ids[end - 1] in eos_ids
-        return body_ids[end - 1 :] if was_cut and template_has_end else body_ids[end:]
+        if was_cut and template_has_end:
+            return body_ids[end - 1 :]
+        return body_ids[end:]
 
 
 def _check_prompt(turns: Sequence[Turn] | Sequence[TokenizedTurn]) -> None:
@@ -231,15 +246,16 @@ def _check_prompt(turns: Sequence[Turn] | Sequence[TokenizedTurn]) -> None:
 def _tokenized_turns(
     thread: StringThread, ids: Sequence[tuple[list[int], list[int]]], tokenizer: Tokenizer
 ) -> list[TokenizedTurn]:
-    return [
-        _tokenized_turn(turn, header, body, weight, tokenizer)
-        for turn, (header, body), weight in zip(thread.turns, ids, thread.get_turn_weights(), strict=True)
-    ]
+    turns = []
+    for turn, (header, body), weight in zip(thread.turns, ids, thread.get_turn_weights(), strict=True):
+        turns.append(_tokenized_turn(turn, header, body, weight, tokenizer))
+    return turns
 
 
 def _tokenized_turn(
     turn: Turn, header: list[int], body: list[int], weight: float, tokenizer: Tokenizer
 ) -> TokenizedTurn:
+    # The model writes the body up to its end-of-turn token. The template writes the header and what follows that token.
     trained = _trained_length(body, tokenizer) if weight > 0 else 0
     weights = [0.0] * len(header) + [weight] * trained + [0.0] * (len(body) - trained)
     return TokenizedTurn(turn.role, (*header, *body), tuple(weights), header=len(header), content=turn.content)
@@ -251,6 +267,7 @@ def _trained_length(body: Sequence[int], tokenizer: Tokenizer) -> int:
     for length in range(len(body), 0, -1):
         if body[length - 1] in tokenizer.eos_token_ids:
             return length
+    # The template has no end-of-turn token.
     for length in range(len(body), 0, -1):
         if tokenizer.decode([body[length - 1]], skip_special=False).strip():
             return length

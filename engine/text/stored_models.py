@@ -60,11 +60,11 @@ def _cached_tokenizer(stored: _StoredModel) -> Tokenizer:
         folder, downloads = Path(scratch, "tokenizer"), Path(scratch, "downloads")
         folder.mkdir()
         downloads.mkdir()
-        # transformers reads the tokenizer's class from config.json if tokenizer_config.json does not name it
+        # transformers reads the tokenizer's class from config.json if tokenizer_config.json does not name it.
         names = (*TOKENIZER_FILES, CONFIG_FILE)
         paths = materialise_files(stored.store, stored.model.key, downloads, names=names)
         for name, path in paths.items():
-            # a local store returns its own files, which have other names and lie in other folders
+            # A local store returns its own files, which have other names and lie in other folders.
             (folder / name).symlink_to(path.resolve())
         return load_tokenizer(folder, name=stored.model.key)
 
@@ -74,7 +74,7 @@ def _cached_context_length(stored: _StoredModel) -> int | None:
     with TemporaryDirectory() as scratch:
         paths = materialise_files(stored.store, stored.model.key, Path(scratch), names=(CONFIG_FILE,))
         config = read_config(paths[CONFIG_FILE]) if CONFIG_FILE in paths else {}
-    # the config of a vision-language model has the config of its language model inside
+    # The config of a vision-language model has the config of its language model inside.
     text_config = config.get("text_config") or {}
     length = config.get("max_position_embeddings", text_config.get("max_position_embeddings"))
     return length if isinstance(length, int) else None

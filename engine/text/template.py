@@ -29,6 +29,7 @@ def template_text(tokenizer: Tokenizer, turns: Sequence[Turn], *, generation_pro
         UnsupportedFragment: the model takes no images, or the template leaves out a tool call.
         ThreadError: the conversation's own text contains an image token.
     """
+    # A template of a text model would drop an image without an error.
     images = images_in(turns)
     if images and tokenizer.images is None:
         raise UnsupportedFragment(
@@ -38,19 +39,20 @@ def template_text(tokenizer: Tokenizer, turns: Sequence[Turn], *, generation_pro
 
     messages = _messages(turns)
     if tokenizer.images is not None:
-        # the templates of these models accept content as a list of parts only
+        # The templates of these models accept content as a list of parts only.
         for message in messages:
             message["content"] = _as_parts(message["content"])
     text = tokenizer.apply_chat_template(messages, generation_prompt=generation_prompt)
     if tokenizer.images is not None:
         text = tokenizer.images.expand(text, len(images))
 
-    missing_call = next((name for name in _tool_call_names(turns) if name not in text), None)
-    if missing_call is not None:
-        raise UnsupportedFragment(
-            f"the chat template of {tokenizer.name} does not write the tool call {missing_call!r}; take a model "
-            "whose template knows tools, or write the call as text"
-        )
+    # Templates that do not know tools drop the calls. Training on the rest would teach answers without their reason.
+    for name in _tool_call_names(turns):
+        if name not in text:
+            raise UnsupportedFragment(
+                f"the chat template of {tokenizer.name} does not write the tool call {name!r}; take a model "
+                "whose template knows tools, or write the call as text"
+            )
     return text
 
 
@@ -69,7 +71,9 @@ def _tool_call_names(turns: Sequence[Turn]) -> list[str]:
 
 
 def _as_parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return content
 
 
 def generation_header(tokenizer: Tokenizer, turns: Sequence[Turn]) -> str:
@@ -88,6 +92,8 @@ def turn_texts(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[TurnText]:
     """
     if not turns:
         raise ThreadError("the thread has no turns, expected at least one; begin it with .user(…)")
+
+    # Apply the template to each prefix of the conversation. The difference to the prefix before is the turn's text.
     text_before, texts = "", []
     for index, turn in enumerate(turns):
         header = generation_header(tokenizer, turns[:index]) if turn.role == "assistant" else ""

@@ -74,7 +74,9 @@ class StringThread(Frozen):
     def append(self, role: str, content: Any) -> Self:
         """Returns a new thread with one more turn."""
         turn = check_turn((role, content), len(self.turns))
-        weights = None if self.weights is None else (*self.weights, default_weight(turn))
+        weights = self.weights
+        if weights is not None:
+            weights = (*weights, default_weight(turn))
         return type(self)((*self.turns, turn), self.metadata, weights)
 
     def system(self, content: Any) -> Self:
@@ -123,7 +125,9 @@ class StringThread(Frozen):
 
     def get_turn_weights(self) -> list[float]:
         """Returns one weight per turn. Turns with a weight > 0 are trained."""
-        return list(self.weights) if self.weights is not None else [default_weight(turn) for turn in self.turns]
+        if self.weights is not None:
+            return list(self.weights)
+        return [default_weight(turn) for turn in self.turns]
 
     def with_weight_all_assistant_turns(self) -> Self:
         return self.with_weight_assistant_turns_from_index(0)
@@ -148,7 +152,9 @@ class StringThread(Frozen):
         """
         if index < 0:
             raise ThreadError(f"the index is {index}, expected 0 or more: turns are counted from the first")
-        weights = [0.0] * min(index, len(self.turns)) + [default_weight(turn) for turn in self.turns[index:]]
+        weights = [0.0] * min(index, len(self.turns))
+        for turn in self.turns[index:]:
+            weights.append(default_weight(turn))
         return type(self)(self.turns, self.metadata, weights)
 
     # -- JSON --------------------------------------------------------------------------------------------------
@@ -232,6 +238,7 @@ class TokenizedThread:
         """The sampler's logprob (nats) of each trained token. Raises ThreadError if a trained turn was not sampled."""
         logprobs: list[float] = []
         for index, turn in enumerate(self.turns):
+            # A turn that is not trained needs no logprobs, sampled or not.
             loss_mask = [weight > 0 for weight in turn.weights]
             if not any(loss_mask):
                 continue
@@ -240,6 +247,7 @@ class TokenizedThread:
                     f"turn {index} ({turn.role}) is trained but was not sampled, so it has no sampler logprobs; "
                     "use logprobs_per_token of a model"
                 )
+            # The header of a sampled turn was written by the template and has no logprobs.
             sampled_mask = loss_mask[turn.header :]
             logprobs += [value for value, trained in zip(turn.logprobs, sampled_mask, strict=True) if trained]
         return logprobs

@@ -96,11 +96,13 @@ def load_tokenizer(folder: Path, *, name: str | None = None) -> Tokenizer:
     name = name or str(folder)
     if not folder.is_dir():
         raise TokenizerMissing(f"{name} is not a folder; expected a Hugging Face folder with tokenizer.json")
+    # Without one of these files transformers would fail with a message about the network.
     present = sorted(path.name for path in folder.iterdir())
     if not {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"} & set(present):
         raise TokenizerMissing(
             f"{name} holds {present}, but no tokenizer; expected tokenizer.json: save it there with save_pretrained"
         )
+    # trust_remote_code=False: a folder must not run code of its own.
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # boundary to transformers, which may raise any type on a broken file
@@ -114,12 +116,16 @@ def load_tokenizer(folder: Path, *, name: str | None = None) -> Tokenizer:
 
 def _eos_token_ids(tokenizer: Any, folder: Path, name: str) -> list[int]:
     """Returns the tokenizer's own end-of-sequence id, then those that generation_config.json adds."""
-    ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    ids = []
+    if tokenizer.eos_token_id is not None:
+        ids.append(int(tokenizer.eos_token_id))
+
+    # Chat models often end a turn with another token than the tokenizer's own, and name it only in this file.
     path = folder / "generation_config.json"
     if path.is_file():
         try:
             value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            values = value if isinstance(value, list) else [value]
+            values = value if isinstance(value, list) else [value]  # one id, or a list of ids
             ids += [int(eos_id) for eos_id in values if eos_id is not None]
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise TokenizerMissing(

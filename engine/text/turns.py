@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
@@ -24,6 +24,7 @@ from engine.text.fragments import (
 
 ROLES: tuple[str, ...] = get_args(Role)
 Content = str | tuple[Fragment, ...]
+F = TypeVar("F")
 
 _FRAGMENTS = TypeAdapter(tuple[Fragment, ...])
 _METADATA = TypeAdapter(dict[str, JsonValue])
@@ -48,6 +49,11 @@ def fragments_of(content: Content | None) -> tuple[Fragment, ...]:
     return content if isinstance(content, tuple) else ()
 
 
+def _parts_of(fragments: Iterable[Fragment], kind: type[F]) -> list[F]:
+    """Returns the fragments of one class, in order."""
+    return [part for part in fragments if isinstance(part, kind)]
+
+
 # -- messages of chat templates --------------------------------------------------------------------------------
 
 
@@ -55,31 +61,38 @@ def turn_messages(turn: Turn) -> list[dict[str, Any]]:
     """Returns the messages of a turn. It is one message, or one per response for a tool turn of several responses."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    responses = [part for part in turn.content if isinstance(part, ToolResponseFragment)]
+
+    # The format has one message per tool response, since each refers to one call.
+    responses = _parts_of(turn.content, ToolResponseFragment)
     if responses and len(responses) == len(turn.content):
         return [_response_message(part) for part in responses]
 
+    # Reasoning and tool calls have fields of their own. The content is the rest.
     message: dict[str, Any] = {"role": turn.role, "content": _message_content(turn.content, turn.text)}
-    reasoning = "".join(part.text for part in turn.content if isinstance(part, ReasoningFragment))
+    reasoning = "".join(part.text for part in _parts_of(turn.content, ReasoningFragment))
     if reasoning:
         message["reasoning_content"] = reasoning
-    calls = [part for part in turn.content if isinstance(part, ToolCallFragment)]
+    calls = _parts_of(turn.content, ToolCallFragment)
     if calls:
-        message["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
-        ]
+        message["tool_calls"] = [_call_message(call) for call in calls]
     return [message]
+
+
+def _call_message(call: ToolCallFragment) -> dict[str, Any]:
+    return {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _response_message(part: ToolResponseFragment) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "tool", "content": part.text, "tool_call_id": part.id}
-    return message if part.name is None else message | {"name": part.name}
+    if part.name is not None:
+        message["name"] = part.name
+    return message
 
 
 def _message_content(fragments: tuple[Fragment, ...], text: str) -> str | list[dict[str, str]]:
     """Returns the text, or a list of parts if there is an image."""
-    if not any(isinstance(part, ImageFragment) for part in fragments):
+    # Many templates accept only a str, so parts are used only where they must be.
+    if not _parts_of(fragments, ImageFragment):
         return text
     parts = []
     for part in fragments:
@@ -100,7 +113,9 @@ def default_weight(turn: Turn) -> float:
 
 def content_as_json(content: Content) -> Any:
     """Returns the content as JSON values."""
-    return content if isinstance(content, str) else [part.model_dump(mode="json") for part in content]
+    if isinstance(content, str):
+        return content
+    return [part.model_dump(mode="json") for part in content]
 
 
 def check_turns(turns: Any) -> tuple[Turn, ...]:
@@ -109,7 +124,11 @@ def check_turns(turns: Any) -> tuple[Turn, ...]:
         raise ThreadError(
             f"turns is {short_repr(turns)}; expected a list of (role, content), as in [('user', 'Hello')]"
         )
-    return tuple(turn if isinstance(turn, Turn) else check_turn(turn, index) for index, turn in enumerate(turns))
+    checked: list[Turn] = []
+    for index, turn in enumerate(turns):
+        # A Turn was checked when it was made, and threads are copied often.
+        checked.append(turn if isinstance(turn, Turn) else check_turn(turn, index))
+    return tuple(checked)
 
 
 def check_turn(value: Any, index: int) -> Turn:
@@ -150,6 +169,7 @@ def _check_fragments(content: Any, role: str, index: int) -> tuple[Fragment, ...
             f"{where}, fragment {location}: {first_error['msg']}, given {short_repr(first_error['input'])}; "
             "expected the fragments of engine.text.fragments, as in [TextFragment(text='Hello')]"
         ) from error
+    # A template writes only some kinds of fragments for each role, and would drop the others.
     for part in parts:
         allowed = ALLOWED_ROLES[part.kind]
         if role not in allowed:
@@ -164,7 +184,9 @@ def check_metadata(metadata: Any) -> dict[str, JsonValue]:
         checked = _METADATA.validate_python(metadata)
         json.dumps(checked, allow_nan=False, ensure_ascii=False).encode("utf-8")
     except ValueError as error:
-        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        problem = str(error)
+        if isinstance(error, ValidationError):
+            problem = error.errors()[0]["msg"]
         raise ThreadError(
             f"metadata is {short_repr(metadata)} ({problem}); expected a dict that JSON can represent: str keys, "
             "finite numbers, lists, no tuples, no numpy values"
@@ -181,6 +203,7 @@ def check_weights(weights: Any, turns: tuple[Turn, ...]) -> tuple[float, ...] | 
             f"weights is {short_repr(weights)} for {len(turns)} turns; give a list of one number per turn"
         )
     for index, (weight, turn) in enumerate(zip(weights, turns, strict=True)):
+        # bool is a subclass of int, and True as a weight is a mistake.
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not is_number or not math.isfinite(weight) or weight < 0:
             raise ThreadError(
@@ -190,7 +213,8 @@ def check_weights(weights: Any, turns: tuple[Turn, ...]) -> tuple[float, ...] | 
             raise ThreadError(f"turn {index} ({turn.role}) has weight {weight}; only assistant turns can be trained")
     checked = tuple(float(weight) for weight in weights)
     # The default has only one representation, so that threads with equal weights are equal and have equal bytes.
-    return None if checked == tuple(default_weight(turn) for turn in turns) else checked
+    defaults = tuple(default_weight(turn) for turn in turns)
+    return None if checked == defaults else checked
 
 
 def short_repr(value: Any) -> str:

@@ -77,7 +77,7 @@ def plan(  # noqa: PLR0913 - the options of a command
             shape = find_shape(model or _model_of(body), storage or _storage_of(body))
             work = workload_of(body, spec, shape, context=context, lora_rank=lora_rank, frozen=frozen)
             if scalar:
-                head = work.shape.with_scalar_head(beside_adapter=work.lora_rank is not None)
+                head = work.shape.with_scalar_head(keep_language_head=work.lora_rank is not None)
                 work = replace(work, shape=head)
             cluster = None if machines else query_cluster(spec)
             machine = find_machine(spec, gpu, devices, device_gib=device_gib, node_gib=node_gib)

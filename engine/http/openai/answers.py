@@ -74,11 +74,15 @@ class AnswerBuilder:
             if not is_last:
                 return ""  # it is text only if sampling goes on after it
             end -= 1
+
+        # Decode the last piece without and with the new tokens. What the new tokens add is the difference.
         before = self.tokenizer.decode(self.tokens[self._window : self._decoded])
         text = self.tokenizer.decode(self.tokens[self._window : end])
         new = text[len(before) :]
         if not new or (text.endswith(BROKEN) and not is_last):
             return ""
+
+        # The new tokens are the piece with which the next ones are decoded.
         self._window, self._decoded = self._decoded, end
         return new
 
@@ -86,10 +90,12 @@ class AnswerBuilder:
         """Releases the text that cannot be part of a stop string, and ends the answer before the first stop string."""
         self._held += new
         held_back = 0
+        # Before the minimum length no stop string ends the answer, so there is nothing to hold back.
         if len(self.tokens) > self._min_tokens:
             positions = [self._held.find(stop) for stop in self._stop]
             matches = [position for position in positions if position >= 0]
             if matches:
+                # The stop string and all text after it are not part of the answer.
                 self.finish = "stop"
                 self._held = self._held[: min(matches)]
             else:

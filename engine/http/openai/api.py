@@ -38,7 +38,7 @@ from engine.http.openai.models import (
     as_api_error,
 )
 from engine.http.openai.policies import RECENT_SECONDS, PolicyResolver, ResolvedPolicy
-from engine.http.openai.responses import ResponseWriter
+from engine.http.openai.responses import ChatWriter, ResponseWriter, TextWriter
 from engine.protocol import Engine, GenerateRequest, SamplingParams
 from engine.text.stops import stop_token_ids
 from engine.text.stored_models import renderer_of, tokenizer_of
@@ -109,6 +109,7 @@ class _Route(APIRoute):
             except ClientDisconnected:
                 return Response(status_code=CLIENT_DISCONNECTED)
             except HTTPException as error:
+                # FastAPI raises status 400 for a body that is not JSON. Other statuses are the app's.
                 if error.status_code != 400:
                     raise
                 return ApiError(400, str(error.detail), code="invalid_body").response()
@@ -124,6 +125,7 @@ class _Route(APIRoute):
 async def _answer(
     engine: Engine, store: ObjectStore, policies: PolicyResolver, body: ChatRequest | TextRequest, request: Request
 ) -> Response:
+    # Rendering and tokenising a long prompt takes seconds, so it runs in a thread.
     resolved = await policies.resolve(body.model)
     writer, generation = await asyncio.to_thread(_prepare, engine, store, policies, body, resolved)
     headers = {POLICY_HEADER: resolved.policy.uri}
@@ -146,13 +148,16 @@ def _prepare(
     """Renders and tokenises the prompts. The first request for a model also downloads its tokenizer."""
     # the prompts
     _check_length(body, resolved)
+    writer: ResponseWriter
     if isinstance(body, ChatRequest):
         renderer = renderer_of(store, resolved.base)
         tokenizer, default = renderer.tokenizer, CHAT_TOKENS
         prompts = [renderer.prompt_ids(StringThread(turns=[message.turn for message in body.messages]))]
+        writer = ChatWriter(body, resolved, prompts)
     else:
         tokenizer, default = tokenizer_of(store, resolved.base), TEXT_TOKENS
-        prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+        prompts = _text_prompt_ids(body, tokenizer)
+        writer = TextWriter(body, resolved, prompts)
 
     # the sampling options
     count = body.n or 1
@@ -182,7 +187,15 @@ def _prepare(
         lambda refresh: policies.epoch(resolved.policy.run, refresh=refresh),
         stream_tokens=stream_tokens,
     )
-    return ResponseWriter(body, resolved, prompts), generation
+    return writer, generation
+
+
+def _text_prompt_ids(body: TextRequest, tokenizer: Tokenizer) -> list[list[int]]:
+    """Returns the token ids of each prompt. A prompt of token ids is used as it is."""
+    prompts: list[list[int]] = []
+    for prompt in body.prompts:
+        prompts.append(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    return prompts
 
 
 def _check_length(body: ChatRequest | TextRequest, resolved: ResolvedPolicy) -> None:
@@ -199,10 +212,14 @@ def _check_length(body: ChatRequest | TextRequest, resolved: ResolvedPolicy) -> 
 
 
 def _limit(body: ChatRequest | TextRequest, resolved: ResolvedPolicy, longest_prompt: int, default: int) -> int:
+    """Returns the largest number of sampled tokens: the client's limit, or as much as the context leaves."""
     if body.limit is not None:
         return body.limit
     limit = max(default, body.min_tokens or 0)
-    return limit if resolved.context is None else max(1, min(limit, resolved.context - longest_prompt))
+    if resolved.context is None:
+        return limit
+    # A prompt that fills the context leaves nothing. The engine then raises SampleTooLong, which names the lengths.
+    return max(1, min(limit, resolved.context - longest_prompt))
 
 
 def _sampling(body: ChatRequest | TextRequest, tokenizer: Tokenizer, limit: int) -> SamplingParams:
@@ -236,6 +253,7 @@ class _EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
+            # A client that disconnects must not keep the engine busy with tokens that it does not get.
             self.generation.stop()
 
 

@@ -83,7 +83,7 @@ class Generation:
         loop = asyncio.get_running_loop()
         tokens: asyncio.Queue[tuple[int, int, float] | None] = asyncio.Queue()
 
-        # called in the engine's thread
+        # The engine calls this in its own thread, so the token is passed to the event loop of the request.
         def on_token(index: int, token: int, logprob: float) -> None:
             if self._abandoned:
                 raise GenerationAbandoned
@@ -92,7 +92,7 @@ class Generation:
         self._task = asyncio.create_task(self._generate(on_token))
         self._task.add_done_callback(lambda task: tokens.put_nowait(None))
         try:
-            # tokens, until the call ends
+            # Yield the tokens until the call ends (None) or no answer needs more of them.
             while (sampled := await tokens.get()) is not None:
                 index, token, logprob = sampled
                 answer = self.answers[index]
@@ -100,7 +100,7 @@ class Generation:
                     yield Delta(index, 1, answer.feed(token, logprob))
                 if all(answer.finish for answer in self.answers):
                     return
-            # the rest
+            # Yield the tokens of an engine that does not stream, and the text that was held back.
             for delta in self._finish(await self._task):
                 yield delta
         finally:
@@ -116,6 +116,7 @@ class Generation:
         try:
             return await self._generate_in(await self.epoch(False), on_token)
         except Fenced:
+            # The known epoch may be up to a second old. Read it again before the client sees an error.
             return await self._generate_in(await self.epoch(True), on_token)
 
     async def _generate_in(self, epoch: int, on_token: OnToken) -> list[Completion]:
@@ -128,9 +129,11 @@ class Generation:
         still held back."""
         deltas = []
         for index, (answer, completion) in enumerate(zip(self.answers, completions, strict=True)):
+            # The answer already has the tokens that arrived one by one.
             before = len(answer.tokens)
+            new_ids, new_logprobs = completion.token_ids[before:], completion.logprobs[before:]
             text = ""
-            for token, logprob in list(zip(completion.token_ids, completion.logprobs, strict=True))[before:]:
+            for token, logprob in zip(new_ids, new_logprobs, strict=True):
                 text += answer.feed(token, logprob)
             text += answer.close(completion.stop_reason)
             deltas.append(Delta(index, len(answer.tokens) - before, text))
@@ -148,6 +151,7 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
             return task.result()
         raise ClientDisconnected
     finally:
+        # Cancelling a finished task has no effect, so this also covers a caller that is cancelled itself.
         disconnected.cancel()
         task.cancel()
 

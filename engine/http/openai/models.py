@@ -45,7 +45,7 @@ Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 
 
 class _RequestModel(Frozen):
-    # Python's JSON parser accepts NaN
+    # Python's JSON parser accepts NaN, which is not valid JSON and which no option can use.
     model_config = ConfigDict(allow_inf_nan=False)
 
 
@@ -69,7 +69,10 @@ def _union_tag(value: Any) -> str | None:
         return "str"
     if not isinstance(value, list):
         return None
-    return f"list of {type(value[0]).__name__}" if value else "list of str"
+    if not value:
+        return "list of str"
+    # One entry tells the type of all: validation then refuses an entry of another type.
+    return f"list of {type(value[0]).__name__}"
 
 
 def _union(expected: str) -> Discriminator:
@@ -108,8 +111,13 @@ class ChatMessage(_RequestModel):
     @property
     def turn(self) -> tuple[str, str]:
         """(role, text)."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return ("system" if self.role == "developer" else self.role), text
+        if isinstance(self.content, str):
+            text = self.content
+        else:
+            text = "".join(part.text for part in self.content)
+        # Chat templates of models know only the older name.
+        role = "system" if self.role == "developer" else self.role
+        return role, text
 
 
 class _SamplingRequest(_RequestModel):
@@ -201,6 +209,7 @@ class TextRequest(_SamplingRequest):
     def prompts(self) -> list[str | list[int]]:
         """The prompts as a list: each is text or token ids."""
         prompt = self.prompt
+        # Text, or the token ids of a single prompt
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             return [prompt]  # type: ignore[list-item]
         return list(prompt)  # type: ignore[arg-type]
@@ -276,7 +285,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         error_type = "invalid_request_error" if self.status < 500 else "server_error"
-        # the message may quote the request, which may contain half a surrogate pair
+        # The message may quote the request, which may contain half a surrogate pair. JSON cannot encode that.
         message = str(self).encode("utf-8", "replace").decode("utf-8")
         return OpenAIErrorBody(
             error=OpenAIErrorDetail(message=message, type=error_type, param=self.param, code=self.code)
@@ -315,12 +324,16 @@ def as_api_error(error: Exception) -> ApiError | None:
         return _validation_error(error)
     for mapping in _ERROR_MAPPINGS:
         if isinstance(error, mapping.error_class):
-            param = "model" if mapping.code in ("invalid_model", "model_not_found") else None
+            is_about_model = mapping.code in ("invalid_model", "model_not_found")
+            param = "model" if is_about_model else None
             return ApiError(mapping.status, str(error), param=param, code=mapping.code)
     if isinstance(error, PermanentEngineError | StorageError):
+        # OpenAI's API has no status 422; its clients expect 400 for a request that cannot succeed.
         status = http_status(wire_name(error))
+        if status == 422:
+            status = 400
         code = "storage_error" if isinstance(error, StorageError) else "engine_error"
-        return ApiError(400 if status == 422 else status, str(error), code=code)
+        return ApiError(status, str(error), code=code)
     return None
 
 

@@ -75,7 +75,10 @@ class PolicyResolver:
         if resolved is not None:
             return resolved
         target = await asyncio.to_thread(self._look_up, model)
-        policy = target if isinstance(target, PolicyRef) else await self.engine.create_policy(served_policy(target))
+        if isinstance(target, PolicyRef):
+            policy = target
+        else:
+            policy = await self.engine.create_policy(served_policy(target))
         return self._resolved.put(model, await asyncio.to_thread(self._with_base, policy))
 
     async def card(self, model: str) -> ModelCard:
@@ -88,9 +91,10 @@ class PolicyResolver:
     async def epoch(self, run: str, *, refresh: bool = False) -> int:
         """Returns the fencing epoch of the run's lease, from the store if `refresh` is set. A reader acts in the epoch
         of the lease's holder and never in a later one."""
-        epoch = None if refresh else self._epochs.get(run)
-        if epoch is not None:
-            return epoch
+        if not refresh:
+            epoch = self._epochs.get(run)
+            if epoch is not None:
+                return epoch
         return self._epochs.put(run, await asyncio.to_thread(current_epoch, self.store, run))
 
     async def listing(self) -> list[ModelCard]:
@@ -106,8 +110,10 @@ class PolicyResolver:
         """Returns the policy or the registered model that a name stands for."""
         path, separator, version = model.partition("@")
         parts = path.split("/")
-        for part in (*parts, version) if separator else parts:
+        for part in parts:
             keys.validate_name(part)
+        if separator:
+            keys.validate_name(version)
 
         # the chain that the path names, if any; served/<name> is a registered model
         if parts[0] == SERVED and len(parts) == 2:
@@ -124,7 +130,9 @@ class PolicyResolver:
             return chain.policy(int(version))
         if chain is not None and not separator:
             return chain.head()
-        registered = find_model(self.store, parts[0], version or None) if len(parts) == 1 else None
+        registered = None
+        if len(parts) == 1:
+            registered = find_model(self.store, parts[0], version or None)
         if registered is None:
             raise ApiError(
                 404,
@@ -136,6 +144,7 @@ class PolicyResolver:
         return registered
 
     def _with_base(self, policy: PolicyRef) -> ResolvedPolicy:
+        # The config of a registered model never changes, so its context length is read once.
         base = base_model_of(self.store, policy)
         if base.sha256 not in self._contexts:
             self._contexts[base.sha256] = context_length_of(self.store, base)
@@ -148,10 +157,15 @@ class PolicyResolver:
         """
         name = self._last_chains.get(run)
         if name is None or self._has_stage(run, _position(name[1]) + 1):
-            all_names = (keys.chain_of(info.key) for info in self.store.list(keys.run_prefix(run)))
-            name = _last_of({chain for chain in all_names if chain is not None and chain[0] == run})
+            chain_names: set[ChainName] = set()
+            for info in self.store.list(keys.run_prefix(run)):
+                chain_name = keys.chain_of(info.key)
+                if chain_name is not None and chain_name[0] == run:
+                    chain_names.add(chain_name)
+            name = _last_of(chain_names)
             if name is None:
                 return None
+            # Another name is not remembered: the stage may yet get its policy chain.
             if name[2] == DEFAULT_CHAIN:
                 self._last_chains[run] = name
         return Chain(self.store, *name)
@@ -176,9 +190,12 @@ class PolicyResolver:
             if alias is not None and alias[0] not in created:
                 registered[alias[0]] = info.modified
 
-        runs = [ModelCard(id=run, created=int(first), owned_by="run") for run, first in sorted(created.items())]
-        models = [ModelCard(id=name, created=int(put), owned_by="registry") for name, put in sorted(registered.items())]
-        return [*runs, *models]
+        cards = []
+        for run, first in sorted(created.items()):
+            cards.append(ModelCard(id=run, created=int(first), owned_by="run"))
+        for model, modified in sorted(registered.items()):
+            cards.append(ModelCard(id=model, created=int(modified), owned_by="registry"))
+        return cards
 
 
 def _position(stage: str) -> int:
@@ -218,8 +235,12 @@ class _ExpiringCache(Generic[T]):
         self._values: OrderedDict[str, tuple[float, T]] = OrderedDict()
 
     def get(self, name: str) -> T | None:
-        put_at, value = self._values.get(name, (None, None))
-        return value if put_at is not None and time.monotonic() - put_at < self.seconds else None
+        entry = self._values.get(name)
+        if entry is None:
+            return None
+        put_time, value = entry
+        is_fresh = time.monotonic() - put_time < self.seconds
+        return value if is_fresh else None
 
     def put(self, name: str, value: T) -> T:
         self._values[name] = (time.monotonic(), value)

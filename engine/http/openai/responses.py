@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 from engine.http.openai.answers import BROKEN, AnswerBuilder, token_text
@@ -17,34 +16,60 @@ from engine.http.openai.policies import ResolvedPolicy
 NO_LOGPROB = -9999.0
 """Written for a logprob that is not finite, which JSON cannot represent. OpenAI writes the same number."""
 
+ObjectType = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
 
-@dataclass(frozen=True)
+
 class ResponseWriter:
-    """Writes the answers to one request."""
+    """Writes the answers to one request. The subclasses write what differs between chats and texts."""
 
-    request: ChatRequest | TextRequest
-    resolved: ResolvedPolicy
-    prompts: Sequence[list[int]]
-    id: str = field(default_factory=lambda: uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
+    id_prefix: ClassVar[str]
+    whole_type: ClassVar[ObjectType]
+    """The `object` of a whole response."""
+    chunk_type: ClassVar[ObjectType]
+    """The `object` of a chunk of a stream."""
+    begins_with_role: ClassVar[bool] = False
+    """Whether a stream begins with a chunk that names the role of its answers."""
 
-    @property
-    def is_chat(self) -> bool:
-        return isinstance(self.request, ChatRequest)
+    def __init__(
+        self, request: ChatRequest | TextRequest, resolved: ResolvedPolicy, prompts: Sequence[list[int]]
+    ) -> None:
+        self.request, self.resolved, self.prompts = request, resolved, prompts
+        # All chunks of one stream have the same id and the same time.
+        self._id, self._created = uuid4().hex, int(time.time())
+
+    def _whole_content(self, text: str) -> dict[str, Any]:
+        """Returns the fields of a choice that hold a whole answer."""
+        raise NotImplementedError
+
+    def _chunk_content(self, text: str) -> dict[str, Any]:
+        """Returns the fields of a choice that hold an addition to an answer."""
+        raise NotImplementedError
+
+    def _first_content(self) -> dict[str, Any]:
+        """Returns the fields of a choice in the first chunk of a stream."""
+        return self._chunk_content("")
+
+    def _last_content(self) -> dict[str, Any]:
+        """Returns the fields of a choice in the last chunk of an answer, which adds no text."""
+        return self._chunk_content("")
+
+    def _logprobs(self, answer: AnswerBuilder, tokens: slice) -> dict[str, Any]:
+        """Returns the `logprobs` of some tokens of an answer."""
+        raise NotImplementedError
 
     # -- whole responses ---------------------------------------------------------------------------------------
 
     def full_response(self, answers: Sequence[AnswerBuilder]) -> dict[str, Any]:
         """Returns the response to a request that is not streamed."""
-        response = CompletionResponse(
-            **self._head("chat.completion" if self.is_chat else "text_completion"),
-            choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
-            usage=self.usage(answers),
-            prompt_token_ids=list(self.prompts) if self.request.return_token_ids else None,
-        )
-        body = response.model_dump(mode="json")
-        if not self.request.return_token_ids:
-            del body["prompt_token_ids"]
+        choices = []
+        for index, answer in enumerate(answers):
+            content = self._whole_content(answer.text)
+            details = self._token_details(answer, slice(0, len(answer.tokens)))
+            choices.append({"index": index, **content, **details, "finish_reason": answer.finish})
+        response = CompletionResponse(**self._head(self.whole_type), choices=choices, usage=self.usage(answers))
+        body = response.model_dump(mode="json", exclude={"prompt_token_ids"})
+        if self.request.return_token_ids:
+            body["prompt_token_ids"] = list(self.prompts)
         return body
 
     def usage(self, answers: Sequence[AnswerBuilder]) -> Usage:
@@ -56,62 +81,58 @@ class ResponseWriter:
             total_tokens=prompt_tokens + completion_tokens,
         )
 
-    def _choice(self, index: int, answer: AnswerBuilder) -> dict[str, Any]:
-        content: dict[str, Any] = {"text": answer.text}
-        if self.is_chat:
-            content = {"message": {"role": "assistant", "content": answer.text}}
-        details = self._token_details(answer, slice(0, len(answer.tokens)))
-        return {"index": index, **content, **details, "finish_reason": answer.finish}
-
     # -- chunks of a stream ------------------------------------------------------------------------------------
 
     def first_chunk(self, count: int) -> dict[str, Any] | None:
-        """Returns the chunk that a stream of `count` answers begins with: the role of the answers, and the token ids of
-        the prompts if they are requested. None: the stream needs no such chunk."""
-        if not self.is_chat and not self.request.return_token_ids:
+        """Returns the chunk that a stream of `count` answers begins with. None: the stream needs no such chunk.
+
+        It holds the role of the answers, and the token ids of the prompts if the request asks for them."""
+        if not self.begins_with_role and not self.request.return_token_ids:
             return None
-        content = self._chunk_content({"role": "assistant", "content": ""}, "")
-        choices = [{"index": index, **content, "logprobs": None, "finish_reason": None} for index in range(count)]
-        chunk = self._chunk(choices)
+        content = self._first_content()
+        chunk = self._chunk([self._open_choice(index, content) for index in range(count)])
         if self.request.return_token_ids:
             chunk["prompt_token_ids"] = list(self.prompts)
         return chunk
 
     def delta_chunk(self, delta: Delta, answer: AnswerBuilder) -> dict[str, Any] | None:
         """Returns the chunk of an addition. None: there is nothing to send."""
+        # A token may release no text yet. It is sent all the same if the client asked for tokens.
         wants_tokens = self.request.wants_logprobs or self.request.return_token_ids
         if not delta.text and not (delta.tokens and wants_tokens):
             return None
-        content = self._chunk_content({"content": delta.text}, delta.text)
         details = self._token_details(answer, slice(len(answer.tokens) - delta.tokens, len(answer.tokens)))
-        return self._chunk([{"index": delta.index, **content, **details, "finish_reason": None}])
+        choice = {"index": delta.index, **self._chunk_content(delta.text), **details, "finish_reason": None}
+        return self._chunk([choice])
 
     def last_chunk(self, index: int, answer: AnswerBuilder) -> dict[str, Any]:
         """Returns the chunk that ends the answer `index`, with its finish reason."""
-        content = self._chunk_content({}, "")
-        return self._chunk([{"index": index, **content, "logprobs": None, "finish_reason": answer.finish}])
+        choice = self._open_choice(index, self._last_content())
+        return self._chunk([choice | {"finish_reason": answer.finish}])
 
     def usage_chunk(self, answers: Sequence[AnswerBuilder]) -> dict[str, Any]:
         """Returns the chunk with the usage, which ends a stream whose request asks for it."""
         return self._chunk([]) | {"usage": self.usage(answers).model_dump()}
 
-    def _chunk_content(self, chat_delta: dict[str, Any], text: str) -> dict[str, Any]:
-        return {"delta": chat_delta} if self.is_chat else {"text": text}
+    @staticmethod
+    def _open_choice(index: int, content: dict[str, Any]) -> dict[str, Any]:
+        """Returns a choice of a chunk, without tokens and without an end."""
+        return {"index": index, **content, "logprobs": None, "finish_reason": None}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
-        chunk = head | {"choices": choices}
-        return chunk | {"usage": None} if self.request.wants_usage else chunk
+        chunk = self._head(self.chunk_type) | {"choices": choices}
+        # OpenAI sends `usage: null` in every chunk of a stream that ends with the usage.
+        if self.request.wants_usage:
+            chunk["usage"] = None
+        return chunk
 
     # -- parts of both -----------------------------------------------------------------------------------------
 
-    def _head(
-        self, object_type: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
-    ) -> dict[str, Any]:
+    def _head(self, object_type: ObjectType) -> dict[str, Any]:
         return {
-            "id": ("chatcmpl-" if self.is_chat else "cmpl-") + self.id,
+            "id": self.id_prefix + self._id,
             "object": object_type,
-            "created": self.created,
+            "created": self._created,
             "model": self.resolved.model_id,
             "system_fingerprint": self.resolved.policy.state[:12],
             "policy": self.resolved.policy.model_dump(),
@@ -121,28 +142,62 @@ class ResponseWriter:
         """Returns logprobs and token ids of some tokens of an answer, as far as the request asks for them."""
         details: dict[str, Any] = {"logprobs": None}
         if self.request.wants_logprobs:
-            details["logprobs"] = _chat_logprobs(answer, tokens) if self.is_chat else _text_logprobs(answer, tokens)
+            details["logprobs"] = self._logprobs(answer, tokens)
         if self.request.return_token_ids:
             details["token_ids"] = answer.tokens[tokens]
         return details
 
 
-def _chat_logprobs(answer: AnswerBuilder, tokens: slice) -> dict[str, Any]:
-    content = []
-    for token, logprob in zip(answer.tokens[tokens], answer.logprobs[tokens], strict=True):
-        text = token_text(answer.tokenizer, token)
-        utf8_bytes = None if BROKEN in text else list(text.encode("utf-8"))
-        content.append({"token": text, "logprob": _finite(logprob), "bytes": utf8_bytes, "top_logprobs": []})
-    return {"content": content, "refusal": None}
+class ChatWriter(ResponseWriter):
+    """Writes the answers of `/v1/chat/completions`."""
+
+    id_prefix = "chatcmpl-"
+    whole_type = "chat.completion"
+    chunk_type = "chat.completion.chunk"
+    begins_with_role = True
+
+    def _whole_content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def _chunk_content(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}}
+
+    def _first_content(self) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def _last_content(self) -> dict[str, Any]:
+        return {"delta": {}}
+
+    def _logprobs(self, answer: AnswerBuilder, tokens: slice) -> dict[str, Any]:
+        content = []
+        for token, logprob in zip(answer.tokens[tokens], answer.logprobs[tokens], strict=True):
+            text = token_text(answer.tokenizer, token)
+            # A token can be a part of a character, whose bytes the decoder does not give.
+            utf8_bytes = None if BROKEN in text else list(text.encode("utf-8"))
+            content.append({"token": text, "logprob": _finite(logprob), "bytes": utf8_bytes, "top_logprobs": []})
+        return {"content": content, "refusal": None}
 
 
-def _text_logprobs(answer: AnswerBuilder, tokens: slice) -> dict[str, Any]:
-    return {
-        "tokens": [token_text(answer.tokenizer, token) for token in answer.tokens[tokens]],
-        "token_logprobs": [_finite(logprob) for logprob in answer.logprobs[tokens]],
-        "top_logprobs": None,
-        "text_offset": answer.offsets[tokens],
-    }
+class TextWriter(ResponseWriter):
+    """Writes the answers of `/v1/completions`."""
+
+    id_prefix = "cmpl-"
+    whole_type = "text_completion"
+    chunk_type = "text_completion"
+
+    def _whole_content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _chunk_content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _logprobs(self, answer: AnswerBuilder, tokens: slice) -> dict[str, Any]:
+        return {
+            "tokens": [token_text(answer.tokenizer, token) for token in answer.tokens[tokens]],
+            "token_logprobs": [_finite(logprob) for logprob in answer.logprobs[tokens]],
+            "top_logprobs": None,
+            "text_offset": answer.offsets[tokens],
+        }
 
 
 def _finite(logprob: float) -> float:

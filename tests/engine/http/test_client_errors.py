@@ -21,7 +21,7 @@ from engine.http.app import create_app
 from engine.http.client import EngineClient
 from engine.http.errors import ERROR_CLASSES, ErrorBody, error_body, error_of_body, http_status
 from engine.http.service import ServerOptions
-from engine.http.transport import LONGEST_DELAY_SECONDS, Backoff
+from engine.http.transport import LONGEST_DELAY_SECONDS, RequestBackoff
 from engine.specs.engine import HttpEngineSpec
 from storage import errors as storage_errors
 from storage.errors import StorageUnavailable
@@ -84,7 +84,7 @@ async def test_patience_backs_off_with_full_jitter_and_starts_anew_with_each_sig
         slept.append(seconds)
 
     monkeypatch.setattr("engine.http.transport.asyncio.sleep", sleep)
-    backoff = Backoff(100, clock=lambda: now, draw=lambda: 1.0)
+    backoff = RequestBackoff(100, clock=lambda: now, draw=lambda: 1.0)
     for _ in range(12):
         await backoff.pause(WorkerDied())
     assert slept[:4] == pytest.approx([0.2, 0.4, 0.8, 1.6])

@@ -196,8 +196,8 @@ def test_a_scalar_head_has_no_logits_and_no_sampler() -> None:
         assert part(load, "weights") == 4 * shape.parameters
         assert part(load, "logits") == 4 * spec().max_tokens_per_forward * 4096  # the head's input, float32
         assert sum(part(load, key, "sampling") for key in ("sampler", "kv", "vllm")) == 0
-    beside = size("8B").with_scalar_head(beside_adapter=True)
-    assert beside.parameters == 8_030_261_248 + 4096  # the base is there for others too
+    with_both_heads = size("8B").with_scalar_head(keep_language_head=True)
+    assert with_both_heads.parameters == 8_030_261_248 + 4096  # the base is there for others too
     assert autocast_weights(shape, 2) == 2 * 32 * shape.layer_linear
 
 

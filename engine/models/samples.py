@@ -67,8 +67,8 @@ class Sample:
 def samples_from_table(table: pa.Table) -> list[Sample]:
     """The rows of a batch table as samples, in their order. A field without a column is None in every sample."""
     if not {"token_ids", "weights"} <= set(table.column_names):
-        columns = ", ".join(table.column_names)[:200]
-        raise BadSpec(f"a batch has the columns token_ids and weights, and this table has {columns}; give a batch")
+        names = ", ".join(table.column_names)[:200]
+        raise BadSpec(f"a batch has the columns token_ids and weights, and this table has {names}; give a batch")
 
     # Read the columns that samples have fields for, as lists. A batch may have other columns.
     columns: dict[str, list[Any]] = {}

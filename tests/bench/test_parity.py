@@ -1,4 +1,4 @@
-"""Ours against TRL, installed beside: every loss that both have, over optimizer steps."""
+"""Compares every loss that TRL has too with TRL's, over optimizer steps."""
 
 from __future__ import annotations
 

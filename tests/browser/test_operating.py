@@ -67,8 +67,7 @@ def is_in(world: World, run: str, verb: str) -> bool:
 
 
 def reload_until(watched: Watched, state: str) -> None:
-    """Asks for the page anew until it says so: one that has seen Crashed asks the server no more, though the run goes
-    on."""
+    """Reloads the page until it shows this state. A page that has shown Crashed does not poll the server again."""
     from playwright.sync_api import Error as NotYet  # the server is away, or the state is another
 
     address, deadline = watched.page.url, time.monotonic() + RUN_SECONDS

@@ -104,7 +104,7 @@ def freeze_engine(world: World, fault: Fault) -> Iterator[Pause]:
 
 
 def zombie_engine(world: World, fault: Fault) -> Iterator[Pause]:
-    """Frozen for so long that it is replaced; then it wakes in the middle of its call, beside its successor."""
+    """Frozen until it has been replaced. Then it wakes in the middle of its call, while its successor works."""
     zombie = world.engine
     zombie.signal(signal.SIGSTOP)
     world.start_engine()
@@ -161,7 +161,7 @@ def _cut(lines: Callable[[World], list[Proxy]]) -> Callable[[World, Fault], Iter
 
 def _freeze(lines: Callable[[World], list[Proxy]]) -> Callable[[World, Fault], Iterator[Pause]]:
     def freeze(world: World, fault: Fault) -> Iterator[Pause]:
-        """Nothing moves and nobody is told; then the connections are found dead."""
+        """No byte moves and no error is reported. Later the connections turn out to be dead."""
         for proxy in lines(world):
             proxy.line.frozen = True
         yield fault.seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import Counter
@@ -50,7 +51,8 @@ def problems(world: World, reference: History | None) -> list[str]:
     if broken_promises:
         return broken_promises
     if world.mode.deterministic and reference is not None:
-        return [line for run in range(world.mode.runs) for line in _differences(history(world, run), reference)]
+        differences = [_differences(history(world, run), reference) for run in range(world.mode.runs)]
+        return list(itertools.chain.from_iterable(differences))
     return _unverified(world, store)
 
 
@@ -110,7 +112,8 @@ def _unverified(world: World, store: ObjectStore) -> list[str]:
     from engine.local.verify import verify_run
 
     reports = [verify_run(store, world.run_key(run)) for run in range(world.mode.runs)]
-    return [f"verify: {problem.key} {problem.what}" for report in reports for problem in report.problems]
+    problems = itertools.chain.from_iterable(report.problems for report in reports)
+    return [f"verify: {problem.key} {problem.what}" for problem in problems]
 
 
 # -- how the run went on ---------------------------------------------------------------------------------------

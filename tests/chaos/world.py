@@ -36,7 +36,7 @@ TRANSIENT = frozenset({
     "EngineUnreachable", "EngineBusy", "WorkerDied", "StorageUnavailable", "TransientEngineError", "ConnectError",
     "ReadTimeout", "ConnectTimeout", "ReadError", "RemoteProtocolError", "TimeoutError", "ConnectionError",
 })  # fmt: skip
-"""Errors that a worker may end with: whoever started it starts it again."""
+"""Errors that a worker may end with. After these it is started again."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Mode:
 G2_S3 = Mode("G2 on S3", deterministic=True, runs=1, on_s3=True)
 G1_S3 = Mode("G1, two runs, on S3", deterministic=False, runs=2, on_s3=True)
 TIGHT_S3 = Mode("G2, two runs, room for one", deterministic=True, runs=2, on_s3=True, memory_gib=0.024)
-"""A run in training takes 16 MB, its reference 4: whoever waits is evicted and rebuilt."""
+"""A run in training takes 16 MB and its reference 4 MB. Policies of waiting runs are evicted and rebuilt."""
 ON_CPU = {"device": "cpu", "compute_dtype": "float32"}
 RANKS = Mode(
     "G1 on two Ray nodes, deepspeed x2", deterministic=False, runs=1, on_s3=False,
@@ -341,7 +341,7 @@ class World:
                 self._bury(child)
 
     def _bury(self, child: Child) -> None:
-        """A process ended: whoever stands over it starts it again after a moment."""
+        """A process ended. Its supervisor starts it again after a moment."""
         if child.status != 0:
             self.deaths.append((child.name, time.time()))
         if len(self.starts) > MOST_RESTARTS:

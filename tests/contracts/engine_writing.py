@@ -131,7 +131,7 @@ class WritingContract(EngineFixtures):
     # -- what is refused ---------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize(
-        "change", [{"run": "nobody"}, {"stage": "9-no"}, {"model": "other"}, {"step": 5}, {"state": "f" * 64}]
+        "change", [{"run": "unknown"}, {"stage": "9-no"}, {"model": "other"}, {"step": 5}, {"state": "f" * 64}]
     )
     async def test_a_policy_that_was_never_committed_is_unknown(
         self, engine: Engine, store: ObjectStore, start: PolicyRef, change: dict[str, object]
@@ -190,7 +190,7 @@ class WritingContract(EngineFixtures):
         await engine.generate(GenerateRequest(other_run, [[10]], [1], SHORT), epoch=1)
         assert (await engine.take_gradient_step(request, epoch=2)).policy.step == 1
 
-    async def test_an_epoch_that_nobody_holds_fences_nobody(
+    async def test_an_epoch_that_no_run_holds_fences_no_run(
         self, engine: Engine, store: ObjectStore, start: PolicyRef
     ) -> None:
         epoch = acquire_lease(store, start.run, {})

@@ -1,4 +1,4 @@
-"""The contract of `engine.protocol.Engine`, whoever answers. A new way to reach one inherits `EngineContract`."""
+"""The contract of `engine.protocol.Engine`. The tests of each implementation and transport inherit `EngineContract`."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class ObjectStoreContract(ABC):
     @pytest.fixture
     @abstractmethod
     def opener(self) -> Opener:
-        """Opens the same empty store, anew each time."""
+        """Opens the same empty store, as a new object each time."""
 
     @pytest.fixture
     def store(self, opener: Opener) -> ObjectStore:

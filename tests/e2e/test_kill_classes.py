@@ -1,5 +1,5 @@
-"""`kill -9`, twice, in a run of every training flow: the same command again ends with the bytes of a run that nobody
-killed, in every chain, and `ostinato verify` says of each that its history makes them."""
+"""Tests of two `kill -9` in a run of every training flow. The same command, run again, ends with the bytes of a run
+without kills in every chain, and `ostinato verify` accepts each chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`kill -9` while episodes are played: the same command again ends with the same bytes, and plays one shard anew."""
+"""Tests of `kill -9` while episodes are played: the same command, run again, ends with the same bytes and
+plays one shard again."""
 
 from __future__ import annotations
 

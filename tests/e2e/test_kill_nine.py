@@ -1,6 +1,6 @@
 """`kill -9` at every failpoint, and at random moments: the same command again ends with the same bytes (G2).
 
-The work log proves that it is resumption and not a lucky restart: at most one shard is sampled anew per kill, at most
+The work log proves that it is resumption and not a lucky restart: at most one shard is sampled again per kill, at most
 a checkpoint interval of steps is redone, and the loop goes on from a step after 0.
 """
 

@@ -1,6 +1,6 @@
 """`kill -9` of the processes that an engine starts for itself: the run goes on with no hand on it, its chain stands.
 
-Nobody restarts the command here: it is one command from beginning to end.
+The command is not restarted: one command runs from the beginning to the end.
 """
 
 from __future__ import annotations

@@ -41,11 +41,10 @@ class Staged(Folder):
         return Chain(open_store(str(self.path / "data")), "kill", stage, "policy")
 
     def records(self) -> list[CommitRecord]:
-        return [
-            record
-            for stage, steps in STAGES[self.flow].items()
-            for record in self.chain_of(stage).records(after=0, until=steps)
-        ]
+        records: list[CommitRecord] = []
+        for stage, steps in STAGES[self.flow].items():
+            records += self.chain_of(stage).records(after=0, until=steps)
+        return records
 
     def states(self) -> list[str]:
         return [record.state for record in self.records()]

@@ -95,7 +95,9 @@ def test_four_runs_on_one_server_end_as_each_does_alone(
     for run in RUNS:
         assert [record.state for record in shared[run]] == [record.state for record in alone[run]], run
         assert [record.weights_digest for record in shared[run]] == [r.weights_digest for r in alone[run]], run
-    digests = [record.weights_digest for run in RUNS for record in shared[run]]
+    digests: list[str | None] = []
+    for run in RUNS:
+        digests += [record.weights_digest for record in shared[run]]
     assert None not in digests
     assert len(set(digests)) == len(RUNS) * STEPS  # no run stood still, and none is another's copy
 

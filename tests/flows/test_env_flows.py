@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,8 @@ def test_advantages_are_what_the_definition_says(finished: tuple[FlowRuns, dict[
 def test_every_episode_and_turn_draws_its_own_numbers(finished: tuple[FlowRuns, dict[str, Any]]) -> None:
     runs, _ = finished
     shard = runs.tables("done", "trajectories")[0]
-    threads = [json.loads(thread)["turns"] for thread in shard["thread"]]
-    answers = [turn["content"] for turns in threads for turn in turns if turn["role"] == "assistant"]
+    turns = chain.from_iterable(json.loads(thread)["turns"] for thread in shard["thread"])
+    answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
     assert len(set(answers)) == len(answers)
 
 
@@ -119,17 +120,17 @@ def test_heldout_prompts_are_played_before_and_after(finished: tuple[FlowRuns, d
 
 def test_the_accounts_of_a_step_hold(finished: tuple[FlowRuns, dict[str, Any]]) -> None:
     runs, _ = finished
-    chain = runs.chain("done")
-    assert [check_accounting(chain.store, record) for record in chain.records(0, 3)] == [[], [], []]
+    done = runs.chain("done")
+    assert [check_accounting(done.store, record) for record in done.records(0, 3)] == [[], [], []]
 
 
 def test_the_page_shows_whole_episodes(finished: tuple[FlowRuns, dict[str, Any]]) -> None:
     runs, _ = finished
-    chain = runs.chain("done")
-    record = chain.record(1)
+    done = runs.chain("done")
+    record = done.record(1)
     assert record is not None
-    played = step_inputs(chain.store, record).rollouts[0]
-    rows = sample_rows(chain.store, 0, played, played, count=2)
+    played = step_inputs(done.store, record).rollouts[0]
+    rows = sample_rows(done.store, 0, played, played, count=2)
     assert [row["step"] for row in rows] == [1, 1]
     assert all("\nassistant: " in row["episode"] and row["ended by"] == "environment" for row in rows)
     assert all(isinstance(row["grade"], float) for row in rows)

@@ -114,8 +114,10 @@ def _figures_are_those_of_the_grades(runs: EvaluationRuns, result: dict[str, Any
         rewards = by_stage.setdefault((run, stage), {})
         for row in pandas.read_parquet(path).to_dict("records"):
             rewards.setdefault(row["prompt_id"], []).append(row["reward"])
-    assert {len(given) for rewards in by_stage.values() for given in rewards.values()} == {2}
-    means = [{prompt: fmean(given) for prompt, given in rewards.items()} for rewards in by_stage.values()]
+    means = []
+    for rewards in by_stage.values():
+        assert {len(of_prompt) for of_prompt in rewards.values()} == {2}
+        means.append({prompt: fmean(of_prompt) for prompt, of_prompt in rewards.items()})
     assert len(means) == 4
     expected = set()
     for early in means:

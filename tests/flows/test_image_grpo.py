@@ -20,7 +20,7 @@ from tests.fixtures.vision import RED, TOKENS, data_url, picture
 
 
 def write_image_prompts(folder: Path) -> Path:
-    """Four prompts: two name files beside the data, one holds its image, one has none."""
+    """Four prompts: two name image files next to the dataset, one embeds its image, and one has no image."""
     (folder / "pictures").mkdir()
     for name, colour in (("green", (20, 200, 30)), ("blue", (20, 30, 220))):
         (folder / "pictures" / f"{name}.png").write_bytes(picture(*colour))

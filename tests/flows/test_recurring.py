@@ -275,7 +275,7 @@ def test_an_answer_without_a_name_is_asked_for_again(line: Line, answer: Callabl
 
 
 @pytest.mark.slow
-def test_nobody_answers(line: Line, prefect_server: str) -> None:
+def test_without_an_answer(line: Line, prefect_server: str) -> None:
     outcome = line.run(approval={"required": True, "timeout_seconds": 2})
     assert outcome["outcome"] == "held" and outcome["reasons"][-1] == "there was no approval within 2 s"
     query = {"flow_runs": {"name": {"any_": [f"recurring {NAME}"]}}, "sort": "START_TIME_DESC", "limit": 1}

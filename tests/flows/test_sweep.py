@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import inspect
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,8 @@ def config_of(folder: Path, tiny_folder: Path, search: dict[str, Any], **changes
 
 def test_a_grid_is_every_combination_each_with_a_key_of_its_config(tmp_path: Path) -> None:
     children = config_of(tmp_path, tmp_path, GRID).children()
-    assert [values for values, _ in children] == [
-        {"optimizer.lr": lr, "seed": seed} for lr in (1e-3, 3e-3) for seed in (0, 1)
-    ]
+    expected = [{"optimizer.lr": lr, "seed": seed} for lr, seed in product((1e-3, 3e-3), (0, 1))]
+    assert [values for values, _ in children] == expected
     assert [(c.optimizer.lr, c.seed) for _, c in children] == [(1e-3, 0), (1e-3, 1), (3e-3, 0), (3e-3, 1)]
     runs = [child.run for _, child in children]
     assert len(set(runs)) == 4 and all(run.startswith("search/") for run in runs)
@@ -164,8 +164,8 @@ def test_runs_compare_from_a_terminal(toy_run: ToyRun, tmp_path: Path) -> None:
     assert "Reward" in page.read_text() and "other" in page.read_text()
     alone = CliRunner().invoke(app, ["runs", "compare", "toy", "toy", *storage])
     assert alone.exit_code == 2
-    nobody = CliRunner().invoke(app, ["runs", "compare", "toy", "nobody", *storage])
-    assert nobody.exit_code == 1 and "'nobody'" in nobody.output
+    refused = CliRunner().invoke(app, ["runs", "compare", "toy", "unknown", *storage])
+    assert refused.exit_code == 1 and "'unknown'" in refused.output
 
 
 def test_a_sweep_whose_runs_failed_ends_with_their_reasons(

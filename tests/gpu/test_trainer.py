@@ -136,7 +136,7 @@ def test_a_trainer_holds_what_it_says(cuda: torch.device, tiny_folder: Path) -> 
     trainer.update(batch("sft", tiny_folder), OBJECTIVES["sft"], LR, max_tokens=4096)
     held = torch.cuda.memory_allocated(cuda) - before
     planned = trainer.nbytes(training=False)
-    # besides: rotary frequencies, 512 bytes of rounding a tensor, what cuBLAS keeps
+    # also in memory: rotary frequencies, 512 bytes of rounding a tensor, what cuBLAS keeps
     assert planned <= held <= 1.1 * planned + (40 << 20)
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,7 @@ class HandGRPO:
 
     async def iteration(self, progress: float) -> None:
         groups = await async_map_batch(self.draw, self.dataset, self.prompts)
-        drawn = [one for group in groups for one in group]
+        drawn = list(chain.from_iterable(groups))
         for number, batch in enumerate(get_minibatches(drawn, len(drawn) // MINI_BATCHES)):
             await async_map(self.train, batch)
             self.visit(f"before_step_{number}")

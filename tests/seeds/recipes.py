@@ -71,7 +71,7 @@ class PreferenceConfig(InputConfig):
 
 @recipe_main
 async def preferred(config: PreferenceConfig, ctx: RecipeContext) -> list[str]:
-    """DPO, then PPO with a value model that begins as the same base; saved beside what has the name already."""
+    """DPO, then PPO with a value model of the same base. The model is saved as a further version of its name."""
     builder = await config.model.to_builder(ctx, tokens_to_generate=6)
     policy = await builder.spawn_train("policy", 256)
     value = await builder.into_scoring_model().spawn_train("value", 256)
@@ -113,7 +113,7 @@ class TwoStageConfig(InputConfig):
 
 @recipe_main
 async def two_stages(config: TwoStageConfig, ctx: RecipeContext) -> str:
-    """Imitation first, then GSPO under a judge that is spawned beside the model."""
+    """SFT, then GSPO with the grades of a judge model."""
     builder = await config.model_to_train.to_builder(ctx, tp=1, kv_cache_len=131072, tokens_to_generate=6)
     model = await builder.spawn_train("sft_then_gspo", max_batch_size=10_000)
     logger = get_prod_logger(ctx=ctx)

@@ -61,7 +61,7 @@ async def test_a_body_of_too_many_json_values_is_refused_before_it_is_parsed(
 
 
 async def test_a_prompt_of_a_hundred_thousand_token_ids_reaches_the_route(serve: Serve) -> None:
-    answer = await serve().post("/v1/completions", json={"model": "nobody", "prompt": [7] * 100_000})
+    answer = await serve().post("/v1/completions", json={"model": "unknown", "prompt": [7] * 100_000})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 

@@ -177,7 +177,7 @@ async def test_a_body_that_keeps_the_least_rate_may_take_longer_than_the_longest
 async def test_an_answer_that_is_never_read_ends_the_connection(
     engine: ScriptedEngine, connect: Callable[..., socket.socket]
 ) -> None:
-    """Requests for a page of 100 kB one after the other: the server stops reading, as nobody reads its answers."""
+    """Requests for a page of 100 kB one after the other. The server stops reading, because its answers are not read."""
     page = WHOLE.replace(b"/health", b"/openapi.json")
 
     def call(url: str) -> bool:

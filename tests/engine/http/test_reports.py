@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> ObjectStore:
 @pytest.fixture
 def browser(store: ObjectStore) -> httpx.AsyncClient:
     """Of another machine, and without a token."""
-    app = create_app(ScriptedEngine(store), store, ServerOptions(token="a-token-that-nobody-guesses"))
+    app = create_app(ScriptedEngine(store), store, ServerOptions(token="a-token-that-is-hard-to-guess"))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://engine:8777")
 
 

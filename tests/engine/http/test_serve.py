@@ -241,9 +241,9 @@ async def test_health_is_answered_while_the_server_loads_generates_decodes_and_r
         start = await new_policy(client, tiny_folder)
         long = SamplingParams(max_new_tokens=64, min_new_tokens=64)
         await client.generate(GenerateRequest(start, [[10]] * 256, [1] * 256, long))
-        nobody = start.model_copy(update={"run": "nobody"})
+        unknown = start.model_copy(update={"run": "unknown"})
         with pytest.raises(UnknownPolicy):
-            await client.generate(GenerateRequest(nobody, [[10] * 1000] * 4000, [1] * 4000))
+            await client.generate(GenerateRequest(unknown, [[10] * 1000] * 4000, [1] * 4000))
         async with httpx.AsyncClient(timeout=60) as caller:
             wrong = {"model": "r", "messages": [0] * 100_000}
             assert (await caller.post(f"{served.url}/v1/chat/completions", json=wrong)).status_code == 400

@@ -85,7 +85,7 @@ async def test_calls_of_one_run_stay_in_order(queue: FairQueue) -> None:
 
 
 async def test_absence_earns_nothing(queue: FairQueue, clock: Clock) -> None:
-    await served(queue, clock, [("a", 100.0)])  # a has used 100 s while nobody else was there
+    await served(queue, clock, [("a", 100.0)])  # a has used 100 s while no other run waited
     order = await served(queue, clock, [("b", 1.0)] * 3 + [("a", 1.0)] * 3)
     assert order.index("a") <= 3  # b is new: it does not get 100 s before a is served again
 

@@ -1,4 +1,5 @@
-"""Several runs on one engine: a budget of memory, who leaves, and that whoever comes back is the same to the byte."""
+"""Tests of several runs on one engine: its memory budget, which policy is evicted, and that a reloaded one is the same
+to the byte."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_activations_of_a_layer_by_hand() -> None:
 
 @pytest.mark.parametrize(("dtype", "compute"), [("float32", 4), ("bfloat16", 2)])
 def test_a_forward_saves_what_the_formula_says(tiny_folder: Path, dtype: str, compute: int) -> None:
-    """What autograd keeps besides the parameters, tensor by tensor."""
+    """The tensors that autograd keeps, without the parameters."""
     import torch
 
     from engine.backends.torch.loading import load_model
@@ -164,7 +164,7 @@ def test_a_forward_saves_what_the_formula_says(tiny_folder: Path, dtype: str, co
     shape = read_shape(tiny_folder)
     layers, _ = activations(shape, tokens, compute=compute, autocast=compute == 2, recompute="none")
     logits = 4 * tokens * shape.vocabulary
-    # besides, per token: rotations, the last norm, logsumexp of attention
+    # further per token: rotations, the last norm, logsumexp of attention
     assert saved == pytest.approx(layers + logits + autocast_weights(shape, compute), rel=0.05)
 
 
@@ -197,7 +197,7 @@ def test_a_scalar_head_has_no_logits_and_no_sampler() -> None:
         assert part(load, "logits") == 4 * spec().max_tokens_per_forward * 4096  # the head's input, float32
         assert sum(part(load, key, "sampling") for key in ("sampler", "kv", "vllm")) == 0
     with_both_heads = size("8B").with_scalar_head(keep_language_head=True)
-    assert with_both_heads.parameters == 8_030_261_248 + 4096  # the base is there for others too
+    assert with_both_heads.parameters == 8_030_261_248 + 4096  # the base model is shared
     assert autocast_weights(shape, 2) == 2 * 32 * shape.layer_linear
 
 

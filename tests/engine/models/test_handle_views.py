@@ -281,7 +281,7 @@ async def test_an_engine_of_ours_answers_as_an_endpoint(
         with pytest.raises(MalformedAnswer):
             await there.generate(PROMPT, Sum)
         with pytest.raises(BadSpec, match="refused the request with 404"):
-            await (await behind(ctx, f"openai://nobody@{url}")).generate(PROMPT)
+            await (await behind(ctx, f"openai://unknown@{url}")).generate(PROMPT)
 
 
 async def test_an_endpoint_that_is_busy_is_asked_again_and_one_that_refuses_is_not(

@@ -217,7 +217,7 @@ async def test_a_vision_model_has_no_score(ctx: Context, vision_folder: Path) ->
 
 
 async def test_an_engine_whose_model_takes_text_refuses_images(ctx: Context, tiny_folder: Path) -> None:
-    """Whoever calls it without a renderer, too."""
+    """Also without a renderer."""
     engine = ctx.workspace.connect()
     policy = await new_policy(engine, tiny_folder)
     images = (PlacedImage(1, 1, RED),)

@@ -163,7 +163,7 @@ def test_an_architecture_without_a_scalar_head_is_refused(tiny_folder: Path, tmp
         backend().load(tmp_path / "bert", head="scalar")
 
 
-# -- beside an adapter -----------------------------------------------------------------------------------------
+# -- with an adapter -----------------------------------------------------------------------------------------
 
 
 def test_an_adapter_starts_with_the_values_of_the_whole_model(tiny_folder: Path, scalar_folder: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_restored_adapter_goes_on_as_if_it_had_never_stopped(base: SharedBase,
     fresh = backend().adapter(base, LORA, init_seed=9)
     fresh.read_checkpoint(files, optimizer=False)
     train(fresh, 80, updates=2)
-    assert fresh.weights_digest() != trained.weights_digest()  # its moments began anew
+    assert fresh.weights_digest() != trained.weights_digest()  # its moments started from zero
 
 
 @pytest.mark.parametrize(

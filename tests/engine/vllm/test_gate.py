@@ -90,7 +90,7 @@ def test_two_tensors_of_one_shape_swapped(
 def test_a_tied_head_that_keeps_the_old_embedding(
     sampler: Any, trainer: TorchTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What vLLM 0.32 leaves behind on the CPU when nobody ties the head again."""
+    """The state that vLLM 0.32 leaves on the CPU when the head is not tied again."""
     monkeypatch.setattr(Extension, "ostinato_retie", staticmethod(lambda model: None))
     assert_refused(sampler, trainer, "tensor model.embed_tokens.weight is not what .* lm_head")
     assert_recovers(sampler, trainer, monkeypatch)

@@ -1,4 +1,4 @@
-"""A pool of two real vLLM replicas: equal draws whoever draws, and weights that are proven."""
+"""Tests of a pool of two real vLLM replicas: both draw the same, and the digests of their weights are checked."""
 
 from __future__ import annotations
 

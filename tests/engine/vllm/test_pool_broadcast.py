@@ -147,7 +147,7 @@ def test_a_receiver_that_is_gone_in_the_middle(
     assert signalled and (lost.loaded_state, survivor.loaded_state) == (None, "state-1")
     assert_drawn_from(trainer, draw(sampler))
     until(lambda: lost.starts > starts and lost.phase == "up")
-    assert lost.loaded_state is None  # nobody has files for it
+    assert lost.loaded_state is None  # there are no files for it
     move(trainer, seed=3)
     monkeypatch.undo()
     sampler.sync(trainer, "state-2")

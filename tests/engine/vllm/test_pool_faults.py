@@ -147,7 +147,7 @@ def test_kill_of_the_engine_in_the_middle_of_a_call_loses_nothing(
     loaded.check("state-0")
 
 
-def test_an_engine_that_is_killed_while_nobody_calls_is_replaced_all_the_same(loaded: VllmPool) -> None:
+def test_an_engine_killed_between_calls_is_replaced(loaded: VllmPool) -> None:
     replica = loaded.replicas[1]
     before, processes = replica.starts, processes_of(replica)
     core_of(replica).kill()

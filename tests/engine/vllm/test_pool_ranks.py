@@ -1,4 +1,4 @@
-"""A replica of two ranks, which share one copy of the model: on the CPU two processes beside vLLM's engine."""
+"""Tests of a replica of two ranks that share one copy of the model. On the CPU these are two more processes of vLLM."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_replica_that_comes_back_during_a_load_holds_what_was_sent_last_or_not
     assert (digests[2:], back.loaded_state) == (([], None) if gone else (["after"], "state"))
 
 
-def test_nobody_holds_anything_in_a_sleep_or_after_it(pool: VllmPool, file: Path) -> None:
+def test_no_replica_holds_weights_in_a_sleep_or_after_it(pool: VllmPool, file: Path) -> None:
     pool.load([file], manifest_of("a"), "state")
     pool.sleep()
     assert [replica.loaded_state for replica in pool.replicas] == [None, None]

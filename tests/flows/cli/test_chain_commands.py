@@ -45,7 +45,7 @@ def test_ls_shows_runs_and_forks(toy: ToyRun) -> None:
     assert "toy/0-grpo@2" in shown.stdout
 
 
-def test_ls_leaves_out_what_nobody_started(toy: ToyRun) -> None:
+def test_ls_leaves_out_what_was_not_started(toy: ToyRun) -> None:
     assert ostinato(toy, "fork", "toy", "--step", "2", "--run", "evaluation/ab12").exit_code == 0
     assert [row["run"] for row in answer(toy, "runs", "ls")] == ["toy"]
     assert [row["run"] for row in answer(toy, "runs", "ls", "--all")] == ["evaluation/ab12", "toy"]
@@ -108,7 +108,7 @@ def test_lineage_of_a_model(toy: ToyRun) -> None:
     assert [step["step"] for step in lineage["steps"]] == [1, 2, 3, 4]
     assert [step["completions"] for step in lineage["steps"]] == [16, 16, 16, 16]
     # ten prompts in an epoch: the first two steps cannot meet one twice
-    assert len({prompt for step in lineage["steps"][:2] for prompt in step["prompts"]}) == 8
+    assert len({*lineage["steps"][0]["prompts"], *lineage["steps"][1]["prompts"]}) == 8
     prompt = lineage["steps"][3]["prompts"][0]
     touched = answer(toy, "runs", "lineage", "toy", "--prompt", prompt)["prompt"]
     assert touched["ids"] == [prompt]

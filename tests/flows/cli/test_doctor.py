@@ -39,7 +39,7 @@ def no_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dead_port() -> int:
-    """A port that nobody listens on."""
+    """A port without a listener."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         return int(held.getsockname()[1])

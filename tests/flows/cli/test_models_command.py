@@ -99,8 +99,8 @@ def test_the_champion_again_is_no_decision(toy: ToyRun, version: str) -> None:
 
 def test_what_is_not_there_is_refused(toy: ToyRun, version: str) -> None:
     assert f"no version or alias '9'; published: {version}" in refused(toy, "promote", "toy@9")
-    assert "no model 'nobody'" in refused(toy, "show", "nobody")
-    assert "published: tiny, toy" in refused(toy, "promote", "nobody")
+    assert "no model 'unknown'" in refused(toy, "show", "unknown")
+    assert "published: tiny, toy" in refused(toy, "promote", "unknown")
     assert "there is no champion" in refused(toy, "rollback", "toy")
     assert ostinato(toy, "show", "../up").exit_code == 2
 

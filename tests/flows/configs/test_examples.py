@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,11 @@ def files_in(value: Any) -> list[FileDataset]:
         return [value]
     if isinstance(value, BaseModel):
         value = {name: getattr(value, name) for name in type(value).model_fields}
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [found for one in inner for found in files_in(one)]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return []
+    return list(chain.from_iterable(files_in(item) for item in value))
 
 
 def use_of(source: FileDataset) -> Any:

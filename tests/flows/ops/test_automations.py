@@ -123,7 +123,7 @@ def test_new_data_starts_recurring_and_the_same_data_does_not(server: Site, tmp_
 
     write_prompts(tmp_path / "other.jsonl")
     write_prompts(tmp_path / "fresh.jsonl")
-    assert "new" in add("other.jsonl")  # another dataset: nobody asked for it
+    assert "new" in add("other.jsonl")  # another dataset, for which there is no automation
     assert "new" in add("fresh.jsonl")
     wait_for(lambda: bool(server.runs_of("recurring")), seconds=60)
     assert "there already" in add("fresh.jsonl")

@@ -57,7 +57,7 @@ def gone(pid: int, within: float = 10.0) -> bool:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except FileNotFoundError:
             return True
-        if state == "Z":  # dead; whoever adopted it has yet to ask how
+        if state == "Z":  # dead, and not yet reaped by its new parent
             return True
         time.sleep(0.05)
     return False

@@ -99,7 +99,7 @@ def test_all_processes_of_an_up_are_found_and_killed_if_they_ignore_sigterm(tmp_
         stranger.wait()
 
 
-def test_a_dead_child_that_nobody_asked_for_is_not_alive(tmp_path: Path) -> None:
+def test_a_dead_child_that_was_not_reaped_is_not_alive(tmp_path: Path) -> None:
     mark = spawn([sys.executable, "-c", ""], environment=dict(os.environ), log=tmp_path / "log", folder=tmp_path)
     while mark.alive:
         pass

@@ -47,7 +47,7 @@ def test_a_flow_that_sigterm_ends_while_a_task_run_is_created_has_crashed(
 ) -> None:
     """A Crashed run goes on, a Failed one does not. `left_alone`: what Prefect makes of it; once that is mended there,
     flows need no help."""
-    passed_on: list[int] = []  # Prefect sends the signal on to whoever handled it before
+    passed_on: list[int] = []  # Prefect passes the signal on to the earlier handler
     before = signal.signal(signal.SIGTERM, lambda number, _: passed_on.append(number))
     monkeypatch.setattr("prefect.tasks.Task.create_local_run", arrives)
     try:

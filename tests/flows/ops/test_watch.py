@@ -1,4 +1,4 @@
-"""Beside a loop: a person's pause ends it after the step, and a step that hangs is told of once."""
+"""Tests of the watch on a training loop: a pause ends it after its step, and a step that hangs is reported once."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,7 +27,7 @@ from tests.fixtures.guessing import GuessFactory, guess_config
 GRADER = grader_spec("tests.fixtures.grading:even_share")
 PROMPTS = [StringThread([("user", "1")], {"secret": 1})]
 POLICY, VALUE = (cast(TrainingModel, SimpleNamespace(name=name)) for name in ("policy", "value"))
-"""Nobody: only their names are there."""
+"""A model that is only passed on."""
 
 
 def env_grpo(**options: Any) -> ENVGRPO:
@@ -66,8 +67,9 @@ def test_at_their_defaults_they_say_nothing() -> None:
         *((make, {"kl_in": "reward"}, "in environments the KL term is in the loss") for make in (env_grpo, env_gspo)),
         *(
             (make, {"advantage_estimator": name}, "has no advantage per turn; take one of group")
-            for make in (env_grpo, env_gspo)
-            for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+            for make, name in product(
+                (env_grpo, env_gspo), ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+            )
         ),
         *(
             (env_ppo, {"advantage_estimator": name}, "PPO's are the value model's")

@@ -85,7 +85,7 @@ def test_other_counts_are_named(make: str, name: str) -> None:
         MAKE[make](**{name: 0.5})
 
 
-# -- runs whose length nobody gave -----------------------------------------------------------------------------
+# -- runs without a given length -----------------------------------------------------------------------------
 
 
 async def test_at_its_defaults_a_run_ends_with_the_data(

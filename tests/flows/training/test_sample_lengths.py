@@ -75,7 +75,7 @@ async def test_a_held_out_pair_with_a_longer_answer_counts_for_nothing(
 ) -> None:
     fits, longer = (answered("3"), answered("4")), (answered(LONG), answered("2"))
     measured = []
-    for name, heldout in (("alone", [fits]), ("beside", [longer, fits])):
+    for name, heldout in (("alone", [fits]), ("with-longer", [longer, fits])):
         validation = ValidationLoss(heldout, Cadence(every_steps=1), LengthPlan(truncation="drop"))
         with own_engines():
             model = await spawned(tmp_path / name, tiny_folder, scalar=kind == "reward_model")

@@ -1,5 +1,6 @@
 """Each mapped key of verl has an effect: another value makes another config, in the path that the table states."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ REWARD_MODELS = [
     ("reward_model.enable", "reward_model.model.path"),
     ("reward.reward_model.enable", "reward.reward_model.model_path"),
 ]
-ELSEWHERE = {*SAME_RESULT, *(key for pair in REWARD_MODELS for key in pair)}
-"""Keys whose effect a test of their own shows."""
+ELSEWHERE = {*SAME_RESULT, *chain.from_iterable(REWARD_MODELS)}
+"""Keys whose effect has a test of its own."""
 
 
 def made(tmp_path: Path, kind: str, words: list[str]) -> Imported:
@@ -29,7 +30,7 @@ def made(tmp_path: Path, kind: str, words: list[str]) -> Imported:
     words = list({word.partition("=")[0]: word for word in words}.values())
     keys = {word.partition("=")[0] for word in words}
     base = [word for word in base if word.partition("=")[0] not in keys]
-    named = {name for pair in REWARD_MODELS for name in pair}
+    named = set(chain.from_iterable(REWARD_MODELS))
     if keys & named or any(key.endswith("custom_reward_function.path") for key in keys):
         sets = [word for word in sets if not word.startswith("grader.")]
     empty = tmp_path / "empty.yaml"
@@ -44,7 +45,9 @@ def at(config: Any, path: str) -> Any:
     return config
 
 
-CASES = [(kind, key, entry) for kind, table in key_tables().items() for key, entry in table.mapped.items() if entry.to]
+CASES: list[tuple[str, str, Mapped]] = []
+for kind_of_trainer, table_of_kind in key_tables().items():
+    CASES += [(kind_of_trainer, key, entry) for key, entry in table_of_kind.mapped.items() if entry.to]
 HERE = [case for case in CASES if case[1] not in ELSEWHERE]
 
 
@@ -196,8 +199,8 @@ def test_a_bypassed_trainer_needs_no_importance_weights(tmp_path: Path) -> None:
     result = made(tmp_path, "ppo_trainer", words)
     config = GRPOConfig.model_validate(result.config)
     assert (config.algorithm.old_logprobs, config.regularisation.importance_cap) == ("sampler", None)
-    unread = [key for keys in result.unread.values() for key in keys]
-    assert {CORRECTION + "rollout_is", CORRECTION + "rollout_is_threshold"} <= set(unread)
+    unread = set(chain.from_iterable(result.unread.values()))
+    assert {CORRECTION + "rollout_is", CORRECTION + "rollout_is_threshold"} <= unread
     weighted = GRPOConfig.model_validate(made(tmp_path, "ppo_trainer", words[1:]).config)
     assert (weighted.algorithm.old_logprobs, weighted.regularisation.importance_cap) == ("trainer", 3.0)
 

@@ -109,6 +109,6 @@ def test_a_prompt_by_its_text(toy: ToyRun) -> None:
     )
 
 
-def test_a_prompt_that_nobody_used(toy: ToyRun) -> None:
+def test_a_prompt_that_was_never_used(toy: ToyRun) -> None:
     report = prompt_report(toy.store, lineage_of(toy.store, "toy"), "no such text")
     assert (report.ids, report.uses, report.checkpoints, report.models) == ((), (), (), ())

@@ -168,7 +168,7 @@ def test_a_bucket_that_does_not_exist(moto_endpoint: str) -> None:
             call()
 
 
-def test_nobody_at_home() -> None:
+def test_a_port_without_a_server() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         store = store_at(f"http://127.0.0.1:{probe.getsockname()[1]}", "bucket")

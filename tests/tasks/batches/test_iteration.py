@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from itertools import count, islice
+from itertools import chain, count, islice
 
 import pytest
 from hypothesis import given
@@ -101,7 +101,7 @@ async def test_a_batch_gives_up_at_too_many_failures() -> None:
 def test_every_pass_has_every_sample_once(samples: int, size: int, epochs: int, seed: int) -> None:
     batches = get_minibatches(list(range(samples)), size, epochs, seed)
     assert max(map(len, batches)) <= size
-    assert Counter(number for batch in batches for number in batch) == dict.fromkeys(range(samples), epochs)
+    assert Counter(chain.from_iterable(batches)) == dict.fromkeys(range(samples), epochs)
     assert batches == get_minibatches(list(range(samples)), size, epochs, seed)
 
 

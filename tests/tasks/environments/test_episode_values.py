@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def batch(segments: Sequence[tuple[int, int]], gap: float = 0.0) -> pa.Table:
 
 
 def flat(table: pa.Table, name: str) -> list[float]:
-    return [value for row in table[name].to_pylist() for value in row]
+    return list(chain.from_iterable(table[name].to_pylist()))
 
 
 def test_a_grade_is_on_the_last_token_of_its_turn() -> None:

@@ -262,7 +262,7 @@ def test_a_failure_is_tried_again_on_a_new_environment_that_has_seen_the_same(re
     assert [one.closed for one in factory.made] == [True, True]
 
 
-def test_two_failures_mask_the_episode_and_nobody_else(renderer: Renderer) -> None:
+def test_two_failures_mask_their_episode_alone(renderer: Renderer) -> None:
     def react(environment: Scripted, thread: StringThread) -> Reaction:
         if environment.turns == 1 and environment.random.random() == Random(0).random():  # seeded by the number
             raise RuntimeError("boom")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -50,16 +51,13 @@ def test_a_score_is_a_mean_over_prompts_and_counts_what_is_masked() -> None:
 
 
 def test_every_two_models_are_compared_in_their_order_in_every_cell() -> None:
-    table = [
-        row
-        for dataset in ("sums", "words")
-        for model in ("m2", "m1", "m3")
-        for row in rows(model, {"a": 1.0, "b": 0.0}, dataset)
-    ]
+    table = []
+    for dataset, model in product(("sums", "words"), ("m2", "m1", "m3")):
+        table += rows(model, {"a": 1.0, "b": 0.0}, dataset)
     comparison = compare(table)
     assert [(d.dataset, d.first, d.second) for d in comparison.differences] == [
-        (dataset, first, second) for dataset in ("sums", "words")
-        for first, second in (("m2", "m1"), ("m2", "m3"), ("m1", "m3"))
+        ("sums", "m2", "m1"), ("sums", "m2", "m3"), ("sums", "m1", "m3"),
+        ("words", "m2", "m1"), ("words", "m2", "m3"), ("words", "m1", "m3"),
     ]  # fmt: skip
     assert len(comparison.scores) == 6
     assert [d.dataset for d in comparison.between("m2", "m3")] == ["sums", "words"]

@@ -66,7 +66,7 @@ def test_the_page_stands_alone_and_shows_every_run() -> None:
     assert len(figures) == 4  # reward, loss, gradient norm, learning rate
     for figure in figures:
         assert len(_curves(figure)) == 3
-    assert page.count("lr=0.2") == 2  # beside the run's name, in the legend and in the table
+    assert page.count("lr=0.2") == 2  # after the run's name, in the legend and in the table
     assert "lower, beyond chance" in page and "not evaluated" in page
 
 

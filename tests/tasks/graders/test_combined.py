@@ -46,7 +46,7 @@ async def test_values(values: list[Any], weights: list[float] | None, mean: floa
 
 
 @pytest.mark.parametrize("values", [[SILENT, SILENT], [SILENT, 1.0]])
-async def test_nobody_that_counts_answered(values: list[Any]) -> None:
+async def test_no_grader_that_counts_answered(values: list[Any]) -> None:
     graders = [says(f"g{index}", value) for index, value in enumerate(values)]
     with pytest.raises(IgnoreGradeException):
         await CombinedGrader("c", graders, [1.0, 0.0]).grade(THREAD)

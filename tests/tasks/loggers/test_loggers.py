@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -254,7 +255,7 @@ def test_tensorboard_has_tables_as_text(store: ObjectStore, run: LoggedRun) -> N
     loggers.table(TABLE)
     loggers.close()
     (file,) = (Path(run.folder) / "p" / "n").glob("events.*")
-    (value,) = [value for event in loader.EventFileLoader(str(file)).Load() for value in event.summary.value]
+    (value,) = chain.from_iterable(event.summary.value for event in loader.EventFileLoader(str(file)).Load())
     assert (value.tag, value.metadata.plugin_data.plugin_name) == ("samples", "text")
     assert value.tensor.string_val == [TABLE.markdown().encode()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -42,7 +43,7 @@ def rollouts(store: ObjectStore, shard: int, prompts: list[str], *, first: int =
             "completion_ids": [10 + n] * (n + 1), "logprobs": [-1.0] * (n + 1), "stop_reason": "eos", "text": "",
             "thread": "{}", "policy_state": POLICY.state,
         }
-        for prompt in prompts for n in range(2)
+        for prompt, n in product(prompts, range(2))
     ]  # fmt: skip
     return commit(store, "rollouts", shard, rows, parents=(POLICY.uri,), extra=extra)
 

@@ -86,17 +86,20 @@ def read_decision(world: World, watched: Watched, flow_run: str, *said: str) -> 
 
 
 def test_a_schedule_promotes_does_nothing_and_holds(world: World, watched: Watched, schedule: Schedule) -> None:
+    # The first run promotes, because there is no champion.
     promoted = schedule.first("promoted")
     computed = world.engine_figure("ostinato_calls_total")
     assert computed > 0
     read_decision(world, watched, promoted, "digits: promoted", "there is no champion yet")
     watched.screenshot("recurring-promoted")
 
+    # Without new data the next run asks nothing of the engine.
     unchanged = schedule.first("unchanged")
     assert world.engine_figure("ostinato_calls_total") == computed
     read_decision(world, watched, unchanged, "digits: unchanged", "no new data: the champion")
     watched.screenshot("recurring-unchanged")
 
+    # Worse data must not replace the champion.
     answers(world.folder, "1")  # an odd code point
     held = schedule.first("held")
     read_decision(world, watched, held, "digits: held", "must not be worse by more than 0.05", "failed")
@@ -104,6 +107,7 @@ def test_a_schedule_promotes_does_nothing_and_holds(world: World, watched: Watch
     assert [entry.number for entry in alias_log(world.store, "digits")] == [1]
     assert [decision.action for decision in decisions_of(world.store, "digits")] == ["promote", "hold"]
 
+    # The page of the deployment shows the schedule.
     watched.page.goto(f"{world.url}/deployments/deployment/{schedule.deployment}")
     watched.page.get_by_text("Every minute").first.wait_for()
     watched.page.get_by_text("recurring digits").first.wait_for()

@@ -33,6 +33,7 @@ def fill_form(page: Any) -> None:
 
 def test_a_run_of_grpo_from_the_form_to_its_curves(world: World, watched: Watched) -> None:
     model, before = world.register(world.tiny), len(world.runs_of("grpo"))
+    # Open the form of the deployment grpo.
     page = watched.page
     page.goto(f"{world.url}/deployments")
     page.locator('a[href*="/deployments/deployment/"]', has_text=re.compile("^grpo$")).first.click()
@@ -44,6 +45,7 @@ def test_a_run_of_grpo_from_the_form_to_its_curves(world: World, watched: Watche
     write(page, "Key", model, "Model")
     watched.screenshot("form")
     fill_form(page)
+    # The form refuses a negative learning rate.
     write(page, "Learning rate (Optional)", "-1")
     page.get_by_role("button", name="Submit").click()
     page.get_by_text(re.compile("optimizer.lr|greater than|minimum")).first.wait_for()
@@ -52,6 +54,7 @@ def test_a_run_of_grpo_from_the_form_to_its_curves(world: World, watched: Watche
     write(page, "Learning rate (Optional)", "0.003")
     page.get_by_role("button", name="Submit").click()
 
+    # The page of the run shows its progress.
     wait_for(lambda: len(world.runs_of("grpo")) > before)
     run = world.runs_of("grpo")[-1]["id"]
     page.goto(f"{world.url}/runs/flow-run/{run}")
@@ -63,6 +66,7 @@ def test_a_run_of_grpo_from_the_form_to_its_curves(world: World, watched: Watche
     page.get_by_text("Artifacts", exact=True).last.click()
     page.get_by_text("training").first.wait_for()
     watched.screenshot("artifacts")
+    # Its artifacts show the curves and the samples.
     artifacts = world.artifacts_of(run)
     assert set(artifacts) == {"progress", "training", "samples", "report"}
     page.goto(f"{world.url}/artifacts/artifact/{artifacts['training']['id']}")

@@ -214,6 +214,7 @@ def main() -> int:
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(tempfile.mkdtemp(prefix="ostinato-chaos-"))
+    # One deck per mode, so that every kind of fault is drawn before one repeats.
     modes, lives = ON[arguments.on], list[Life]()
     decks = [Deck(arguments.seed + number, kinds_of(mode)) for number, mode in enumerate(modes)]
     done = 0
@@ -227,11 +228,13 @@ def main() -> int:
             print_life(life, done + 1)
             lives.append(life)
             done += len(life.happenings)
+    # The report names the command that repeats the campaign.
     command = f"python -m tests.chaos.campaign --on {arguments.on} --faults {arguments.faults} --seed {arguments.seed}"
     text = report(lives, command, PACKAGES[arguments.on])
     print(text)
     if arguments.out is not None:
         write(arguments.out, text, arguments.on)
+    # Logs are kept only when a promise was broken.
     broken = any(life.problems for life in lives)
     if broken:
         print(f"logs: {folder}")

@@ -140,6 +140,7 @@ class Proxy:
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             await writer.drain()
 
+        # Faults on the way to the server.
         request = await read_message(reader, is_request=True, on_expect=go_on)
         await self._hold()
         line = self.line
@@ -149,12 +150,14 @@ class Proxy:
             writer.write(_refusal(line.status, request))
             await writer.drain()
             return True
+        # Pass the request on. A fault may lose the answer.
         upstream[1].write(_without(request.head, b"expect") + request.body)
         await upstream[1].drain()
         answer = await read_message(upstream[0], is_request=False, method=request.first[0])
         await self._hold()
         if self._loses(request):
             return False
+        # Pass the answer back, and keep the connection unless one side closes it.
         writer.write(answer.head + answer.body)
         await writer.drain()
         if answer.first[1] == "101":  # from here on it is no HTTP

@@ -112,14 +112,17 @@ async def test_a_zombie_that_wakes_after_its_successor_changes_nothing(
     old = acquire_lease(store, start.run, {"who": "zombie"})
     other = request_after(start, commit_batch(store, start, shard=1), lr=0.5)
     await zombie.info()
+    # Freeze the line while the step of the zombie is on it.
     lines[0].line.frozen = True
     late = asyncio.create_task(zombie.take_gradient_step(other, epoch=old))
     await asyncio.to_thread(lines[0].arrived.wait, 20)
+    # The successor takes the lease and commits two steps.
     new = acquire_lease(store, start.run, {"who": "successor"})
     policy = start
     for _ in range(2):
         request = request_after(policy, commit_batch(store, policy))
         policy = (await successor.take_gradient_step(request, epoch=new)).policy
+    # The late step must change no object in the store.
     before = [(info.key, info.size) for info in store.list()]
     lines[0].heal()
     with pytest.raises(Fenced):

@@ -120,10 +120,12 @@ class World:
         self.folder, self.mode = folder, mode
         self.s3 = s3 if mode.on_s3 else None
         self.random = random.Random(f"world-{seed}")
+        # Every connection of the world passes through a proxy that can fail.
         self.engine_line = Proxy("worker-engine")
         self.prefect_line = Proxy("workers-prefect", urlsplit(prefect).port or 0)
         self.s3_lines = [Proxy(name, self.s3.port) for name in ("engine-s3", "workers-s3")] if self.s3 else []
         self.url = f"s3://{BUCKET}/{folder.parent.name}-{folder.name}" if self.s3 else f"file://{folder}/data"
+        # What the world has observed so far.
         self.children: list[Child] = []
         self.workers: list[Child] = []
         """The newest worker of each run."""
@@ -141,6 +143,7 @@ class World:
         self._log_at, self._log_rest = 0, b""
         self.log: list[dict[str, Any]] = []
         """The work log so far."""
+        # Configs of the runs and of the engine.
         for run in range(mode.runs):
             self._write_config(run, tiny_folder)
         self.ray = RayNodes(mode.nodes_cpus) if mode.nodes_cpus else None

@@ -64,18 +64,21 @@ class RefusingContract(EngineFixtures):
             "300": ([10, 300, 12], weights),
             "token id": ([10, -1, 12], weights),
         }
+        # Language models and scalar models refuse the same sequences.
         valued = await new_policy(engine, tiny_folder, run="valued", trainable=FullSpec(head="scalar"))
         for call, policy in ((engine.logprobs, start), (engine.values, valued)):
             for message, (tokens, given) in wrong.items():
                 assert message in await refused(BadSpec, read, call, policy, tokens, given)
             await refused(SampleTooLong, read, call, policy, [10] * 4097, [0.0] * 4097)
             await refused(BadSpec, read, call, policy, ids, weights, images=(PlacedImage(2, 5, b"x"),))
+        # Parameters of the request.
         for temperature in NO_TEMPERATURES:
             message = await refused(BadSpec, read, engine.logprobs, start, ids, weights, temperature=temperature)
             assert f"temperature {temperature}" in message
         for tokens in (0, -1, 1 << 40):
             with pytest.raises(BadSpec, match=f"max_tokens={tokens}"):
                 await engine.logprobs(LogprobsRequest(start, [SCORED], max_tokens=tokens))
+        # The engine still answers.
         assert len(await score(engine, start)) == 3
 
     # -- completions -------------------------------------------------------------------------------------------
@@ -161,6 +164,7 @@ class RefusingContract(EngineFixtures):
         def root(base: ArtifactRef, **changes: Any) -> dict[str, Any]:
             return {"base": base, "base_digest": base.sha256} | changes
 
+        # Trainable parts, then digests, then models, then starts.
         wrong: list[tuple[dict[str, Any], str]] = [
             (root(base, trainable={"kind": "x"}), "kind"),
             (root(base, trainable={"kind": "lora", "rank": 0}), "rank"),
@@ -180,6 +184,7 @@ class RefusingContract(EngineFixtures):
         for fields, message in wrong:
             spec = PolicySpec(run="fresh", stage="0-s", model="policy", root=Root(**fields))
             assert message in await refused((BadSpec, UnknownPolicy), engine.create_policy, spec)
+        # No refusal has left an object under the run key.
         assert not list(store.list("runs/fresh"))
         policy = await new_policy(engine, tiny_folder, run="fresh")  # the key is free
         assert policy.step == 0

@@ -45,6 +45,7 @@ async def test_torch_to_zero3_x2_and_back(tmp_path: Path, tiny_folder: Path) -> 
     url = f"file://{tmp_path}/store"
     store = open_store(url)
 
+    # Two steps by one process.
     torch = LocalEngine(url, TORCH)
     policy = await new_policy(torch, tiny_folder)
     for _ in range(2):
@@ -52,6 +53,7 @@ async def test_torch_to_zero3_x2_and_back(tmp_path: Path, tiny_folder: Path) -> 
     await torch.save_checkpoint(policy, provenance=PROVENANCE)
     chain = Chain.of(store, policy)
 
+    # Two ranks read the checkpoint, and one process reads theirs.
     zero = LocalEngine(url, ZERO3_X2)
     theirs = await at(zero, policy)
     assert theirs.policy == policy
@@ -64,6 +66,7 @@ async def test_torch_to_zero3_x2_and_back(tmp_path: Path, tiny_folder: Path) -> 
     assert back == {entry.name: entry.sha256 for entry in manifest.files}  # weights and moments, to the byte
     await torch.close(checkpoint=False)
 
+    # The third step by two ranks, the fourth by one process.
     third = await step(zero, policy)
     await zero.save_checkpoint(third.policy, provenance=PROVENANCE)
     await zero.close(checkpoint=False)
@@ -74,6 +77,7 @@ async def test_torch_to_zero3_x2_and_back(tmp_path: Path, tiny_folder: Path) -> 
     fourth = await step(torch, third.policy)
     await torch.close(checkpoint=False)
 
+    # Both changes of numerics are recorded and exact.
     first, second = rebases_in_effect(chain)
     assert (first.policy, first.exact, first.before.backend, first.after.layout) == (policy, True, "torch", "zero3x2")
     assert (second.policy, second.exact, second.after.backend) == (third.policy, True, "torch")

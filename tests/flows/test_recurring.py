@@ -172,6 +172,7 @@ def test_a_retry_after_an_end_anywhere_near_the_decision_decides_once(
     }[where]  # fmt: skip
     real = getattr(module, name)
 
+    # End the first run there.
     def ends(*_: Any, **__: Any) -> None:
         raise Ended(where)
 
@@ -179,6 +180,7 @@ def test_a_retry_after_an_end_anywhere_near_the_decision_decides_once(
     with pytest.raises(Ended):
         line.run()
     assert len(line.decisions) == (0 if where == "before the decision" else 1)
+    # The retry computes nothing again and decides once.
     monkeypatch.setattr(module, name, real)
     connect.cache_clear()
     worklog.write_text("")

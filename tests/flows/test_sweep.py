@@ -129,6 +129,7 @@ def test_children_are_runs_a_failed_one_is_tried_again_and_all_are_compared(
     runs = [child.run for _, child in config.children()]
     step = flows.grpo.take_gradient_step
 
+    # One of two children fails, and the sweep names it.
     async def fails_for_seed_1(workspace: Any, *arguments: Any, **options: Any) -> Any:
         if workspace.seed == 1:
             raise RuntimeError("the device fell off")
@@ -137,6 +138,7 @@ def test_children_are_runs_a_failed_one_is_tried_again_and_all_are_compared(
     monkeypatch.setattr(flows.grpo, "take_gradient_step", fails_for_seed_1)
     with pytest.raises(TrialsFailed, match=f"1 of 2 runs of sweep search failed:\n  {runs[1]}: .*fell off"):
         asyncio.run(sweep(config))
+    # The next sweep runs only the child that failed.
     monkeypatch.setattr(flows.grpo, "take_gradient_step", step)
     worklog.write_text("")
     result = asyncio.run(sweep(config))
@@ -145,6 +147,7 @@ def test_children_are_runs_a_failed_one_is_tried_again_and_all_are_compared(
     assert result["runs"] == runs and {one["run"] for one in result["ranked"]} == set(runs)
     assert result["best"] == result["ranked"][0]["run"]
     assert result["ranked"][1]["difference"]["n"] == 4
+    # All children are in the report and in the list of runs.
     page = Path(result["report"]).read_text()
     assert all(run in page for run in runs) and "<td>seed</td><td>0</td><td>1</td>" in page
     known = list_runs(open_store(config.training.config.storage.url))

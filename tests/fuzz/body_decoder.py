@@ -58,6 +58,7 @@ def main(arguments: list[str]) -> None:
         for done, (number, kind, data) in enumerate(cases):
             if done == WARM_UP_CASES:
                 warm_mib = resident_mib()
+            # Write the number of the case first: after a crash the parent knows which case it was.
             progress.seek(0)
             progress.write(struct.pack("<qq", number, outcomes["decoded"]))
             try:
@@ -68,6 +69,7 @@ def main(arguments: list[str]) -> None:
                 defects.append([number, f"{type(error).__name__}: {error}"[:300]])
             else:
                 outcomes["decoded"] += 1
+    # Memory that the decoders did not give back since the warm-up.
     growth_mib = resident_mib() - warm_mib if warm_mib else 0
     print(json.dumps({**outcomes, "defects": defects, "peak_mib": peak_mib(), "growth_mib": growth_mib}))
 

@@ -187,6 +187,7 @@ def arrow_case(world: World, draw: random.Random) -> Case:
     verb = draw.choice(["generate", "generate", "logprobs", "values"])
     policy = PolicyRef(**(world.scalar if (verb == "values") != (draw.random() < 0.1) else world.policy))
     rows = draw.choice([0, 1, 2, 5, 40])
+    # Mostly valid tokens and lengths, so that many requests pass the first checks.
     known = range(250) if draw.random() < 0.6 else [0, 1, 10, 250, 258, 300, -1, 2**31 - 1]
     lengths = draw.choices([0, 1, 2, 9, 60, 700], [1, 2, 2, 9, 2, 1], k=rows)
     ids = [draw.choices(known, k=length) for length in lengths]
@@ -212,6 +213,7 @@ def arrow_case(world: World, draw: random.Random) -> Case:
         temperature = draw.choice([1.0, 1.0, 0.0, -1.0, 1e-320, 1e308])
         request = unchecked(LogprobsRequest, policy=policy, sequences=sequences, temperature=temperature)
         data = wire.encode_logprobs_request(request, epoch=0)
+    # Damage some of the encoded bodies.
     if draw.random() < 0.4:
         kind = "generate" if verb == "generate" else "logprobs request"
         with contextlib.suppress(struct.error, IndexError):  # an earlier mutation broke what this one needs

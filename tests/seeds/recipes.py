@@ -72,6 +72,7 @@ class PreferenceConfig(InputConfig):
 @recipe_main
 async def preferred(config: PreferenceConfig, ctx: RecipeContext) -> list[str]:
     """DPO, then PPO with a value model of the same base. The model is saved as a further version of its name."""
+    # Both models have the same base.
     builder = await config.model.to_builder(ctx, tokens_to_generate=6)
     policy = await builder.spawn_train("policy", 256)
     value = await builder.into_scoring_model().spawn_train("value", 256)
@@ -84,6 +85,7 @@ async def preferred(config: PreferenceConfig, ctx: RecipeContext) -> list[str]:
         samples_per_batch=2,
     ).run()
     first = await policy.save_model_safely("preferred", ctx=ctx)
+    # PPO continues from the policy that DPO has trained.
     await PPO(
         dataset=await config.prompts.load(ctx),
         model=policy,
@@ -117,6 +119,7 @@ async def two_stages(config: TwoStageConfig, ctx: RecipeContext) -> str:
     builder = await config.model_to_train.to_builder(ctx, tp=1, kv_cache_len=131072, tokens_to_generate=6)
     model = await builder.spawn_train("sft_then_gspo", max_batch_size=10_000)
     logger = get_prod_logger(ctx=ctx)
+    # First stage.
     await SFT(
         dataset=await config.demonstrations.load(ctx),
         model=model,
@@ -128,6 +131,7 @@ async def two_stages(config: TwoStageConfig, ctx: RecipeContext) -> str:
         weight_decay=0.01,
     ).run()
 
+    # Second stage, graded by a judge model.
     judging = await config.model_to_train.to_builder(ctx, tp=1, kv_cache_len=131072)
     judge = await judging.spawn_inference("judge")
     grader = BinaryJudgeGrader(grader_key="quality", criteria="Is the answer of use?", model=judge)

@@ -131,6 +131,7 @@ async def test_fine_tuning_then_gspo_under_a_judge(
 
     monkeypatch.setattr(InferenceModel, "_reply", judged)
     monkeypatch.setattr(TrainingModel, "set_policy", cut_off)
+    # The first attempt ends in the second stage.
     demonstrations = [{"prompt": str(n), "completion": str(n) * 3} for n in range(4)]
     config = TwoStageConfig.model_validate(
         place
@@ -145,6 +146,7 @@ async def test_fine_tuning_then_gspo_under_a_judge(
     assert steps(place, "0-sft", "sft_then_gspo") == [1, 2]
     assert steps(place, "1-gspo", "sft_then_gspo") == [1]
 
+    # The second attempt continues there, as in a new process.
     connecting.connect.cache_clear()
     key = await two_stages(config)
     assert key.startswith("two-stages-final@") and "two-stages-final" in list_models(open_store(config.storage.url))

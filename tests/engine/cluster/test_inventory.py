@@ -22,9 +22,11 @@ def test_machines_and_holders_of_a_cluster_of_two_machines() -> None:
         assert inventory_if_connected() is None
         cluster = connect(spec)
         try:
+            # Reserve three of the four GPUs. Two more cannot be placed.
             placement = Placement(cluster, "trainer ranks", [Bundle(gpus=1.0)] * 3)
             placement.wait(30)
             too_large = Placement(cluster, "vLLM replicas", [Bundle(gpus=2.0)])
+            # The inventory shows the reservation and the placement that waits.
             inventory = take_inventory()
             assert inventory_if_connected() == inventory
             reserved_nodes = [node for node in inventory.nodes if node.reservations]
@@ -39,6 +41,7 @@ def test_machines_and_holders_of_a_cluster_of_two_machines() -> None:
             cluster.release()
         assert inventory_of(spec).gpus == 4.0  # connects only for this call
         assert inventory_if_connected() is None
+        # A plan that needs five GPUs does not fit.
         engine_config = {"trainer": {"kind": "deepspeed", "ranks": 4}, "sampler": {"kind": "vllm", "replicas": 1}}
         engine = LocalEngineSpec.model_validate(engine_config | {"cluster": spec})
         assert shortage(engine, inventory) == "ranks and replicas need 5 GPUs, and the cluster has 4"

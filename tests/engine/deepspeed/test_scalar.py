@@ -134,6 +134,7 @@ def test_a_language_model_gets_the_torch_trainer_s_head_on_ranks(
         pairs = [pair for rows in zip(theirs, mine, strict=True) for pair in zip(*rows, strict=True)]
         return max(abs(a - b) for a, b in pairs)
 
+    # Equal values before training, and nearly equal ones after a step of each loss.
     assert gap() <= VALUE_TOLERANCE
     fitted = [replace(s, returns=[1.0] * s.trained) for s in some_samples()]
     ends = [
@@ -147,6 +148,7 @@ def test_a_language_model_gets_the_torch_trainer_s_head_on_ranks(
         assert report.metrics["loss"] == pytest.approx(other.metrics["loss"], abs=VALUE_TOLERANCE)
         assert report.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-3)
     assert gap() <= 1e-3
+    # A scalar model has no logprobs, and its export has the digest of the ranks.
     with pytest.raises(BadSpec, match="no logprobs"):
         trainer.call("logprobs", scored, 1.0, 30)
     trainer.call("export", tmp_path / "export")
@@ -168,6 +170,7 @@ def test_values_train_on_two_ranks_as_on_one(
     """Loss and gradient are those over the trained tokens of all ranks, and each side reads the other's files."""
     samples, targets = some_samples([9, 14, 11, 6]), [0.5, -1.0, 2.0, 0.25]
     targets_N = torch.tensor([t for s, t in zip(samples, targets, strict=True) for _ in range(s.trained)])
+    # The reference is AdamW over the whole batch in one process.
     trainer, reference = on_ranks(two_ranks, scalar_folder, **spec), TorchTrainer(load_scalar(scalar_folder))
     model, optimizer = reference.model, OptimizerSpec(lr=1e-3, eps=1e-3, max_grad_norm=0.5)
     assert isinstance(model, ScalarLM)
@@ -182,6 +185,7 @@ def test_values_train_on_two_ranks_as_on_one(
         found_loss, found_norm = trainer.call("update_values", samples, targets, optimizer)
         assert found_loss == pytest.approx(loss.item(), abs=VALUE_TOLERANCE)
         assert found_norm == pytest.approx(norm, rel=1e-4)
+    # Checkpoints go from the ranks to one process and back without a changed byte.
     files = trainer.checkpoint()
     state = state_of(files)
     assert_weights_close({name: state[name] for name, _ in reference.weights()}, dict(reference.weights()))

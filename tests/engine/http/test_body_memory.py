@@ -57,6 +57,7 @@ async def test_the_memory_of_all_waiting_calls_is_bounded(server: tuple[subproce
             headers = ARROW | {"X-Request-Id": uuid4().hex}
             return await client.post("/v1/generate", params={"wait": 0}, content=body, headers=headers)
 
+        # Six calls at once: two are accepted.
         answers, health = await asyncio.gather(asyncio.gather(*(post() for _ in range(6))), client.get("/health"))
         assert health.status_code == 200
         taken = [answer for answer in answers if answer.status_code == 202]
@@ -67,6 +68,7 @@ async def test_the_memory_of_all_waiting_calls_is_bounded(server: tuple[subproce
         }
         assert "83 MiB" in refused[0].json()["message"]
 
+        # Both accepted bodies are decoded and stay in memory.
         assert process.stdout is not None
         for _ in taken:  # both are decoded now, and stay
             assert await asyncio.to_thread(process.stdout.readline) == "generate\n"
@@ -76,6 +78,7 @@ async def test_the_memory_of_all_waiting_calls_is_bounded(server: tuple[subproce
         too_large = await client.post("/v1/generate", content=zipped(5_000_000), headers=ARROW)
         assert (too_large.status_code, too_large.json()["error"]) == (413, "BodyTooLarge")
 
+        # A cancelled call makes room for another one.
         await client.delete(f"/v1/calls/{taken[0].json()['id']}")
         async with asyncio.timeout(60):  # the call that was taken back gives its room to another one
             while (again := await post()).status_code == 503:

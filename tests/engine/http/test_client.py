@@ -72,6 +72,7 @@ async def test_every_acknowledgement_of_a_real_engine_is_lost_once(
         await engine.release("r")
         return [start, drawn, record, scored, checkpoint, exported]
 
+    # Every route has lost an answer, and no work was done twice.
     results = await session(client)
     expected = {"import_model", "create_policy", "generate", "logprobs", "take_gradient_step", "save_checkpoint"}
     assert {f"/v1/{verb}" for verb in expected | {"export_model", "release"}} <= {path for _, path in line.lost}
@@ -79,6 +80,7 @@ async def test_every_acknowledgement_of_a_real_engine_is_lost_once(
     assert list(Chain(store, "r", "0-s", "policy").steps()) == [1]
     assert list(store.list("uploads/")) == []
     await served.close()
+    # The same session without HTTP has the same results.
     plain = LocalEngine(store.url, DETERMINISTIC)
     assert await session(plain) == results
     await plain.close()

@@ -94,6 +94,7 @@ async def test_a_page_of_another_site_cannot_post(serve: Serve, engine: Scripted
 
 def bodies_with(name: str) -> list[tuple[str, dict]]:
     """Every place where a name may stand, with this one in it."""
+    # Valid parts, of which each body below replaces one name.
     policy, artifact = POLICY.model_dump(), {"kind": "k", "sha256": "0", "bytes": 1, "rows": None, "parents": []}
     step = {"batch": artifact | {"key": "k"}, "loss": {"kind": "cross_entropy"}, "optimizer": {"lr": 1.0}}
     root = {"base_digest": "d", "base": artifact | {"key": "k"}}
@@ -110,6 +111,7 @@ def bodies_with(name: str) -> list[tuple[str, dict]]:
         ("begin_checkpoint", {"policy": policy, "name": name, "provenance": PROVENANCE_JSON}),
         ("release", {"run": name}),
     ]
+    # Each part of the name of a policy.
     for field in ("run", "stage", "model"):
         wrong = policy | {field: name}
         bodies += [

@@ -95,6 +95,7 @@ class Served:
         grace: int = 20,
         keys: Sequence[str] = ("deterministic=true", "threads=1"),
     ) -> None:
+        # The command line, without secrets. The token is in the environment.
         command = [sys.executable, "-m", "flows.cli.main", "engine", "serve", "--storage", store_url]
         options = ["--port", str(port), "--grace-seconds", str(grace)]
         sets = [f"--set={key}" for key in keys]
@@ -113,6 +114,7 @@ class Served:
                 stderr=stderr,
                 text=True,
             )
+        # The first line of the output names the port that the server has chosen.
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line.startswith("listening on http://127.0.0.1:"), log.read_text()
@@ -181,6 +183,7 @@ async def test_a_server_killed_within_a_step_takes_it_once_all_the_same(
     served = serve(failpoint=failpoint)
     client = served.client(store.url)
     start = await new_policy(client, tiny_folder)
+    # The server is killed within the second step and started again on the same port.
     first = await step_from(client, store, start)
     stepping = asyncio.create_task(step_from(client, store, first.policy))
     assert await asyncio.to_thread(wait_for_end, served) == -signal.SIGKILL
@@ -189,6 +192,7 @@ async def test_a_server_killed_within_a_step_takes_it_once_all_the_same(
     third = await step_from(client, store, second.policy)
     await client.close()
 
+    # The reference: three steps of an engine in this process.
     elsewhere = open_store(f"file://{tmp_path}/plain")
     plain = LocalEngine(elsewhere.url, DETERMINISTIC)
     policy = await new_policy(plain, tiny_folder)

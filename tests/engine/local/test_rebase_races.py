@@ -61,6 +61,7 @@ async def test_the_loser_of_a_race_takes_the_winners_weights(
     winner, loser, commit = Nudged(url, 1e-3), Nudged(url, 2e-3), module.commit_rebase
     raced = False
 
+    # The winner commits its rebase just before the loser does.
     def after_the_winner(*arguments: Any) -> Rebase:
         nonlocal raced
         if not raced:
@@ -70,6 +71,7 @@ async def test_the_loser_of_a_race_takes_the_winners_weights(
 
     monkeypatch.setattr(module, "commit_rebase", after_the_winner)
     record = await step(loser, chain.head())
+    # The loser has taken its step from the winner's weights.
     rebase = only_rebase(chain)
     assert rebase.after.device == "nudged by 0.001"
     assert record.rebase == rebase.mark

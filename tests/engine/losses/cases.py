@@ -99,12 +99,14 @@ def samples_near(outputs_of: Callable[[Sample], list[float]], *, scalar: bool) -
     places = {numbers: cycle(numbers) for numbers in _USED}
     samples, seen = [], set()
     for prompt, weights, group in SHAPES:
+        # Distances from the outputs come from fixed cycles, so that no value is at a bound.
         now = outputs_of(sample(prompt, weights, group))
         away = {numbers: list(islice(place, len(now))) for numbers, place in places.items()}
 
         def below(base: list[float], numbers: tuple[float, ...], away: dict = away) -> list[float]:
             return [value - gap for value, gap in zip(base, away[numbers], strict=True)]
 
+        # A scalar loss reads returns and old values, a policy loss reads logprobs and advantages.
         old = below(now, _FROM_OLD)
         columns = {
             "returns": below(now, _VALUE_FROM_RETURN),

@@ -69,12 +69,14 @@ def test_every_family_is_counted_as_transformers_builds_it(family: str, biased: 
         "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
+    # Not every family has these keys.
     if family != "gpt_neox":
         keys["num_key_value_heads"] = 2
     if family not in ("gpt_neox", "phi3"):
         keys["head_dim"] = 20
     if biased:
         keys |= {"attention_bias": True, "mlp_bias": True}
+    # Compare with the model that transformers builds without allocating it.
     config = AutoConfig.for_model(family, **keys)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
@@ -82,6 +84,7 @@ def test_every_family_is_counted_as_transformers_builds_it(family: str, biased: 
     assert shape.parameters == sum(p.numel() for p in built.parameters())
     if type(config) not in AutoModelForSequenceClassification._model_mapping:
         return
+    # The same with a scalar head, by the plan and read from a config.
     config.num_labels = 1
     with torch.device("meta"):
         scored = AutoModelForSequenceClassification.from_config(config)

@@ -120,6 +120,7 @@ async def test_tangents_of_a_loss_are_its_primitive(tmp_path: Path, tiny_folder:
     old, reference = [shifted(own, -0.1) for own in logprobs], [shifted(own, 0.2) for own in logprobs]
     advantages, count = [1.0, -0.5], sum(map(len, logprobs))
     current = [torch.tensor(own, dtype=torch.float64, requires_grad=True) for own in logprobs]
+    # The primitive gets the samples, and autograd gets the formula over the same logprobs.
     if kind == "language_modelling":
         for thread in (GOOD, BAD):
             built_in.train_language_modelling(thread)
@@ -136,10 +137,12 @@ async def test_tangents_of_a_loss_are_its_primitive(tmp_path: Path, tiny_folder:
         built_in.train_dpo(GOOD, BAD, sum(reference[0]), sum(old[1]), 0.3)
         lead = (current[0].sum() - sum(reference[0])) - (current[1].sum() - sum(old[1]))
         loss = -torch.nn.functional.logsigmoid(0.3 * lead)
+    # The gradients of the formula by the logprobs are the tangents.
     loss.backward()
     for sample, leaf in zip(samples, current, strict=True):
         assert leaf.grad is not None
         await descend(by_hand, sample, leaf.grad.tolist())
+    # Both models have taken the same step.
     built_in_metrics, by_hand_metrics = await built_in.optim_step(1e-3), await by_hand.optim_step(1e-3)
     assert built_in_metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert by_hand_metrics["grad_norm"] == pytest.approx(built_in_metrics["grad_norm"], rel=1e-4)

@@ -250,6 +250,7 @@ async def test_a_chain_of_values_is_redone_to_the_bit(
     url = f"file://{tmp_path}/store"
     engine = LocalEngine(url, DETERMINISTIC)
     start = await new_policy(engine, tiny_folder, trainable=spec, init_seed=4)
+    # First stage: three steps, with a checkpoint after the second.
     policy = await step(engine, await step(engine, start))
     await engine.save_checkpoint(policy, provenance=PROVENANCE)
     policy = await step(engine, policy)
@@ -258,6 +259,7 @@ async def test_a_chain_of_values_is_redone_to_the_bit(
     await engine.close(checkpoint=False)
 
     engine = LocalEngine(url, DETERMINISTIC)
+    # Another engine rebuilds the values and begins a second stage from them.
     assert await engine.values(request) == values_before
     assert await engine.values(LogprobsRequest(start, TOKENS)) != values_before
     trainable = spec.model_dump(mode="json")
@@ -266,6 +268,7 @@ async def test_a_chain_of_values_is_redone_to_the_bit(
     assert await engine.values(LogprobsRequest(second, TOKENS)) == values_before
     await engine.save_checkpoint(await step(engine, second), provenance=PROVENANCE)
     await engine.close()
+    # Verification redoes both stages.
     for from_checkpoints in (False, True):
         report = verify_run(open_store(url), "r", from_checkpoints=from_checkpoints)
         assert report.problems == []

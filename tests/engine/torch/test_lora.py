@@ -231,10 +231,12 @@ def test_peft_loads_the_export_and_transformers_the_merged_one(
 
     adapter = backend().adapter(base, spec, init_seed=5)
     train(adapter, 60, updates=3)
+    # The export names its base.
     files = adapter.export(tmp_path / "adapter")
     assert sorted(files) == ["adapter_config.json", "adapter_model.safetensors"]
     config = json.loads(files["adapter_config.json"].read_text())
     assert config["base_model_name_or_path"] == "models/tiny/000001"
+    # peft's model over the base, and the merged model, have the same logits.
     plain = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32, attn_implementation="eager").eval()
     ids = torch.tensor([[5, 60, 61, 7, 8, 9, 100]])
     with torch.no_grad():
@@ -246,6 +248,7 @@ def test_peft_loads_the_export_and_transformers_the_merged_one(
         together = merged(ids).logits
     assert (loaded - untrained).abs().max() > 0.1
     assert (loaded - together).abs().max() <= 1e-5
+    # So has the trainer.
     token = TokenSequence(ids[0].tolist(), [0.0] + [1.0] * 6, "")
     logprobs_of_adapter = torch.tensor(adapter.logprobs([token], temperature=1.0, max_tokens=WHOLE)[0])
     expected = loaded[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)

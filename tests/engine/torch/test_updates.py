@@ -206,6 +206,7 @@ def test_a_batch_table_of_pairs_reaches_the_trainer_as_pairs(tmp_path: Path) -> 
             }
             for i, s in enumerate(samples)
         ]  # fmt: skip
+        # Commit the samples as a batch, and apply a step over it.
         table = pa.Table.from_pylist(rows, schema=SCHEMAS["batch"])
         provenance = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
         batch = commit_table(store, f"b{len(samples)}", table, kind="batch", provenance=provenance)
@@ -220,6 +221,7 @@ def test_a_batch_table_of_pairs_reaches_the_trainer_as_pairs(tmp_path: Path) -> 
         apply_request(recorder, request, store, max_tokens=64)
         return recorder
 
+    # Five pairs in another order: minibatches of two pairs have four samples.
     samples = [s for name in "abcde" for s in pair(name)]
     Random(0).shuffle(samples)
     assert [len(members) for members in run(samples).seen] == [4, 4, 2]

@@ -135,6 +135,7 @@ def test_a_receiver_that_is_gone_in_the_middle(
     lost, survivor = pool.replicas
     starts, victim, signalled = lost.starts, core_of(lost).pid, []
 
+    # Send the signal to the receiver while the sixth tensor is on its way.
     def strike(pairs: Pairs) -> Pairs:
         for place, pair in enumerate(pairs):
             if place == 5 and not signalled:
@@ -143,11 +144,13 @@ def test_a_receiver_that_is_gone_in_the_middle(
             yield pair
 
     plant(monkeypatch, strike)
+    # The survivor has the weights and draws alone.
     sampler.sync(trainer, "state-1")
     assert signalled and (lost.loaded_state, survivor.loaded_state) == (None, "state-1")
     assert_drawn_from(trainer, draw(sampler))
     until(lambda: lost.starts > starts and lost.phase == "up")
     assert lost.loaded_state is None  # there are no files for it
+    # The next weights reach both.
     move(trainer, seed=3)
     monkeypatch.undo()
     sampler.sync(trainer, "state-2")

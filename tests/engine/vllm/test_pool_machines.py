@@ -63,11 +63,13 @@ def test_the_pool_goes_on_without_a_machine_and_takes_the_next_one(
             pool.load([file], manifest_of_files([file]), "state")
             assert pool.score(SEQUENCES) == SCORES
             pool.check("state")
+            # Remove one of the two machines.
             first = [replica.running_actor() for replica in pool.replicas]
             nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)
             until(lambda: sum(replica.phase == "up" for replica in pool.replicas) == 1)
             assert pool.score(SEQUENCES) == SCORES  # all by the other one
             pool.check("state")
+            # A new machine gets a replica with the same weights.
             nodes.add_node(num_cpus=1, include_dashboard=False)
             until(lambda: [replica.loaded_state for replica in pool.replicas] == ["state", "state"])
             stayed = [replica.running_actor() in first for replica in pool.replicas]

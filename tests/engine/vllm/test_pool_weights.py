@@ -111,12 +111,14 @@ def test_a_replica_that_comes_back_during_a_load_holds_what_was_sent_last_or_not
         stood.gate.set()
         await coming
 
+    # The replica loads the weights of before while others are loaded into the pool.
     coming = pool._thread.run(come_back())
     pool.load([file], manifest_of("after"), "state")
     assert back.loaded_state is None
     if gone:
         file.unlink()
     pool._thread.run(go_on(coming))
+    # It must not report the new state with the old weights.
     digests = [manifest["w"][2] for _, manifest, *_ in stood.arguments("load")]
     assert digests[:2] == ["before", "before"]
     assert (digests[2:], back.loaded_state) == (([], None) if gone else (["after"], "state"))

@@ -221,6 +221,7 @@ def test_a_run_of_grpo_shows_itself(toy_run: ToyRun, prefect_server: str) -> Non
     runs = httpx.post(f"{prefect_server}/flow_runs/filter", json={}, trust_env=False).json()
     (run,) = [run for run in runs if (run["parameters"].get("config") or {}).get("run") == "toy"]
     assert run["name"] == "grpo tiny on prompts, seed 0"
+    # Its artifacts.
     artifacts = artifacts_of(run["id"])
     assert set(artifacts) == {"progress", "training", "samples", "report"}
     assert artifacts["progress"].data == 100.0
@@ -229,6 +230,7 @@ def test_a_run_of_grpo_shows_itself(toy_run: ToyRun, prefect_server: str) -> Non
     assert len(rows) == 8
     assert all(row["step"] == 4 and isinstance(row["grade"], float) and row["prompt"] for row in rows)
 
+    # Its log has one line per step.
     def logs_of_run() -> list[dict[str, Any]]:
         query = {"logs": {"flow_run_id": {"any_": [run["id"]]}}}
         return httpx.post(f"{prefect_server}/logs/filter", json=query, trust_env=False).json()
@@ -241,6 +243,7 @@ def test_a_run_of_grpo_shows_itself(toy_run: ToyRun, prefect_server: str) -> Non
     assert step_lines() == ["1/4", "2/4", "3/4", "4/4"]
     logs = logs_of_run()
     assert not [log for log in logs if "Finished in state" in log["message"] and log["name"] == "prefect.task_runs"]
+    # Its task runs are named after step and shard.
     tasks = httpx.post(
         f"{prefect_server}/task_runs/filter", json={"flow_runs": {"id": {"any_": [run["id"]]}}}, trust_env=False
     ).json()

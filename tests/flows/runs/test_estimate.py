@@ -50,13 +50,16 @@ async def test_memory_counts_weights_gradients_moments_and_the_reference(world: 
     with safe_open(tiny_folder / "model.safetensors", framework="pt") as file:
         parameters = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - not a dict
     assert parameter_count(store, base) == parameters
+    # Weights, gradients and two moments in float32, and the reference.
     with_reference = estimate(store, GRPOConfig.model_validate(config), base, data, info())
     assert with_reference.memory_bytes == parameters * 4 * 5
     config["algorithm"]["kl_beta"] = 0
     assert estimate(store, GRPOConfig.model_validate(config), base, data, info()).memory_bytes == parameters * 4 * 4
+    # In bfloat16 the sampler has a copy of its own.
     halves = info(numerics=info().numerics.model_copy(update={"compute_dtype": "bfloat16"}))
     sampled = estimate(store, GRPOConfig.model_validate(config), base, data, halves)
     assert sampled.memory_bytes == parameters * (4 * 4 + 2)  # the sampler's copy
+    # A value model needs as much as the policy, and more disk and time.
     valued = PPOConfig.model_validate(config)
     assert estimate(store, valued, base, data, info()).memory_bytes == parameters * 4 * (4 + 4)
     assert estimate(store, valued, base, data, halves).memory_bytes == parameters * (4 * (4 + 4) + 2)  # one samples
@@ -67,6 +70,7 @@ async def test_memory_counts_weights_gradients_moments_and_the_reference(world: 
     assert with_values.disk_bytes is not None and plain.disk_bytes is not None
     assert with_values.disk_bytes > plain.disk_bytes
     assert with_values.seconds is not None and plain.seconds is not None and with_values.seconds > 1.5 * plain.seconds
+    # Adapters share the weights of their base.
     config["model"]["adapter"] = {}
     adapter = estimate(store, GRPOConfig.model_validate(config), base, data, info()).memory_bytes
     assert adapter < 1.5 * parameters * 4

@@ -81,6 +81,7 @@ def test_evaluation_on_the_way(runs: FlowRuns, monkeypatch: pytest.MonkeyPatch) 
     drawn = {"every_steps": 1, "temperature": 1.0, "top_k": 50, "top_p": 0.9, "samples_per_prompt": 2}
     whole = runs.run("whole", evaluation=drawn)
 
+    # An evaluation before the first step and after each step, with two completions per prompt.
     tables = [pandas.read_parquet(path) for path in runs.files("whole", "evaluations")]
     assert [path.name[:6] for path in runs.files("whole", "evaluations")] == ["000000", "000001", "000002", "000003"]
     for table in tables:
@@ -91,6 +92,7 @@ def test_evaluation_on_the_way(runs: FlowRuns, monkeypatch: pytest.MonkeyPatch) 
     assert whole["heldout"]["n"] == 3
     assert "Held-out: reward" in Path(whole["report"]).read_text()
 
+    # A run interrupted at an evaluation has the same evaluations.
     evaluate, calls = HeldoutEvaluator.evaluate, []
 
     async def interrupted(self: HeldoutEvaluator, policy: Any) -> Any:

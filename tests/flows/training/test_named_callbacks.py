@@ -56,11 +56,13 @@ async def test_a_grader_evaluation_and_the_rewards_of_each_source(
     policy = await trainer.run()
     store = ctx.workspace.open_store()
 
+    # The callback has evaluated before training and after each step.
     validations = read_validations(store, "named", policy.stage)
     assert [validation.step for validation in validations] == [0, 1, 2]
     assert {validation.name for validation in validations} == {"held-out digits"}
     assert set(validations[0].measures) == {"reward", "reward of even", "reward of odd"}
 
+    # The metrics have the mean reward of each data source.
     stage = tmp_path / "data" / "runs" / "named" / "stages" / policy.stage / "steps"
     for step, metrics in enumerate(read_metrics(store, "named", policy.stage, steps=2)):
         graded = pandas.concat(pandas.read_parquet(file) for file in (stage / f"{step:06d}/graded").glob("*.parquet"))

@@ -117,6 +117,7 @@ def test_new_prompts_of_two_stages_are_new_data(prefect_server: str, tmp_path: P
     chats = {"kind": "file", "path": str(write_pairs(tmp_path / "chats.jsonl")), "columns": {"completion": "chosen"}}
     algorithm, optimizer, prompts = toy.pop("algorithm"), toy.pop("optimizer"), toy["data"]["train"]
     del toy["model"]["publish_as"]
+    # Two stages, each with a dataset of its own.
     body = toy | {
         "data": {"train": chats, "prompts": prompts},
         "sft": {"algorithm": {"steps": 1, "samples_per_batch": 4}, "optimizer": optimizer},
@@ -132,6 +133,7 @@ def test_new_prompts_of_two_stages_are_new_data(prefect_server: str, tmp_path: P
         whole = {"model": "digits", "training": {"kind": "sft_to_gspo", "config": body}, "suite": suite}
         return asyncio.run(recurring(RecurringConfig.model_validate(whole)))
 
+    # Without new data the second run changes nothing. New prompts of the second stage are new data.
     first = run()
     assert first["outcome"] == "promoted"
     store = open_store(str(tmp_path / "data"))

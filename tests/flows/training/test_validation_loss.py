@@ -123,6 +123,7 @@ def test_the_validation_loss_of_sft_is_that_of_a_step_on_the_same_rows(
         "logging": {"loggers": ["swanlab"], "folder": str(tmp_path / "logs")},
         "engine": {"deterministic": True, "threads": 1}, "storage": {"url": str(tmp_path / "data")},
     }  # fmt: skip
+    # A fake logger that records what it is sent.
     lines: list[tuple[int, dict[str, float]]] = []
     module = ModuleType("swanlab")
     module.__dict__["init"] = lambda **_: SimpleNamespace(
@@ -130,6 +131,7 @@ def test_the_validation_loss_of_sft_is_that_of_a_step_on_the_same_rows(
     )
     monkeypatch.setitem(sys.modules, "swanlab", module)
     asyncio.run(sft(SFTConfig.model_validate(body)))
+    # The held-out rows are the training rows, so the losses are equal.
     curve = validations(tmp_path, "0-sft")
     chain = Chain(open_store(str(tmp_path / "data")), "v", "0-sft", "policy")
     losses = [chain.record(step).metrics["loss"] for step in (1, 2, 3)]  # of the policies before these steps

@@ -59,6 +59,7 @@ def imported(tmp_path: Path, model: type[Any], path: Path, **options: Any) -> An
 
 def test_a_grpo_config(tmp_path: Path) -> None:
     config = imported(tmp_path, GRPOConfig, DATA / "grpo.yaml")
+    # Model and data.
     assert config.run == "qwen2.5_7b_function_rm"
     assert config.model.key == "models/qwen2.5-7b-instruct"
     assert config.data.train.path == "data/gsm8k/train.parquet"
@@ -67,6 +68,7 @@ def test_a_grpo_config(tmp_path: Path) -> None:
     assert config.data.heldout.path == "data/gsm8k/test.parquet"
     assert (config.data.max_prompt_tokens, config.data.truncation) == (512, "drop")
     assert (config.sampling.max_new_tokens, config.sampling.temperature) == (1024, 1.0)
+    # Algorithm and optimizer.
     algorithm = config.algorithm
     assert algorithm.completions_per_sample == 8
     assert algorithm.samples_per_batch == 1024 * 8
@@ -77,6 +79,7 @@ def test_a_grpo_config(tmp_path: Path) -> None:
     assert (algorithm.loss_norm, algorithm.advantage_estimator) == ("token_mean", "group_sample_std")
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-6, 0.01)
     assert (config.optimizer.schedule, config.optimizer.max_grad_norm) == ("constant", 1.0)
+    # Engine, checkpoints and grader.
     assert (config.engine.trainer.kind, config.engine.trainer.ranks, config.engine.trainer.zero_stage) == (
         "deepspeed", 8, 3,
     )  # fmt: skip

@@ -39,6 +39,7 @@ def test_an_imported_config_trains(prefect_server: str, tmp_path: Path, tiny_fol
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     (tmp_path / "reward.py").write_text(REWARD)
+    # A config of verl, imported and written as a config of this project.
     verl = {
         "data": {
             "train_files": str(tmp_path / "train.parquet"), "train_batch_size": 4, "max_prompt_length": 64,
@@ -60,6 +61,7 @@ def test_an_imported_config_trains(prefect_server: str, tmp_path: Path, tiny_fol
 
     asyncio.run(grpo(parse_config(GRPOConfig, ours)))
 
+    # Both steps are committed and have moved the weights.
     chain = Chain(open_store(str(tmp_path / "data")), "letters", "0-grpo", "policy")
     records = [chain.record(step) for step in chain.steps()]
     assert [record is not None for record in records] == [True, True]

@@ -108,6 +108,7 @@ async def test_the_grade_task_spawns_the_judges_that_a_spec_names(tmp_path: Path
     arguments: dict[str, Any] = {"grader_key": "c", "graders": [judge]}
     grading = Grading(grader=grader_spec("tasks.graders.combined:CombinedGrader", arguments), timeout_seconds=300)
 
+    # Two completions that the judge scores differently.
     def shard_of(number: int) -> ArtifactRef:
         rows = [
             {
@@ -125,6 +126,7 @@ async def test_the_grade_task_spawns_the_judges_that_a_spec_names(tmp_path: Path
         graded = await grade_shard(space, shard_of(number), grading, stage="0-grpo", step=0, shard=number)
         return read_table(space.open_store(), graded).column("reward").to_pylist()
 
+    # A judge that is spawned again gives the same grades.
     first = await rewards(0)
     assert len(set(first)) == 2 and all(0 < reward < 1 for reward in first)
     await tear_down_idle_graders()

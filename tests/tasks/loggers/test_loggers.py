@@ -151,6 +151,7 @@ def test_mlflow_finds_its_run_again(store: ObjectStore, run: LoggedRun, monkeypa
     logged: list[tuple[str, str, float, int]] = []
     ended: list[str] = []
 
+    # A client that has an experiment and a run once one was created.
     class Client:
         def get_experiment_by_name(self, name: str) -> Any:
             return SimpleNamespace(experiment_id="7") if made else None
@@ -177,6 +178,7 @@ def test_mlflow_finds_its_run_again(store: ObjectStore, run: LoggedRun, monkeypa
 
     fake(monkeypatch, "mlflow.entities", Metric=metric)
     fake(monkeypatch, "mlflow.tracking", MlflowClient=Client)
+    # Each step opens the loggers again, as a resumed run does.
     for step in range(2):
         loggers = Loggers(store, policy(step), ["mlflow"], run)
         record(store, loggers, step)

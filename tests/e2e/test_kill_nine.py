@@ -41,8 +41,8 @@ HITS = {
 """Which hit of a failpoint kills: late enough that steps are committed before it."""
 
 REACHED = sorted(name for name in FAILPOINTS if not name.startswith(("rebase.", "trajectory.")))
-"""No numerics change in a run of one engine, and it plays no episodes: tests/engine/local/test_rebase_races.py and
-tests/e2e/test_kill_episodes.py kill at the others."""
+"""The failpoints that a run of one engine without episodes reaches. tests/engine/local/rebase/test_rebase_races.py
+and tests/e2e/test_kill_episodes.py kill at the others."""
 
 QUICK = ("step.before_commit",)
 

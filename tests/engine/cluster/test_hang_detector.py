@@ -6,27 +6,18 @@ import pytest
 
 from engine.cluster.hang_detector import HangDetector
 from engine.cluster.rank_progress import RankPhase
+from tests.fixtures.clocks import Clock
 
 IDLE, COMPUTING, FINISHED = RankPhase.IDLE, RankPhase.COMPUTING, RankPhase.FINISHED
 
 
-class ManualClock:
-    """A clock that the test sets, in seconds."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(1000.0)
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-def detector(clock: ManualClock) -> HangDetector:
+def detector(clock: Clock) -> HangDetector:
     return HangDetector(2, 10.0, clock)
 
 
@@ -42,7 +33,7 @@ def hung(detector: HangDetector) -> list[int]:
     return [rank.rank for rank in detector.hung_ranks()]
 
 
-def test_time_before_the_call_is_not_counted(detector: HangDetector, clock: ManualClock) -> None:
+def test_time_before_the_call_is_not_counted(detector: HangDetector, clock: Clock) -> None:
     record(detector, (1, IDLE), (1, IDLE))
     clock.now += 1e6
     detector.begin_call()
@@ -50,7 +41,7 @@ def test_time_before_the_call_is_not_counted(detector: HangDetector, clock: Manu
 
 
 def test_a_rank_that_computes_without_progress_hangs_and_the_other_does_not(
-    detector: HangDetector, clock: ManualClock
+    detector: HangDetector, clock: Clock
 ) -> None:
     detector.begin_call()
     record(detector, (1, COMPUTING), (1, COMPUTING))
@@ -61,7 +52,7 @@ def test_a_rank_that_computes_without_progress_hangs_and_the_other_does_not(
     assert hung(detector) == [1]
 
 
-def test_a_rank_may_wait_for_a_rank_that_makes_progress(detector: HangDetector, clock: ManualClock) -> None:
+def test_a_rank_may_wait_for_a_rank_that_makes_progress(detector: HangDetector, clock: Clock) -> None:
     detector.begin_call()
     record(detector, (1, COMPUTING), (2, FINISHED))
     for counter in range(2, 12):
@@ -70,7 +61,7 @@ def test_a_rank_may_wait_for_a_rank_that_makes_progress(detector: HangDetector, 
         assert hung(detector) == []
 
 
-def test_without_any_progress_all_unfinished_ranks_hang(detector: HangDetector, clock: ManualClock) -> None:
+def test_without_any_progress_all_unfinished_ranks_hang(detector: HangDetector, clock: Clock) -> None:
     detector.begin_call()
     record(detector, (2, FINISHED), (0, IDLE))  # rank 1 was stopped before it received the call
     detector.record_no_reply(1)
@@ -78,7 +69,7 @@ def test_without_any_progress_all_unfinished_ranks_hang(detector: HangDetector, 
     assert hung(detector) == [1]
 
 
-def test_the_phase_of_the_previous_call_is_not_used(detector: HangDetector, clock: ManualClock) -> None:
+def test_the_phase_of_the_previous_call_is_not_used(detector: HangDetector, clock: Clock) -> None:
     detector.begin_call()
     record(detector, (2, COMPUTING), (2, COMPUTING))
     detector.begin_call()
@@ -87,7 +78,7 @@ def test_the_phase_of_the_previous_call_is_not_used(detector: HangDetector, cloc
     assert [rank.phase for rank in detector.hung_ranks()] == [IDLE, IDLE]
 
 
-def test_a_rank_that_has_not_begun_the_call_is_not_finished(detector: HangDetector, clock: ManualClock) -> None:
+def test_a_rank_that_has_not_begun_the_call_is_not_finished(detector: HangDetector, clock: Clock) -> None:
     detector.begin_call()
     detector.record_reply(1, 4, FINISHED)  # counter and phase of the end of the previous call, not polled then
     for counter in range(2):
@@ -99,7 +90,7 @@ def test_a_rank_that_has_not_begun_the_call_is_not_finished(detector: HangDetect
     assert hung(detector) == [1]
 
 
-def test_ranks_that_do_not_reply_come_first(detector: HangDetector, clock: ManualClock) -> None:
+def test_ranks_that_do_not_reply_come_first(detector: HangDetector, clock: Clock) -> None:
     detector.begin_call()
     record(detector, (1, COMPUTING), (1, COMPUTING))
     detector.record_no_reply(1)

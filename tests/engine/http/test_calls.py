@@ -9,15 +9,9 @@ import pytest
 from engine.errors import EngineBusy
 from engine.http.calls import CallLimits, CallResult, CallTable, SubmittedCall
 from engine.http.errors import BodyTooLarge, CallConflict, UnknownCall
+from tests.fixtures.clocks import Clock
 
 A, B, C = "a" * 32, "b" * 32, "c" * 32
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Work:

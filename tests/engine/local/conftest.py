@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the local engine: a store in a folder, and an engine on it."""
+"""Fixtures of the tests of the local engine: a store in a folder, an engine on it, and a chain of three steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.local.engine import LocalEngine
+from storage.chain.records import Chain
 from storage.store.objects import ObjectStore, open_store
+from tests.engine.local.rebuilding import three_steps
 from tests.fixtures.engines import DETERMINISTIC
 
 
@@ -27,3 +29,11 @@ async def engine(url: str) -> AsyncIterator[LocalEngine]:
     engine = LocalEngine(url, DETERMINISTIC)
     yield engine
     await engine.close()
+
+
+@pytest.fixture
+async def chain(engine: LocalEngine, tiny_folder: Path, worklog: Path) -> Chain:
+    """A chain of three steps. The work of these steps is not in the work log."""
+    chain = await three_steps(engine, tiny_folder)
+    worklog.unlink()
+    return chain

@@ -23,19 +23,10 @@ from tests.engine.local.rebuilding import (
     rebuilt_digest,
     redone_steps,
     restored_steps,
-    three_steps,
 )
 from tests.fixtures.engines import (
     PROVENANCE,
 )
-
-
-@pytest.fixture
-async def chain(engine: LocalEngine, tiny_folder: Path, worklog: Path) -> Chain:
-    """A chain of three steps. The work of these steps is not in the work log."""
-    chain = await three_steps(engine, tiny_folder)
-    worklog.unlink()
-    return chain
 
 
 def rewrite(chain: Chain, step: int, change: Callable[[dict[str, Any]], None]) -> CommitRecord:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from tests.engine.local.rebuilding import (
     committed_digest,
     new_materialiser,
     rebuilt_digest,
-    three_steps,
 )
 from tests.fixtures.engines import (
     commit_batch,
@@ -28,14 +26,6 @@ from tests.fixtures.engines import (
 
 GRPO = {"kind": "grpo", "kl_beta": 0.0}
 POISONED = [row([1, 2], [3, 4], advantages=1, old_logprobs=-5), row([1, 2], [5], advantages=math.inf, old_logprobs=-5)]
-
-@pytest.fixture
-async def chain(engine: LocalEngine, tiny_folder: Path, worklog: Path) -> Chain:
-    """A chain of three steps. The work of these steps is not in the work log."""
-    chain = await three_steps(engine, tiny_folder)
-    worklog.unlink()
-    return chain
-
 
 async def clean_step(engine: LocalEngine, store: ObjectStore, chain: Chain) -> CommitRecord:
     """A good step after the head; its weights are checked against a redo by a fresh engine."""

@@ -20,7 +20,6 @@ from tests.engine.local.rebuilding import (
     rebuilt_digest,
     redone_steps,
     restored_steps,
-    three_steps,
 )
 from tests.fixtures.engines import (
     DETERMINISTIC,
@@ -32,14 +31,6 @@ from tests.fixtures.engines import (
 from tests.fixtures.worklog import events
 
 SCORED = TokenSequence([10, 11, 12, 20, 21], [0.0, 0.0, 0.0, 1.0, 1.0])
-
-
-@pytest.fixture
-async def chain(engine: LocalEngine, tiny_folder: Path, worklog: Path) -> Chain:
-    """A chain of three steps. The work of these steps is not in the work log."""
-    chain = await three_steps(engine, tiny_folder)
-    worklog.unlink()
-    return chain
 
 
 # -- rebuilding ------------------------------------------------------------------------------------------------

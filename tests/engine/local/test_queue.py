@@ -9,16 +9,7 @@ import pytest
 
 from engine.errors import EngineBusy
 from engine.local.queue import FairQueue
-
-
-class Clock:
-    """Seconds that pass only inside calls."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.fixtures.clocks import Clock
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from flows.display.terminal import TerminalProgress, format_duration, step_line
 from tasks.reports.metrics import StepMetrics
+from tests.fixtures.clocks import Clock
 
 
 def rl_step(step: int) -> StepMetrics:
@@ -20,18 +21,8 @@ def sft_step(step: int) -> StepMetrics:
     return StepMetrics(step=step, loss=2.5, grad_norm=1.0, learning_rate=1e-5, tokens_per_second=900.0)
 
 
-class Clock:
-    """Time that passes only when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def plain() -> tuple[TerminalProgress, io.StringIO, Clock]:
-    out, clock = io.StringIO(), Clock()
+    out, clock = io.StringIO(), Clock(100.0)
     return TerminalProgress(Console(file=out, width=60, force_terminal=False), clock=clock), out, clock
 
 
@@ -93,7 +84,7 @@ def test_a_run_resumed_after_its_last_step_promises_no_further_one() -> None:
 
 
 def test_on_a_terminal_a_bar_and_a_table_are_redrawn() -> None:
-    out, clock = io.StringIO(), Clock()
+    out, clock = io.StringIO(), Clock(100.0)
     console = Console(file=out, width=110, force_terminal=True, legacy_windows=False, _environ={"TERM": "xterm"})
     progress = TerminalProgress(console, clock=clock)
     progress.start(20, 0)

@@ -10,13 +10,7 @@ from prefect.states import Running, Suspended
 
 from flows.training import watch
 from flows.training.watch import STALLED_SECONDS, RunWatch
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.fixtures.clocks import Clock
 
 
 @pytest.fixture

@@ -19,12 +19,13 @@ from storage.store import key_patterns, keys
 from storage.store.artifacts import commit_files, read_manifest
 from storage.store.backends.memory import MemoryBackend
 from storage.store.objects import ObjectStore, open_store
-from tests.fixtures.gc_store import ATTEMPT, CHECKPOINT, HOUR, PROVENANCE, STEP, Clock, all_keys, commit_rows
+from tests.fixtures.clocks import Clock
+from tests.fixtures.gc_store import ATTEMPT, CHECKPOINT, HOUR, NOW, PROVENANCE, STEP, all_keys, commit_rows
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(NOW)
 
 
 @pytest.fixture

@@ -18,12 +18,13 @@ from storage.store import artifacts, key_patterns, keys
 from storage.store.artifacts import commit_files, find_artifact, read_manifest
 from storage.store.backends.memory import MemoryBackend
 from storage.store.objects import ObjectStore
-from tests.fixtures.gc_store import HOUR, PROVENANCE, STEP, Clock, all_keys, commit_rows
+from tests.fixtures.clocks import Clock
+from tests.fixtures.gc_store import HOUR, NOW, PROVENANCE, STEP, all_keys, commit_rows
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(NOW)
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from engine.local.engine import LocalEngine
 from engine.local.replay import replay_step
 from engine.local.verify import verify_run
@@ -13,32 +11,15 @@ from engine.protocol import PolicySpec
 from storage.chain.records import Chain, Root
 from storage.chain.retention import prune_checkpoints
 from storage.store.artifacts import read_manifest
-from tests.engine.local.rebasing import (
+from tests.engine.local.rebase.rebasing import (
     DOUBLE,
-    SINGLE,
     OtherVersions,
     has_no_problems,
     only_rebase,
     read,
     step,
-    three_single_steps,
 )
 from tests.fixtures.engines import PROVENANCE
-
-
-@pytest.fixture
-async def chain(url: str, tiny_folder: Path) -> Chain:
-    """Three steps under SINGLE, and no checkpoint."""
-    return await three_single_steps(url, tiny_folder)
-
-
-@pytest.fixture
-async def saved(chain: Chain, url: str) -> Chain:
-    """The same chain with a checkpoint at its head."""
-    engine = LocalEngine(url, SINGLE)
-    await engine.save_checkpoint(chain.head(), provenance=PROVENANCE)
-    await engine.close()
-    return chain
 
 
 async def test_verify_redoes_each_stretch_under_its_numerics(chain: Chain, url: str) -> None:

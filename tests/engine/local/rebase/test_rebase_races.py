@@ -17,7 +17,7 @@ from engine.local.verify import verify_run
 from storage.chain.rebase import Rebase, rebase_at, rebases_in_effect
 from storage.chain.records import Chain
 from storage.store import key_patterns
-from tests.engine.local.rebasing import (
+from tests.engine.local.rebase.rebasing import (
     DOUBLE,
     SINGLE,
     STEPS,
@@ -28,28 +28,21 @@ from tests.engine.local.rebasing import (
     read,
     record_of,
     step,
-    three_single_steps,
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 CHILD = """
 import asyncio, sys
 from engine.local.engine import LocalEngine
 from storage.chain.records import Chain
 from storage.store.objects import open_store
-from tests.engine.local.rebasing import DOUBLE, step
+from tests.engine.local.rebase.rebasing import DOUBLE, step
 async def main():
     engine = LocalEngine(sys.argv[1], DOUBLE)
     await step(engine, Chain(engine.store, "r", "0-s", "policy").head())
     await engine.close(checkpoint=False)
 asyncio.run(main())
 """
-
-
-@pytest.fixture
-async def chain(url: str, tiny_folder: Path) -> Chain:
-    """Three steps under SINGLE, and no checkpoint."""
-    return await three_single_steps(url, tiny_folder)
 
 
 async def test_the_loser_of_a_race_takes_the_winners_weights(

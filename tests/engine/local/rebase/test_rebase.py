@@ -17,7 +17,7 @@ from storage.inspect.run_details import describe_run
 from storage.store import keys
 from storage.store.artifacts import find_artifact, read_manifest
 from storage.store.objects import ObjectStore
-from tests.engine.local.rebasing import (
+from tests.engine.local.rebase.rebasing import (
     DOUBLE,
     SINGLE,
     STEPS,
@@ -28,26 +28,9 @@ from tests.engine.local.rebasing import (
     read,
     record_of,
     step,
-    three_single_steps,
 )
 from tests.fixtures.engines import PROVENANCE, new_policy
 from tests.fixtures.worklog import events
-
-
-@pytest.fixture
-async def chain(url: str, tiny_folder: Path) -> Chain:
-    """Three steps under SINGLE, and no checkpoint."""
-    return await three_single_steps(url, tiny_folder)
-
-
-@pytest.fixture
-async def saved(chain: Chain, url: str) -> Chain:
-    """The same chain with a checkpoint at its head."""
-    engine = LocalEngine(url, SINGLE)
-    await engine.save_checkpoint(chain.head(), provenance=PROVENANCE)
-    await engine.close()
-    return chain
-
 
 # -- exact -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The arithmetic of docs/scaling.md, against sums done by hand with round numbers."""
+"""Tests of the cost model of docs/scaling.md against sums done by hand with round numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""bench/gpu runs whole on the CPU, its formulas are those of the definition, and a part that fails costs no other."""
+"""Tests of bench/gpu: it runs on the CPU, its formulas follow the definitions, and a part that fails does not stop the
+others."""
 
 from __future__ import annotations
 

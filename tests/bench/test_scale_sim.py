@@ -1,4 +1,4 @@
-"""A small simulation, whole; and the virtual store, against what its limits say."""
+"""Tests of the scale simulation: a small one from beginning to end, and the virtual store against its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A browser, and everything that `ostinato up` starts. Needs Chromium and the playwright package; else these tests are
+"""A browser, and the processes that `ostinato up` starts. Without Chromium and the playwright package these tests are
 skipped."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Filling in Prefect's forms, by the labels that a person reads."""
+"""Fills in Prefect's forms. Fields are found by their labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person does to a run under way, and what befalls it: cancelled by a click, retried; killed, and watched."""
+"""Tests of operating a run in the browser: it is cancelled, retried, killed and watched."""
 
 from __future__ import annotations
 

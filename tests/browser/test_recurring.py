@@ -1,4 +1,5 @@
-"""Fine-tunes that recur: a cron schedule fires by itself, and what it decided is read on its page; a person's word."""
+"""Tests of recurring fine-tunes in the browser: a cron schedule starts runs, their pages show the decision, and a
+person approves one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person does: opens the page, fills the form of `grpo`, and watches the run to its end."""
+"""Tests of the browser's path through a run: the form of `grpo`, the progress of the run, and its artifacts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many faults over many tiny runs, and the table of what became of them.
+"""Runs many faults over many tiny runs, and writes a table of the results.
 
     python -m tests.chaos.campaign --faults 100 --seed 0 --out docs/reliability.md
     python -m tests.chaos.campaign --on ranks --faults 12 --out docs/reliability.md

@@ -1,4 +1,4 @@
-"""The faults: what goes wrong, for how long, and when. A schedule is drawn from a seed and printed with it.
+"""The faults: the kind, the duration and the time of each. A schedule is drawn from a seed and printed with it.
 
 Each kind is a generator over a world: it breaks something, yields for how many seconds (or until what) it stays so,
 and mends it. What died stays dead: the world's supervisor brings it back, as systemd, Kubernetes or Prefect would.

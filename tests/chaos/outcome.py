@@ -1,4 +1,4 @@
-"""What must hold after a world has ended, and how long each fault kept it from the next committed step."""
+"""Checks a world after its end, and measures how long each fault delayed the next committed step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The processes of a world: started in groups of their own, signalled by pid, their output kept in files."""
+"""The processes of a world. Each has its own process group, receives signals by its pid, and writes its output to a
+file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An HTTP/1.1 proxy that breaks a line in the ways lines break. One per line, in a thread, on a port that stays.
+"""An HTTP/1.1 proxy that injects faults of a connection. Each proxy has a thread and keeps its port.
 
 It reads whole requests and whole answers, so that it can lose an answer after the request had its effect.
 """

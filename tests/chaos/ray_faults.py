@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine, for the engine of a world, and the faults of it.
+"""A Ray cluster of two nodes on this machine for the engine of a world, and faults of the cluster.
 
 Each node is a raylet with its workers, in processes of their own. What is lost comes back as on a managed cluster: a
 node is replaced after a while, and a cluster whose head was lost is started again at the same address.

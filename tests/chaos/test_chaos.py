@@ -1,4 +1,4 @@
-"""Ten seeds of mixed faults over whole runs: `make chaos`. The same seed is the same schedule.
+"""Tests of ten seeds of mixed faults over whole runs (`make chaos`). The same seed gives the same schedule.
 
 Under `deterministic` a run ends at the bytes of the run without faults, also where two take turns in the room for one.
 Without it (two runs on one engine, whose generations are drawn together) the chains verify. Either way every prompt is

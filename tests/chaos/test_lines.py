@@ -1,4 +1,4 @@
-"""Enumerated faults of one line, quick enough for every change: what is sent twice, late, or by two."""
+"""Tests of single faults of a connection: requests that arrive twice, late, or from two clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of a Ray cluster under whole runs: actors that die or stand still, a node that is lost, the head that is lost.
+"""Tests of faults of a Ray cluster during whole runs: actors that die or hang, a lost node, and a lost head.
 
 The run goes on by itself (after the head was lost: when the cluster and the engine are started again), makes each step
 once, and verifies.

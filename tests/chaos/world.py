@@ -1,4 +1,5 @@
-"""A world: S3 server, engine server, flow workers and the lines between them, and a supervisor that restarts what died.
+"""A world: an S3 server, an engine server, flow workers, the connections between them, and a supervisor that restarts
+dead processes.
 
 Everything is on 127.0.0.1 and in processes of its own; logs stay in the world's folder. `World.live(schedule)` lets the
 faults of a schedule happen until every run has ended, and tells what happened.

@@ -1,4 +1,4 @@
-"""What tests of every engine share: how to reach one, what is asked of it, and the fixtures of the contract."""
+"""Connections, requests and fixtures that all tests of the engine's contract share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of `engine.protocol.Engine`: requests that make no sense are refused for good, and leave no trace."""
+"""The contract of `engine.protocol.Engine`: invalid requests are refused every time and change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every kind of store promises. One suite; each backend inherits it."""
+"""The contract of `ObjectStore`. The tests of each backend inherit it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What every sampler promises, checked against plain transformers: the torch sampler always, vLLM where it is
-installed (`make test-vllm`). Expected numbers are a Hugging Face forward's, processed as the docstrings say.
-"""
+"""The contract of samplers, checked against plain transformers. The torch sampler is always tested, vLLM where it is
+installed (`make test-vllm`). Expected numbers come from a forward pass of Hugging Face, processed as the docstrings
+describe."""
 
 from __future__ import annotations
 

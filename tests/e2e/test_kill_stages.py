@@ -1,6 +1,5 @@
-"""`kill -9` in the flows `dpo`, `reward_model`, `gspo` and `sft_to_gspo`, there on both sides of the border between the
-stages: the same command again ends with the same bytes, in the stage where it stood.
-"""
+"""Tests of `kill -9` in the flows `dpo`, `reward_model`, `gspo` and `sft_to_gspo`, there on both sides of the border
+between the stages. The same command, run again, continues in the same stage and ends with the same bytes."""
 
 from __future__ import annotations
 

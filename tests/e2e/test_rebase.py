@@ -1,5 +1,5 @@
-"""A chain wanders between torch x 1 and DeepSpeed ZeRO-3 x 2: weights and moments cross to the byte, the chain says so,
-and a verification redoes each stretch where it was made."""
+"""Tests of a chain that moves between torch x 1 and DeepSpeed ZeRO-3 x 2. Weights and moments keep their bytes, the
+chain records each move, and a verification redoes each part under its own numerics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One whole run with its artifacts on S3: the same steps to the same bytes as on a local folder."""
+"""Tests of a whole run with its artifacts on S3: it ends with the same bytes as on a local folder."""
 
 from __future__ import annotations
 

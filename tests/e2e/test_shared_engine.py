@@ -1,4 +1,4 @@
-"""Four flows on one engine server, over HTTP and in step: each ends as it does alone with an engine of its own."""
+"""Tests of four flows on one engine server over HTTP: each ends as it does alone on its own engine."""
 
 from __future__ import annotations
 

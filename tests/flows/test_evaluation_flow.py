@@ -1,4 +1,4 @@
-"""`evaluation` from end to end on the tiny model: what it keeps, what it does a second time, what it shares."""
+"""Tests of `evaluation` from end to end on the tiny model: its results, repeated runs, and shared samples."""
 
 from __future__ import annotations
 

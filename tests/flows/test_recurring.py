@@ -1,4 +1,5 @@
-"""`recurring` on the tiny model: first promoted, then nothing new, worse data held back; a person decides; retries."""
+"""Tests of `recurring` on the tiny model: a first promotion, runs without new data, worse models, approvals and
+retries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps: which trials there are, and child runs that resume and are compared."""
+"""Tests of sweeps: their trials, and child runs that resume and are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The variable-length kernel of this GPU means what the SDPA path means."""
+"""Tests that the variable-length kernel of this GPU computes what the SDPA path computes."""
 
 from __future__ import annotations
 

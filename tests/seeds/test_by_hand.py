@@ -1,4 +1,4 @@
-"""Hand-written GRPO learns, and a run of it that is cut off anywhere ends as one that was not."""
+"""Tests of a hand-written GRPO: it learns, and an interrupted run ends as one without interruption."""
 
 from __future__ import annotations
 

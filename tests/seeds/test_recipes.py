@@ -1,4 +1,4 @@
-"""Recipes as flows: they train, resume where they were, and are done at once when they are finished."""
+"""Tests of recipes as flows: they train, resume, and do no work once they are finished."""
 
 from __future__ import annotations
 

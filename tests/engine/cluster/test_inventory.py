@@ -1,4 +1,4 @@
-"""What a look at a Ray cluster tells: its machines, and who holds which of their GPUs."""
+"""Tests of the inventory of a Ray cluster: its machines, and the reservations of their GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where Ray is not installed: what needs it says what to install before a model is loaded; the rest works."""
+"""Tests of a machine without Ray: code that needs Ray names the package before a model is loaded, and the rest
+works."""
 
 from __future__ import annotations
 

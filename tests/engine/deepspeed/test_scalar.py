@@ -1,5 +1,4 @@
-"""A model with a scalar head goes through ZeRO: it loads, its values train as on one process, and its digest,
-checkpoint and export are whole."""
+"""Tests of models with a scalar head under ZeRO: loading, training on values, digests, checkpoints and exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""No body ends the process that decodes it: in a child process, each damaged body ends in BadSpec or in lists.
+"""Fuzz tests of the body decoder in a child process: each damaged body ends in BadSpec or in lists, and none ends the
+process.
 
 The mutations are in tests/fuzz/mutations.py; `python -m tests.fuzz.bodies --minutes 60` runs more of them. The corpus
 holds bodies that ended the process with a segmentation fault or an abort before engine.http.arrow_stream checked them.

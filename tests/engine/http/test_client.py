@@ -1,4 +1,4 @@
-"""The client over a line that fails: every call has one effect, however often it is sent."""
+"""Tests of the client over an unreliable connection: every call takes effect once, even if it is sent several times."""
 
 from __future__ import annotations
 

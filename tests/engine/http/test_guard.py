@@ -1,4 +1,4 @@
-"""Who may call, which names are refused, and what the log says of a request."""
+"""Tests of authentication, of refused names, and of the log lines of a request."""
 
 from __future__ import annotations
 

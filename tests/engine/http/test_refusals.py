@@ -1,4 +1,4 @@
-"""What a caller reads who sends nonsense to a real engine's server: 4xx, and names of fields instead of validators."""
+"""Tests of invalid requests to the server of a real engine: the response is a 4xx that names the wrong field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports as pages: an address that proves itself needs no token, and no other address shows anything."""
+"""Tests of the pages of reports: a signed address needs no token, and any other address is refused."""
 
 from __future__ import annotations
 

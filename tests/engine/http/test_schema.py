@@ -1,4 +1,4 @@
-"""schemathesis against the server's own OpenAPI schema: whatever is sent, the answer is documented and no 5xx.
+"""Tests of the server against its own OpenAPI schema with schemathesis: every response is documented and never a 5xx.
 
 Half of the bodies get names of a real run put in, so that they pass the door and reach the engine.
 """

@@ -1,4 +1,4 @@
-"""`ostinato engine serve` as a process: what it refuses to start, how it ends, and that killing it loses nothing."""
+"""Tests of `ostinato engine serve` as a process: refused options, its end, and that a kill loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ostinato engine serve` as the driver of Ray: however it ends, it leaves no process behind."""
+"""Tests of `ostinato engine serve` as the driver of Ray: it leaves no process behind, however it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches over the wire are exact, and a stranger's bytes end in BadSpec."""
+"""Tests of the wire format: batches are exact, and invalid bytes end in BadSpec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who cancels a call gives the engine back: a step ends at its next micro-batch, and nothing of it is there."""
+"""Tests of cancelled calls: a step ends at its next micro-batch and leaves nothing behind."""
 
 from __future__ import annotations
 

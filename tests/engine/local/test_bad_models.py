@@ -1,4 +1,4 @@
-"""Folders that are no safe, whole model are refused by name, and nothing of them reaches the registry."""
+"""Tests of unsafe and incomplete model folders: each is refused by name, and nothing of it is registered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who leaves memory leaves its sampler too: several samplers may share one engine, which would keep them for ever."""
+"""Tests that a policy that is evicted from memory also closes its sampler, because samplers may share one engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler tells of each token as it is drawn."""
+"""Tests of the sampler's callback for each sampled token."""
 
 from __future__ import annotations
 

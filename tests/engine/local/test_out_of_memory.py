@@ -1,5 +1,5 @@
-"""Memory that does not hold a micro-batch halves the micro-batches of that update once; ids outside the vocabulary are
-named before any forward."""
+"""Tests of out-of-memory errors: the micro-batches of that update are halved once. Token ids outside the vocabulary are
+refused before any forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fair queue, by hand: virtual times computed on paper with a clock that only moves when a call says so."""
+"""Tests of the fair queue against virtual times computed by hand. The clock moves only when a call sets it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A verification names the step and the first tensor that differ; a replay says whether a step comes out equal."""
+"""Tests of verification and replay: a verification names the step and the first tensor that differ, and a replay
+compares one step."""
 
 from __future__ import annotations
 

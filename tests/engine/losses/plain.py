@@ -1,5 +1,5 @@
-"""The losses by their papers' formulas, over plain forwards of `transformers`, one sample at a time. Nothing of the
-engine computes here: it is what the engine is held against.
+"""The losses by the formulas of their papers, over plain forward passes of `transformers`, one sample at a time. The
+engine's losses are compared with these, so they use no code of the engine.
 
 Axes: T token of one sample · N trained token of it · V vocabulary
 """

@@ -1,4 +1,4 @@
-"""Concurrent calls become one; whatever goes wrong reaches every caller."""
+"""Tests of concurrent calls that are sent as one: an error reaches every caller."""
 
 from __future__ import annotations
 

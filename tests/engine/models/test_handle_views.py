@@ -1,4 +1,5 @@
-"""What else handles do: answers as classes, stop strings, live views, loading, models behind endpoints."""
+"""Tests of further features of model handles: answers as classes, stop strings, live views, loading, and models behind
+endpoints."""
 
 from __future__ import annotations
 

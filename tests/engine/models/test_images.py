@@ -1,4 +1,4 @@
-"""Threads with images through the handles: what is tokenised, drawn, scored, trained, saved; and what is refused."""
+"""Tests of threads with images through model handles: tokens, samples, scores, training, checkpoints and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every `train_*`: the loss that `optim_step` reports is the formula's, of logprobs and scores asked for beforehand."""
+"""Tests of every `train_*`: the loss that `optim_step` reports follows the formula over logprobs and scores read before
+the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies with a scalar head: what their chains hash, where the head comes from, and what is trained and written."""
+"""Tests of policies with a scalar head: their digests, the initial head, training and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tape by itself: what becomes one batch, in which order, and what is refused."""
+"""Tests of the tape: which samples become one batch, in which order, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rendering by the model's own template: the whole text's ids, the right tokens trained, sampled ids kept."""
+"""Tests of rendering by the model's own template: the token ids of the text, the trained tokens, and unchanged sampled
+ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gate's tests share: moving a trainer, planting a fault, and what must come of it."""
+"""Helpers of the gate's tests: they change a trainer, plant a fault, and check the result."""
 
 from __future__ import annotations
 

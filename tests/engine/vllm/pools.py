@@ -1,4 +1,4 @@
-"""What the tests of real vLLM replicas share: prompts, and looks at processes."""
+"""Helpers of the tests of real vLLM replicas: prompts, loads, and the processes of a replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who can share a vLLM engine, and where completions end, as a config folder says it."""
+"""Tests of a model's config: which models can share a vLLM engine, and which tokens end a completion."""
 
 from __future__ import annotations
 

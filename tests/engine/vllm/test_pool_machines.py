@@ -1,4 +1,4 @@
-"""A pool on a cluster of two machines, both played by this one; a stand-in takes the place of vLLM."""
+"""Tests of a pool on two simulated machines. A stand-in replaces vLLM."""
 
 from __future__ import annotations
 

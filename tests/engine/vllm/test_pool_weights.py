@@ -1,4 +1,5 @@
-"""Which weights a pool takes a replica's to be, with stand-ins for the actors: loads that overlap, sleeps, adapters."""
+"""Tests of the weights that a pool records for its replicas, with stand-ins for the actors: overlapping loads, sleeps,
+adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chain's commands as they are typed: what they print, and how they end."""
+"""Tests of the commands for chains: their output and their exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ostinato data add`: a version is its rows, new once, and only then an event."""
+"""Tests of `ostinato data add`: equal rows are one version, and only a new version sends an event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says of stores, versions, engines and servers that are not well."""
+"""Tests of `ostinato doctor` on broken stores, versions, engines and servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The log file of a command: tracebacks go there, lines to the terminal. Whole runs: tests/e2e/test_bad_input.py."""
+"""Tests of the log file of a command: it holds the tracebacks, the terminal shows one line. tests/e2e/test_bad_input.py
+tests whole runs."""
 
 from __future__ import annotations
 

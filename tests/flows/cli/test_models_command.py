@@ -1,4 +1,4 @@
-"""`ostinato models` as it is typed: champions moved and moved back, cards, and pushes."""
+"""Tests of `ostinato models`: promotion, rollback, model cards and pushes."""
 
 from __future__ import annotations
 

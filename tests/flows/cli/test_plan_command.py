@@ -1,4 +1,4 @@
-"""`ostinato engine plan`: what it prints, what it refuses, and that the example configs say what they take."""
+"""Tests of `ostinato engine plan`: its output, its errors, and the memory that the example configs document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs: what is refused, and how it is said; run keys the command line remembers; when checkpoints are due."""
+"""Tests of configs: validation errors, the run keys that the command line stores, and when checkpoints are due."""
 
 from __future__ import annotations
 

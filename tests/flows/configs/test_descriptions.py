@@ -1,4 +1,4 @@
-"""Every field that a form shows says what it is."""
+"""Tests that every field of a form has a description."""
 
 from __future__ import annotations
 

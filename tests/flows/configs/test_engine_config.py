@@ -1,4 +1,4 @@
-"""One file for `ostinato run`, `engine serve` and `engine plan`."""
+"""Tests of the engine config that `ostinato run`, `engine serve` and `engine plan` share."""
 
 from __future__ import annotations
 

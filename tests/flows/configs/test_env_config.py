@@ -1,4 +1,4 @@
-"""Configs of the flows in environments: what decides a result, what is refused."""
+"""Tests of the configs of flows in environments: which fields decide the result, and which values are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of examples/: each is a config of the flow that its first line runs, and its data are there."""
+"""Tests of the files of examples/: each is a config of the flow in its first line, and its data exist."""
 
 from __future__ import annotations
 

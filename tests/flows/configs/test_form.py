@@ -1,4 +1,4 @@
-"""The form that Prefect draws of each flow's config, and what its API answers to a bad value."""
+"""Tests of the form that Prefect shows for each flow's config, and of its API's response to a bad value."""
 
 from __future__ import annotations
 

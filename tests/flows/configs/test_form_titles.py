@@ -1,4 +1,4 @@
-"""A record's JSON schema as a form: titles, unions as a choice, menus of one; and the same to a validator."""
+"""Tests of the JSON schema of a config as a form: titles, choices for unions, and the same meaning for a validator."""
 
 from __future__ import annotations
 

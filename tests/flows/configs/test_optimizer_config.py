@@ -1,4 +1,4 @@
-"""What a config says of AdamW and its schedules, and what it may not."""
+"""Tests of the config of AdamW and its schedules."""
 
 from __future__ import annotations
 

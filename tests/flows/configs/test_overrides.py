@@ -1,4 +1,4 @@
-"""Configs from files and command lines: types as a person means them, mistakes refused by name."""
+"""Tests of configs from files and command lines: values get the type of their field, and unknown names are refused."""
 
 from pathlib import Path
 from typing import Any, Literal

@@ -1,4 +1,5 @@
-"""The config of `sft_to_gspo`: each stage is what a run of its own would be; what decides the result is told apart."""
+"""Tests of the config of `sft_to_gspo`: each stage has the settings of a run of its own, and the fields that decide the
+result are known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What flow runs are called."""
+"""Tests of the titles of flow runs."""
 
 from __future__ import annotations
 

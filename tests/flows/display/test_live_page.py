@@ -1,4 +1,4 @@
-"""The page of a running loop: changed in place, never in the way."""
+"""Tests of the page of a running loop: it is updated in place and does not slow the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the terminal shows: plain lines where nothing can be redrawn, a live view where it can."""
+"""Tests of the terminal output: plain lines where nothing can be redrawn, and a live view where it can."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""A Prefect server with our deployments, for the slow tests of what a server and a worker do with them."""
+"""A Prefect server with the deployments of this project, for the slow tests of servers and workers."""
 
 from __future__ import annotations
 

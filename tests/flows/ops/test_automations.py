@@ -1,5 +1,5 @@
-"""The example automations on a real server, made as their first lines say: each fires on the event that our code sends,
-and does what it is for. No worker: that the run is there is what an automation does."""
+"""Tests of the example automations on a real server, created as their first lines describe. Each fires on the event of
+our code and starts its run. There is no worker, so a created run is the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events and the example automations that answer them: the automations know every event, and only real fields."""
+"""Tests of events and of the example automations: they name every event, and only fields that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where a deployed flow works, its key, its attempts, and how its lease is given back by another process."""
+"""Tests of the end of a deployed flow run: its folder, key and attempts, and the release of its lease by another
+process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A real Prefect server: it records, keeps its history, and leaves nothing behind. A start takes eight seconds."""
+"""Tests of a real Prefect server: it records runs, keeps its history, and leaves no process behind. A start takes eight
+seconds."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""prefect.yaml: every entrypoint is a flow, every schedule rests, every tag is one that the automations look at."""
+"""Tests of prefect.yaml: every entrypoint is a flow, every schedule is paused, and the automations use every tag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server is told of a dead worker's runs: by the API that it has, played by a transport."""
+"""Tests of the reconciliation of a dead worker's runs. A transport replaces the Prefect server."""
 
 from __future__ import annotations
 

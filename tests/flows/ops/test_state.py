@@ -1,4 +1,5 @@
-"""The state of `ostinato up`: private, whole, and about processes that cannot be mistaken."""
+"""Tests of the state file of `ostinato up`: only its user can read it, it is never partial, and it identifies its
+processes."""
 
 from __future__ import annotations
 

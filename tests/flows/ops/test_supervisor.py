@@ -1,4 +1,4 @@
-"""The supervisor over services that are plain programs: starts, restarts, adoption, and an orderly end."""
+"""Tests of the supervisor with plain programs as services: starts, restarts, adoption, and an orderly end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM at the worst moment: while Prefect creates a task run."""
+"""Tests of SIGTERM while Prefect creates a task run."""
 
 from __future__ import annotations
 

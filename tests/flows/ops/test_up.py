@@ -1,5 +1,5 @@
-"""`ostinato up` on this machine: a real server, worker and engine, and runs of a deployment that survive what befalls
-them. The services take a minute to start, and each test takes a minute."""
+"""Tests of `ostinato up` on this machine: a real server, worker and engine, and runs of a deployment that survive kills.
+One `ostinato up` serves most tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A Prefect server and a worker of one's own, without `ostinato up`: what becomes of runs whose worker or process ends.
-Heartbeats and automations are the product's, so that each test takes minutes."""
+"""Tests of a Prefect server and a worker without `ostinato up`: runs whose worker or process ends. Heartbeats and
+automations have the intervals of the product, so each test takes minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A fork goes on from its step: with its own config to the same bytes, with another one to other weights."""
+"""Tests of forks: a fork continues from its step, with the same config to the same bytes, and with another config to
+other weights."""
 
 from __future__ import annotations
 

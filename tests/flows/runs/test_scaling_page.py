@@ -1,4 +1,4 @@
-"""docs/scaling.md: its engine config is one, and its manifest has the shape that KubeRay reads."""
+"""Tests of docs/scaling.md: its engine config is valid, and its manifest has the shape that KubeRay reads."""
 
 from __future__ import annotations
 

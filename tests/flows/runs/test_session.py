@@ -1,4 +1,4 @@
-"""Leaving a run: whatever is away, the process ends soon, and the lease is given back where that is possible."""
+"""Tests of the end of a run's session: it ends soon even when a server is away, and releases the lease where it can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training classes under the names that documents use for their arguments."""
+"""Tests of the aliases of arguments of the training classes."""
 
 from __future__ import annotations
 

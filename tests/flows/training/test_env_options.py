@@ -1,4 +1,4 @@
-"""What the training classes in environments refuse, before they touch a model."""
+"""Tests of the options that the training classes in environments refuse before they use a model."""
 
 from __future__ import annotations
 

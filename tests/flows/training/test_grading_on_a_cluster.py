@@ -1,4 +1,5 @@
-"""Graders on the machines of a Ray cluster: grades spread, survive the loss of a machine, and change no artifact."""
+"""Tests of graders on a Ray cluster: grades are computed on several machines, survive the loss of one, and change no
+artifact."""
 
 from __future__ import annotations
 

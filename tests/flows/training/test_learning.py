@@ -1,4 +1,4 @@
-"""The toy task is learnt from random weights, and only from rewards that say what is wanted."""
+"""Tests that the toy task is learnt from random weights, and only from rewards for the right answer."""
 
 from __future__ import annotations
 

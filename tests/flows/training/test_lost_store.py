@@ -1,4 +1,4 @@
-"""A run whose store's folder goes away under it: it goes on when the folder is back, and begins no other store."""
+"""Tests of a run whose store folder disappears: it continues when the folder is back, and creates no other store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run whose learning rate is 0: nothing may move, so every ratio is 1 and every gap is the sampler's alone."""
+"""Tests of a run with a learning rate of 0: weights do not move, so every ratio is 1 and every gap comes from the
+sampler."""
 
 from __future__ import annotations
 

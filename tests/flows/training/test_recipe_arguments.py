@@ -1,4 +1,4 @@
-"""Arguments that the documents' recipes give: counts as floats, no length at all, a judge's client, every device."""
+"""Tests of arguments of recipes: counts as floats, runs without a length, the client of a judge, and devices."""
 
 from __future__ import annotations
 

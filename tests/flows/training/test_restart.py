@@ -1,5 +1,5 @@
-"""`restart_from_checkpoint`: a stage begins at a named checkpoint, with a new optimizer, the same after any
-interruption; `stage_notifier` hears how far it is."""
+"""Tests of `restart_from_checkpoint` and `stage_notifier`. A stage starts at a named checkpoint with a new optimizer,
+also after an interruption, and the notifier receives the progress."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ THREADS = [StringThread([("user", str(digit)), ("assistant", str(digit) * 3)]) f
 STEPS = 4
 
 
-class Heard(StageNotifier):
-    """Remembers what was reported."""
+class RecordingNotifier(StageNotifier):
+    """Records (done, total) of each report."""
 
     def __init__(self) -> None:
         super().__init__("SFT Training")
-        self.heard: list[tuple[float, float]] = []
+        self.reports: list[tuple[float, float]] = []
 
     def report_progress(self, done: float, total: float = 1.0) -> None:
-        self.heard.append((done, total))
+        self.reports.append((done, total))
 
 
-class Runs:
+class SFTRuns:
     """Short SFT runs in one store, each in an engine of its own."""
 
     def __init__(self, folder: Path, tiny_folder: Path) -> None:
@@ -86,17 +86,17 @@ class Runs:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, tiny_folder: Path) -> Runs:
-    return Runs(tmp_path, tiny_folder)
+def runs(tmp_path: Path, tiny_folder: Path) -> SFTRuns:
+    return SFTRuns(tmp_path, tiny_folder)
 
 
-async def test_it_begins_with_the_checkpoints_weights_and_a_new_optimizer(runs: Runs) -> None:
+async def test_it_begins_with_the_checkpoints_weights_and_a_new_optimizer(runs: SFTRuns) -> None:
     first = await runs.sft("first")
     middle = Chain.of(runs.store, first).policy(2)
     again = await runs.sft("again", restart_from_checkpoint="first/0-sft/policy-2")
     root = Chain.of(runs.store, again).root()
     assert root is not None and root.start == middle
-    # the definition: what a run of its own on the published weights does
+    # By definition the steps are those of a new run on the published weights.
     plain = await runs.sft("plain", key=await runs.publish(middle))
     assert None not in runs.digests(plain)
     assert runs.digests(again) == runs.digests(plain)
@@ -104,7 +104,7 @@ async def test_it_begins_with_the_checkpoints_weights_and_a_new_optimizer(runs: 
 
 
 @pytest.mark.slow
-async def test_an_interrupted_restart_ends_with_the_same_bytes(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_interrupted_restart_ends_with_the_same_bytes(runs: SFTRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     await runs.sft("first")
     restart = {"restart_from_checkpoint": "first/policy-2"}
     whole = await runs.sft("whole", **restart)
@@ -119,7 +119,7 @@ async def test_an_interrupted_restart_ends_with_the_same_bytes(runs: Runs, monke
     monkeypatch.setattr(flows.training.supervised_loop, "take_gradient_step", interrupted)
     with pytest.raises(RuntimeError, match="power"):
         await runs.sft("cut", **restart)
-    # a stage that began stands by what it began with, whatever was named so since
+    # A stage that has begun keeps its start, also when another checkpoint takes the name.
     with own_engines():
         model = await runs.spawn("first")
         await runs.train(model)
@@ -131,7 +131,7 @@ async def test_an_interrupted_restart_ends_with_the_same_bytes(runs: Runs, monke
 
 
 @pytest.mark.slow
-async def test_an_earlier_stage_of_the_own_run(runs: Runs) -> None:
+async def test_an_earlier_stage_of_the_own_run(runs: SFTRuns) -> None:
     with own_engines():
         model = await runs.spawn("two")
         first = await runs.train(model)
@@ -139,7 +139,7 @@ async def test_an_earlier_stage_of_the_own_run(runs: Runs) -> None:
         assert (first.stage, second.stage) == ("0-sft", "1-sft")
         root = Chain.of(runs.store, second).root()
         assert root is not None and root.start == Chain.of(runs.store, first).policy(2)
-        # both stages have one of that name now
+        # Now both stages have a checkpoint of that name.
         with pytest.raises(NoSuchCheckpoint, match="names 2 checkpoints: two/0-sft/policy-2, two/1-sft/policy-2"):
             await runs.train(model, restart_from_checkpoint="policy-2")
         third = await runs.train(model, restart_from_checkpoint="1-sft/policy-2")
@@ -147,34 +147,34 @@ async def test_an_earlier_stage_of_the_own_run(runs: Runs) -> None:
         assert root is not None and root.start == Chain.of(runs.store, second).policy(2)
 
 
-async def test_what_does_not_exist_is_an_error_that_lists_what_does(runs: Runs) -> None:
+async def test_what_does_not_exist_is_an_error_that_lists_what_does(runs: SFTRuns) -> None:
     first = await runs.sft("first")
-    assert [one.title for one in named_checkpoints(runs.store, "first")] == [
+    assert [checkpoint.title for checkpoint in named_checkpoints(runs.store, "first")] == [
         "first/0-sft/policy-2", "first/0-sft/policy-4",
     ]  # fmt: skip
     with pytest.raises(NoSuchCheckpoint, match="there are first/0-sft/policy-2, first/0-sft/policy-4"):
         await runs.sft("second", restart_from_checkpoint="first/policy-3")
     with pytest.raises(NoSuchCheckpoint, match="there is no named checkpoint"):
-        await runs.sft("second", restart_from_checkpoint="policy-2")  # of another run: it is named with it
+        await runs.sft("second", restart_from_checkpoint="policy-2")  # a checkpoint of another run needs the name of the run
     assert Chain(runs.store, "second", first.stage, "policy").root() is None
 
 
 @pytest.mark.slow
-async def test_a_stage_that_began_outlives_the_checkpoint_it_began_with(runs: Runs) -> None:
+async def test_a_stage_that_began_outlives_the_checkpoint_it_began_with(runs: SFTRuns) -> None:
     first = await runs.sft("first")
     restart = {"restart_from_checkpoint": "first/policy-2"}
     again = await runs.sft("again", max_steps=2, **restart)
     pruned = keys.checkpoint(first.run, first.stage, first.model, 2)
     for info in list(runs.store.list(f"{pruned}/")):
         runs.store.delete(info.key)
-    assert [one.name for one in named_checkpoints(runs.store, "first")] == ["policy-4"]
+    assert [checkpoint.name for checkpoint in named_checkpoints(runs.store, "first")] == ["policy-4"]
     assert await runs.sft("again", max_steps=2, **restart) == again
     with pytest.raises(NoSuchCheckpoint):
         await runs.sft("late", max_steps=2, **restart)
 
 
 @pytest.mark.slow
-async def test_a_run_goes_on_after_its_named_checkpoints_were_removed(runs: Runs) -> None:
+async def test_a_run_goes_on_after_its_named_checkpoints_were_removed(runs: SFTRuns) -> None:
     whole = await runs.sft("whole")
     half = await runs.sft("half", max_steps=2)
     (named,) = named_checkpoints(runs.store, "half")
@@ -185,14 +185,14 @@ async def test_a_run_goes_on_after_its_named_checkpoints_were_removed(runs: Runs
     assert resumed.state == whole.state
 
 
-async def test_only_the_latest_named_checkpoints_are_kept(runs: Runs) -> None:
+async def test_only_the_latest_named_checkpoints_are_kept(runs: SFTRuns) -> None:
     schedule = CheckpointSchedule(CheckpointConfig(every_steps=1, keep_named=2))
     with own_engines():
         await runs.train(await runs.spawn("r"), checkpoints=schedule)
-    assert [one.name for one in named_checkpoints(runs.store, "r")] == ["policy-3", "policy-4"]
+    assert [checkpoint.name for checkpoint in named_checkpoints(runs.store, "r")] == ["policy-3", "policy-4"]
 
 
-async def test_a_checkpoint_of_another_base_or_trained_part_is_refused(runs: Runs) -> None:
+async def test_a_checkpoint_of_another_base_or_trained_part_is_refused(runs: SFTRuns) -> None:
     first = await runs.sft("first")
     restart = {"restart_from_checkpoint": "first/policy-2"}
     with own_engines():
@@ -205,7 +205,7 @@ async def test_a_checkpoint_of_another_base_or_trained_part_is_refused(runs: Run
 
 
 @pytest.mark.slow
-async def test_a_fork_of_a_restarted_run_begins_where_it_began(runs: Runs) -> None:
+async def test_a_fork_of_a_restarted_run_begins_where_it_began(runs: SFTRuns) -> None:
     await runs.sft("first")
     restarted = await runs.sft("restarted", restart_from_checkpoint="first/policy-2")
     fork_run(runs.store, "restarted", "forked", step=2, code_version="test")
@@ -214,7 +214,7 @@ async def test_a_fork_of_a_restarted_run_begins_where_it_began(runs: Runs) -> No
 
 
 @pytest.mark.slow
-async def test_ppo_takes_the_value_model_of_the_same_iteration(runs: Runs) -> None:
+async def test_ppo_takes_the_value_model_of_the_same_iteration(runs: SFTRuns) -> None:
     prompts = [StringThread([("user", str(digit))]) for digit in range(4)]
 
     async def ppo(run: str, **options: Any) -> PPO:
@@ -237,10 +237,10 @@ async def test_ppo_takes_the_value_model_of_the_same_iteration(runs: Runs) -> No
         assert root.start == Chain(runs.store, "first", "0-ppo", name).policy(1)
 
 
-async def test_a_stage_notifier_hears_of_every_step(runs: Runs) -> None:
-    heard = Heard()
-    await runs.sft("heard", stage_notifier=heard)
-    assert heard.heard == [(done, STEPS) for done in range(STEPS + 1)]
-    again = Heard()
+async def test_a_stage_notifier_hears_of_every_step(runs: SFTRuns) -> None:
+    notifier = RecordingNotifier()
+    await runs.sft("heard", stage_notifier=notifier)
+    assert notifier.reports == [(done, STEPS) for done in range(STEPS + 1)]
+    again = RecordingNotifier()
     await runs.sft("heard", stage_notifier=again)
-    assert again.heard == [(STEPS, STEPS)]  # of a finished stage, at once
+    assert again.reports == [(STEPS, STEPS)]  # of a finished stage

@@ -1,4 +1,4 @@
-"""Learning rates at single steps, by hand from the definition in the algorithm notes."""
+"""Tests of learning rates at single steps against values computed by hand from the definitions."""
 
 from __future__ import annotations
 

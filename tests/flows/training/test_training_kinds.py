@@ -1,4 +1,4 @@
-"""`recurring` and `sweep` over every training flow: what their configs take, and one short sweep of a new kind."""
+"""Tests of `recurring` and `sweep` over every training flow: their configs, and one short sweep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss on held-out rows: the loss of training, on other rows, of every policy that it is asked of."""
+"""Tests of the validation loss: the training loss on held-out rows, for every evaluated policy."""
 
 from __future__ import annotations
 

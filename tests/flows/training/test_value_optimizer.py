@@ -1,4 +1,4 @@
-"""The value model's own AdamW and schedule: what is said of it, the policy's where nothing is said."""
+"""Tests of the value model's optimizer and schedule. Fields that are not given are those of the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each mapped key of verl has an effect: another value makes another config, in the path that the table states."""
+"""Tests that each mapped key of verl changes the config at the path that the table states."""
 
 from itertools import chain
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whole verl configs as ours: which flow, what the config says, what is refused, what the command prints."""
+"""Tests of the import of whole verl configs: the flow, the config, the refused keys, and the output of the command."""
 
 import json
 from itertools import chain

@@ -1,4 +1,4 @@
-"""The table of verl's keys is complete, and says of each what verl's own files say."""
+"""Tests that the table of verl's keys is complete and agrees with verl's own files."""
 
 from itertools import chain
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A verl config, verl's rows and a reward function written for verl train here."""
+"""Tests that a verl config with verl's rows and a reward function for verl trains."""
 
 from __future__ import annotations
 

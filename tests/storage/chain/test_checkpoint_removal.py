@@ -1,4 +1,4 @@
-"""A person removes named checkpoints: refused if something refers to them, and the run stays complete."""
+"""Tests of the removal of named checkpoints: refused while something refers to them, and the run stays complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""file://: a store whose folder is gone, or holds another store, is never mistaken for an empty one."""
+"""Tests of file:// stores whose folder is missing or holds another store: neither is treated as an empty store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages of a group: golden values of the algorithm notes, and what must be exactly zero."""
+"""Tests of the advantages of a group against golden values, and of the cases that must be exactly zero."""
 
 from __future__ import annotations
 

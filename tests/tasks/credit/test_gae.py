@@ -1,4 +1,4 @@
-"""GAE and returns against the golden values of the algorithm notes, and by hand."""
+"""Tests of GAE and returns against golden values and sums done by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of rewards before and as they are advantages: every number by hand."""
+"""Tests of the transformations of rewards before they become advantages. Expected numbers are computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON lines and Parquet: what is read, and what each kind of bad row says."""
+"""Tests of JSON Lines and Parquet files: which rows are read, and the error of each kind of bad row."""
 
 import json
 import tracemalloc

@@ -1,4 +1,4 @@
-"""reasoning-gym rows: seeded, split by question, and honest about what cannot be made."""
+"""Tests of reasoning-gym rows: seeded, split by question, with an error where a question cannot be made."""
 
 import subprocess
 import sys

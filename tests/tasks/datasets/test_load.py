@@ -1,4 +1,4 @@
-"""Loading: content-named, idempotent, all or nothing."""
+"""Tests of loading datasets: keys come from the content, loading twice is safe, and a bad row commits nothing."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Preferences and ratings: what is read of a row, which turns are compared, and what each kind of bad row says."""
+"""Tests of preferences and ratings: the columns of a row, the compared turns, and the error of each kind of bad row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An advantage per turn: worked by hand from the definition (algorithms, ENV*)."""
+"""Tests of the advantages per turn, against values computed by hand."""
 
 from __future__ import annotations
 

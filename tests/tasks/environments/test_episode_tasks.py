@@ -1,4 +1,5 @@
-"""The tasks of episodes: run twice and at once, one artifact; what a shard says of itself; what cannot be played."""
+"""Tests of the tasks of episodes: repeated and concurrent runs give one artifact, with a manifest, and errors are
+raised."""
 
 from __future__ import annotations
 

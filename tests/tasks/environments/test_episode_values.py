@@ -1,4 +1,4 @@
-"""Credit over an episode by hand: which token has a turn's grade, and how far credit flows."""
+"""Tests of credit over an episode by hand: the token that has a turn's grade, and the reach of the credit."""
 
 from __future__ import annotations
 

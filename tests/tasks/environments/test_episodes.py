@@ -1,4 +1,4 @@
-"""Episodes against a scripted sampler: which tokens, which segments, which ending, and what an odd environment does."""
+"""Tests of episodes with a scripted sampler: their tokens, segments and endings, and unusual environments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""reasoning-gym as an environment: answered once, or guessed at."""
+"""Tests of reasoning-gym as an environment, with one answer or with several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments by name: what can be declared, what is refused before a run begins."""
+"""Tests of environments by import path: valid specs, and specs that are refused before a run begins."""
 
 from __future__ import annotations
 

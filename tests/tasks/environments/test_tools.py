@@ -1,4 +1,4 @@
-"""Tool calls in text: what is one, what is told about one that is wrong, and what the environment answers."""
+"""Tests of tool calls in text: which text is a call, the message for a wrong call, and the environment's answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Environments of verifiers: played as its own loop plays them. Without the library, a refusal that says what to do."""
+"""Tests of environments of verifiers, which play as its own loop does. Without the library the error names the
+package."""
 
 from __future__ import annotations
 

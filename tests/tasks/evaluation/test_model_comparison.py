@@ -1,4 +1,4 @@
-"""An evaluation's figures, from rewards written by hand."""
+"""Tests of the comparison of models, from rewards written by hand."""
 
 from __future__ import annotations
 

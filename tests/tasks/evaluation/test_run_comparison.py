@@ -1,4 +1,4 @@
-"""Which of several runs is better, from held-out rewards written by hand, and what the page shows."""
+"""Tests of the comparison of runs, from held-out rewards written by hand, and of its page."""
 
 from __future__ import annotations
 

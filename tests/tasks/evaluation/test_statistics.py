@@ -1,4 +1,4 @@
-"""Numbers from a t table and from sums done by hand."""
+"""Tests of statistics against a t table and sums done by hand."""
 
 import math
 

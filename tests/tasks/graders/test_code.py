@@ -1,4 +1,5 @@
-"""Programs in completions: what passes, and what a program cannot do to the grader."""
+"""Tests of the grader that runs programs from completions: which programs pass, and that they cannot harm the
+grader."""
 
 import asyncio
 import os

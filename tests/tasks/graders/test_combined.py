@@ -1,4 +1,4 @@
-"""CombinedGrader: weights, who answered, setups and logs. The numbers are worked out by hand."""
+"""Tests of CombinedGrader: weights, missing answers, setups and logs. Expected numbers are computed by hand."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""Answers out of completions; every expectation is read off by hand."""
+"""Tests of the extraction of answers from completions."""
 
 import pytest
 

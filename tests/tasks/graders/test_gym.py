@@ -1,4 +1,4 @@
-"""reasoning-gym's verifiers behind the answer's extraction."""
+"""Tests of the grader of reasoning-gym answers."""
 
 from decimal import Decimal
 from typing import Any

@@ -1,4 +1,4 @@
-"""JSON that was asked for."""
+"""Tests of the grader of JSON against a schema."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Judges on a real, untrained model: whatever it says, nothing breaks; and its grades can be made again."""
+"""Tests of judges on a real, untrained model: any answer is handled, and grades can be repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A judge in a whole run: its grades are part of the chain, so the chain comes out the same when it is made again."""
+"""Tests of a whole run with a judge: a repetition of the run gives the same grades and the same chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judges with a scripted model: what they ask, and what they make of the answers."""
+"""Tests of judges with a scripted model: their prompts, and the grades that they derive from the answers."""
 
 import asyncio
 import json

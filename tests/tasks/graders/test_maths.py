@@ -1,4 +1,4 @@
-"""Mathematical answers by meaning, in a process that can be killed."""
+"""Tests of the grader of mathematical answers, which compares by meaning in a process that can be killed."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Faithfulness and relevancy: which parts are asked about, and the share that passed."""
+"""Tests of the faithfulness and relevancy judges: the parts that are judged, and the share that passes."""
 
 import json
 from collections.abc import Callable

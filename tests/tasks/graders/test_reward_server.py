@@ -1,4 +1,4 @@
-"""A reward server: a real one on 127.0.0.1, that fails as it is told."""
+"""Tests of the reward server grader against a real server on 127.0.0.1 that fails on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rule graders against threads whose right answer is plain to see."""
+"""Tests of the rule graders."""
 
 from typing import Any
 

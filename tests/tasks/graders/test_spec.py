@@ -1,4 +1,4 @@
-"""Graders by import path: what is built, and what is refused before a run starts."""
+"""Tests of graders by import path: valid specs, and specs that are refused before a run starts."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""A judge with a template and an answer of one's own."""
+"""Tests of a judge with a custom template and a custom answer class."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Reward functions written for verl grade as verl would call them."""
+"""Tests that reward functions written for verl grade as verl would call them."""
 
 import asyncio
 import hashlib

@@ -1,5 +1,5 @@
-"""Loggers: what each service is told, once per step whatever happened in between. The services are stand-ins; of
-TensorBoard, where it is installed, the event file is read back."""
+"""Tests of loggers: each service receives each step once, also after an interruption. The services are stand-ins. Where
+TensorBoard is installed, its event file is read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, when tasks overlap."""
+"""Tests of the time per phase of a step when tasks overlap."""
 
 from __future__ import annotations
 

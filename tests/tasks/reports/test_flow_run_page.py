@@ -1,4 +1,4 @@
-"""What the page of a running flow holds, and that it stays small."""
+"""Tests of the content and the size of the page of a running flow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The report: whole, safe with a model's words, the same every time, and without what a run does not have."""
+"""Tests of the HTML report: it is complete, escapes the model's text, is deterministic, and leaves out what a run does
+not have."""
 
 import math
 import re

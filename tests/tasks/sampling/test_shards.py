@@ -1,4 +1,4 @@
-"""A step of many shards: read in order and a few at a time, scored in pieces, measured from what the manifests say."""
+"""Tests of steps of many shards: read in order, a few at a time, scored in pieces, and measured from manifests."""
 
 from __future__ import annotations
 

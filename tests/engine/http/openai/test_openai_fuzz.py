@@ -1,4 +1,4 @@
-"""Whatever is sent to the OpenAI-compatible routes, the answer is one of theirs and never a 5xx."""
+"""Fuzz tests of the OpenAI-compatible routes: every response is a documented one and never a 5xx."""
 
 from __future__ import annotations
 

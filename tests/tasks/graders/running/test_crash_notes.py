@@ -1,4 +1,4 @@
-"""A grader in the run's process that crashes the interpreter: the next process of the run names it."""
+"""Tests of a grader that crashes the interpreter in the run's process: the next process of the run names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""grade_threads: order, masks, timeouts, retries. An exception is never a reward."""
+"""Tests of grade_threads: order, masks, timeouts and retries. An exception is never a reward."""
 
 import asyncio
 import math

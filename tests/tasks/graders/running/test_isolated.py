@@ -1,4 +1,4 @@
-"""Graders in worker processes on this machine and on a Ray cluster: one suite, and what differs between the two."""
+"""Tests of graders in worker processes, on this machine and on a Ray cluster."""
 
 from __future__ import annotations
 

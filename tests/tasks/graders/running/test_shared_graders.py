@@ -1,4 +1,4 @@
-"""Graders that configs name: set up once, in their run's workspace, shared, torn down when idle."""
+"""Tests of graders that configs name: set up once per run, shared, and torn down when they are idle."""
 
 import asyncio
 from contextvars import Context

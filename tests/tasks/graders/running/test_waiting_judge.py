@@ -1,4 +1,5 @@
-"""A judge that waits for its engine is not late, and one with a small context answers within it."""
+"""Tests of a judge that waits for its engine, which does not count against its timeout, and of one with a small
+context."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ pytest.register_assert_rewrite("tests.fixtures")
 pytest_plugins = [
     "tests.fixtures.charts",
     "tests.fixtures.models",
-    "tests.fixtures.postgres",
+    "tests.fixtures.stores.postgres",
     "tests.fixtures.prefect",
-    "tests.fixtures.s3",
-    "tests.fixtures.task_calls",
-    "tests.fixtures.toy_run",
+    "tests.fixtures.stores.s3",
+    "tests.fixtures.runs.task_calls",
+    "tests.fixtures.runs.toy_run",
     "tests.fixtures.vision",
     "tests.fixtures.worklog",
 ]

@@ -24,7 +24,7 @@ from engine.workspace import Workspace
 from flows.ops.services import free_port
 from flows.ops.state import UpState, load_state
 from storage.store.artifacts import Provenance
-from tests.fixtures.deployed import Deployed
+from tests.fixtures.runs.deployed import Deployed
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -13,7 +13,7 @@ from storage.chain.leases import is_held
 from storage.store import keys
 from storage.store.artifacts import find_artifact
 from tests.browser.conftest import Watched, World
-from tests.fixtures.deployed import wait_for
+from tests.fixtures.runs.deployed import wait_for
 from tests.fixtures.toy import toy_config
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

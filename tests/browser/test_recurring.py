@@ -15,7 +15,7 @@ import pytest
 from storage.registry.decisions import alias_log, decisions_of
 from tests.browser.conftest import Watched, World
 from tests.browser.forms import field, write
-from tests.fixtures.deployed import recurring_config, wait_for
+from tests.fixtures.runs.deployed import recurring_config, wait_for
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 

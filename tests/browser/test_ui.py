@@ -10,7 +10,7 @@ import pytest
 
 from tests.browser.conftest import ROOT, Watched, World
 from tests.browser.forms import choose, field, unfold, write
-from tests.fixtures.deployed import wait_for
+from tests.fixtures.runs.deployed import wait_for
 
 pytestmark = pytest.mark.browser
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.fixtures.s3 import KEY, SECRET, make_bucket
+from tests.fixtures.stores.s3 import KEY, SECRET, make_bucket
 
 ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "chaos"

@@ -26,8 +26,8 @@ from storage.store.objects import open_store
 from tests.chaos.processes import ROOT, s3_environment
 from tests.chaos.proxy import Proxy, proxied
 from tests.fixtures.engines import DETERMINISTIC, commit_batch, new_policy, request_after
-from tests.fixtures.http_engine import running_server
-from tests.fixtures.toy_run import ToyRun
+from tests.fixtures.runs.toy_run import ToyRun
+from tests.fixtures.servers.http_engine import running_server
 from tests.fixtures.worklog import events
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

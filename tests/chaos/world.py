@@ -25,7 +25,7 @@ from tests.chaos.faults import KINDS, OF_ENGINE, OF_S3, OF_WORKER, Fault, Pause
 from tests.chaos.processes import BUCKET, ROOT, Child, S3Server, error_of, s3_environment
 from tests.chaos.proxy import Proxy
 from tests.chaos.ray_faults import RAY_KINDS, RayNodes, can_happen
-from tests.fixtures.s3 import s3_options
+from tests.fixtures.stores.s3 import s3_options
 from tests.fixtures.toy import toy_config
 
 TICK_SECONDS = 0.02

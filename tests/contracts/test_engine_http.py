@@ -13,7 +13,7 @@ from engine.protocol import Engine
 from tests.contracts.engine_fixtures import Connect
 from tests.contracts.test_engine import EngineContract
 from tests.fixtures.engines import DETERMINISTIC
-from tests.fixtures.http_engine import running_server
+from tests.fixtures.servers.http_engine import running_server
 
 
 class TestEngineClient(EngineContract):

@@ -17,7 +17,7 @@ from storage.errors import InvalidKey, ObjectNotFound
 from storage.store.artifacts import Provenance, commit_bytes, commit_files, find_artifact, read_bytes
 from storage.store.download import materialise_files
 from storage.store.objects import ObjectStore, open_store
-from tests.fixtures.s3 import s3_options
+from tests.fixtures.stores.s3 import s3_options
 
 Opener = Callable[[], ObjectStore]
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)

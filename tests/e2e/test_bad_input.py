@@ -23,8 +23,8 @@ from engine.local.engine import LocalEngine
 from storage.chain.run_record import create_or_check_run
 from storage.store.objects import open_store
 from tests.fixtures.engines import DETERMINISTIC
-from tests.fixtures.http_engine import running_server
-from tests.fixtures.s3 import KEY, SECRET
+from tests.fixtures.servers.http_engine import running_server
+from tests.fixtures.stores.s3 import KEY, SECRET
 from tests.fixtures.toy import toy_config
 
 ROOT = Path(__file__).resolve().parents[2]

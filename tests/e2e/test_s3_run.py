@@ -10,7 +10,7 @@ from flows.configs.common import GRPOConfig
 from flows.grpo import grpo
 from storage.chain.records import Chain
 from storage.store.objects import open_store
-from tests.fixtures.s3 import KEY, SECRET
+from tests.fixtures.stores.s3 import KEY, SECRET
 from tests.fixtures.toy import toy_config
 
 STEPS = 3

@@ -16,7 +16,7 @@ from flows.grpo import grpo
 from storage.chain.records import Chain, CommitRecord, StepRequest
 from storage.store.objects import open_store
 from tests.fixtures.engines import DETERMINISTIC
-from tests.fixtures.http_engine import running_server
+from tests.fixtures.servers.http_engine import running_server
 from tests.fixtures.toy import toy_config
 
 STEPS, COMPLETIONS, TOKENS = 4, 16, 6

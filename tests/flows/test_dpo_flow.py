@@ -16,9 +16,9 @@ from engine.connect import connect
 from engine.text.threads import StringThread
 from flows.configs.preferences import DPOConfig
 from flows.dpo import DPO, dpo
-from tests.fixtures.flow_runs import FlowRuns
-from tests.fixtures.interruption import Interrupted, interrupt_at
 from tests.fixtures.preferences import preference_config
+from tests.fixtures.runs.flow_runs import FlowRuns
+from tests.fixtures.runs.interruption import Interrupted, interrupt_at
 
 STAGE = "0-dpo"
 

@@ -22,8 +22,8 @@ from tasks.batches.episodes import NotOneGrade
 from tasks.reports.flow_run_page import sample_rows
 from tasks.sampling.grading import TooManyMasked
 from tests.fixtures.engines import DETERMINISTIC
-from tests.fixtures.flow_runs import FlowRuns
 from tests.fixtures.guessing import GuessFactory, guess_config
+from tests.fixtures.runs.flow_runs import FlowRuns
 from tests.fixtures.worklog import events
 
 HELDOUT = 3

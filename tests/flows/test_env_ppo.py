@@ -20,9 +20,9 @@ from flows.recipe import RecipeContext
 from storage.chain.records import CommitRecord
 from storage.inspect.accounting import check_accounting, step_inputs
 from tests.fixtures.engines import DETERMINISTIC
-from tests.fixtures.flow_runs import FlowRuns
 from tests.fixtures.guessing import GuessFactory, guess_config
-from tests.fixtures.ppo_runs import PPO_DEFAULTS, assert_adapters_clip_and_whitening, assert_kill_changes_no_byte
+from tests.fixtures.runs.flow_runs import FlowRuns
+from tests.fixtures.runs.ppo_runs import PPO_DEFAULTS, assert_adapters_clip_and_whitening, assert_kill_changes_no_byte
 
 STAGE = "0-env_ppo"
 DEFAULTS = PPO_DEFAULTS | {"environment__arguments": {"grade_each": True}, "algorithm__steps": 4}

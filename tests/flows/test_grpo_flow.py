@@ -19,7 +19,7 @@ from flows.configs.common import GRPOConfig
 from flows.grpo import grpo
 from storage.errors import SemanticMismatch
 from storage.store import keys
-from tests.fixtures.flow_runs import FlowRuns, grpo_runs
+from tests.fixtures.runs.flow_runs import FlowRuns, grpo_runs
 from tests.fixtures.toy import toy_config, write_prompts
 from tests.fixtures.worklog import events
 

@@ -14,8 +14,8 @@ from engine.connect import connect
 from engine.local.engine import LocalEngine
 from storage.chain.leases import is_held
 from storage.errors import SemanticMismatch
-from tests.fixtures.flow_runs import FlowRuns, grpo_runs
-from tests.fixtures.interruption import Interrupted, interrupt_at, keep_leases
+from tests.fixtures.runs.flow_runs import FlowRuns, grpo_runs
+from tests.fixtures.runs.interruption import Interrupted, interrupt_at, keep_leases
 from tests.fixtures.worklog import events
 
 

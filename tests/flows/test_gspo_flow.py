@@ -14,7 +14,7 @@ from flows.grpo import GRPO
 from flows.gspo import GSPO, gspo
 from flows.training.schedules import ConstantScheduler
 from tasks.graders.spec import grader_spec
-from tests.fixtures.flow_runs import GRADED, FlowRuns
+from tests.fixtures.runs.flow_runs import GRADED, FlowRuns
 from tests.fixtures.toy import toy_config
 
 STEPS = 180

@@ -14,8 +14,8 @@ import flows.runs.session
 from engine.connect import connect
 from engine.text.threads import StringThread
 from tasks.datasets.errors import BadRow
-from tests.fixtures.flow_runs import FlowRuns, grpo_runs
-from tests.fixtures.interruption import Interrupted, interrupt_at, keep_leases
+from tests.fixtures.runs.flow_runs import FlowRuns, grpo_runs
+from tests.fixtures.runs.interruption import Interrupted, interrupt_at, keep_leases
 from tests.fixtures.vision import RED, TOKENS, data_url, picture
 
 

@@ -17,8 +17,8 @@ from flows.training.critic import Critic
 from flows.training.optimizer import AdamW
 from storage.inspect.accounting import check_accounting
 from tasks.reports.step_metrics import read_metrics
-from tests.fixtures.flow_runs import GRADED, FlowRuns
-from tests.fixtures.ppo_runs import PPO_DEFAULTS, assert_adapters_clip_and_whitening, assert_kill_changes_no_byte
+from tests.fixtures.runs.flow_runs import GRADED, FlowRuns
+from tests.fixtures.runs.ppo_runs import PPO_DEFAULTS, assert_adapters_clip_and_whitening, assert_kill_changes_no_byte
 
 STAGE = "0-ppo"
 

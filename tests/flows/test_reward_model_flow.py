@@ -16,9 +16,9 @@ from engine.connect import connect
 from engine.text.threads import StringThread
 from flows.configs.preferences import RewardModelConfig
 from flows.reward_model import RewardModelling, reward_model
-from tests.fixtures.flow_runs import FlowRuns
-from tests.fixtures.interruption import Interrupted, interrupt_at
 from tests.fixtures.preferences import preference_config, write_ratings
+from tests.fixtures.runs.flow_runs import FlowRuns
+from tests.fixtures.runs.interruption import Interrupted, interrupt_at
 
 STAGE = "0-reward_model"
 

@@ -16,8 +16,8 @@ from flows.configs.common import SFTConfig
 from flows.sft import SFT, sft
 from storage.store.artifacts import read_manifest
 from tests.fixtures.configs import with_changes
-from tests.fixtures.flow_runs import FlowRuns
-from tests.fixtures.interruption import Interrupted, interrupt_at
+from tests.fixtures.runs.flow_runs import FlowRuns
+from tests.fixtures.runs.interruption import Interrupted, interrupt_at
 
 STAGE = "0-sft"
 ANSWER = "yes"

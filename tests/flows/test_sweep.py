@@ -25,8 +25,8 @@ from flows.ops.deployments import deployments_in
 from flows.sweep import sweep
 from storage.chain.listing import list_runs
 from storage.store.objects import open_store
+from tests.fixtures.runs.toy_run import ToyRun
 from tests.fixtures.toy import toy_config, write_prompts
-from tests.fixtures.toy_run import ToyRun
 from tests.fixtures.worklog import events
 
 ROOT = Path(__file__).parents[2]

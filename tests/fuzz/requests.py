@@ -16,7 +16,7 @@ from typing import Any
 from engine.http import wire
 from engine.protocol import GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from storage.chain.records import PolicyRef
-from tests.fixtures.unchecked import unchecked
+from tests.fixtures.servers.unchecked import unchecked
 from tests.fuzz.mutations import MUTATIONS
 
 NUMBERS = ["0", "-1", "1", "2", "3", "1e308", "-1e308", "1e-320", "1e-9", "0.5", "NaN", "Infinity", "-0.0", "1e999"]

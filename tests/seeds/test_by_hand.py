@@ -28,7 +28,7 @@ from tasks.batches.iteration import async_map
 from tasks.graders.base import BaseGrader
 from tests.chaos.proxy import proxied
 from tests.fixtures.engines import DETERMINISTIC
-from tests.fixtures.http_engine import running_server
+from tests.fixtures.servers.http_engine import running_server
 from tests.fixtures.spawning import language_model, own_engines
 from tests.seeds.by_hand import ITERATIONS, MINI_BATCHES, PROMPTS, HandGRPO, recipe, reward
 

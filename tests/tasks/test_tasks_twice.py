@@ -24,8 +24,8 @@ from tasks.retries import DURABLE
 from tasks.rollout import generate_rollouts
 from tasks.task_runs import durable_task
 from tasks.train import take_gradient_step
-from tests.fixtures.batch_workspace import STAGE
-from tests.fixtures.task_calls import SAMPLING, TaskCalls, three_times
+from tests.fixtures.runs.batch_workspace import STAGE
+from tests.fixtures.runs.task_calls import SAMPLING, TaskCalls, three_times
 from tests.fixtures.worklog import events
 
 pytestmark = pytest.mark.usefixtures("prefect_server")

@@ -11,9 +11,9 @@ import pytest
 from engine.http.app import create_app
 from engine.http.service import ServerOptions
 from storage.store.objects import ObjectStore, open_store
-from tests.fixtures.app_clients import Serve
-from tests.fixtures.scripted_engine import ScriptedEngine
-from tests.fixtures.unreliable_line import UnreliableLine
+from tests.fixtures.servers.app_clients import Serve
+from tests.fixtures.servers.scripted_engine import ScriptedEngine
+from tests.fixtures.servers.unreliable_line import UnreliableLine
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from engine.http import wire
 from engine.http.service import EngineService
 from engine.protocol import GenerateRequest
-from tests.fixtures.app_clients import POLICY, TOKEN, Serve, bearer
-from tests.fixtures.scripted_engine import ScriptedEngine
+from tests.fixtures.servers.app_clients import POLICY, TOKEN, Serve, bearer
+from tests.fixtures.servers.scripted_engine import ScriptedEngine
 
 
 async def test_a_request_id_with_another_body_is_a_conflict(serve: Serve, engine: ScriptedEngine) -> None:

@@ -15,9 +15,9 @@ from engine.http import wire
 from engine.http.guard import MAX_JSON_BYTES, MAX_JSON_VALUES, MAX_PROMPT_VALUES
 from engine.http.openai.models import ChatRequest
 from engine.http.service import EngineService
-from tests.fixtures.app_clients import Serve
-from tests.fixtures.http_engine import running_server
-from tests.fixtures.scripted_engine import ScriptedEngine
+from tests.fixtures.servers.app_clients import Serve
+from tests.fixtures.servers.http_engine import running_server
+from tests.fixtures.servers.scripted_engine import ScriptedEngine
 
 
 async def test_a_body_is_refused_by_what_it_announces_and_by_what_it_is(serve: Serve, engine: ScriptedEngine) -> None:

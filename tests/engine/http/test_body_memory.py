@@ -38,7 +38,8 @@ def zipped(tokens: int) -> bytes:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server whose calls never end, and its URL."""
-    command = [sys.executable, "-m", "tests.fixtures.held_server", f"file://{tmp_path}/store", str(LIMIT_MIB << 20)]
+    module = "tests.fixtures.servers.held_server"
+    command = [sys.executable, "-m", module, f"file://{tmp_path}/store", str(LIMIT_MIB << 20)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -19,9 +19,9 @@ from engine.protocol import Engine, GenerateRequest, LogprobsRequest, SamplingPa
 from storage.chain.records import Chain
 from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, commit_batch, new_policy, request_after
-from tests.fixtures.http_engine import running_server
-from tests.fixtures.scripted_engine import ScriptedEngine
-from tests.fixtures.unreliable_line import POLICY, VERBS, UnreliableLine, client_over
+from tests.fixtures.servers.http_engine import running_server
+from tests.fixtures.servers.scripted_engine import ScriptedEngine
+from tests.fixtures.servers.unreliable_line import POLICY, VERBS, UnreliableLine, client_over
 from tests.fixtures.worklog import events
 
 pytestmark = pytest.mark.usefixtures("no_backoff")

@@ -26,8 +26,8 @@ from engine.specs.engine import HttpEngineSpec
 from storage import errors as storage_errors
 from storage.errors import StorageUnavailable
 from storage.store.objects import ObjectStore
-from tests.fixtures.scripted_engine import ScriptedEngine
-from tests.fixtures.unreliable_line import UnreliableLine, client_over
+from tests.fixtures.servers.scripted_engine import ScriptedEngine
+from tests.fixtures.servers.unreliable_line import UnreliableLine, client_over
 
 pytestmark = pytest.mark.usefixtures("no_backoff")
 

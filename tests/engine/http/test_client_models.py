@@ -20,8 +20,8 @@ from storage.errors import ObjectNotFound
 from storage.store import keys
 from storage.store.objects import ObjectStore
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE
-from tests.fixtures.scripted_engine import ScriptedEngine
-from tests.fixtures.unreliable_line import URL, UnreliableLine, client_over
+from tests.fixtures.servers.scripted_engine import ScriptedEngine
+from tests.fixtures.servers.unreliable_line import URL, UnreliableLine, client_over
 
 pytestmark = pytest.mark.usefixtures("no_backoff")
 

@@ -23,8 +23,8 @@ from engine.http.connections import ConnectionLimits
 from engine.http.wire import MEDIA_TYPE
 from storage.store.objects import ObjectStore
 from tests.fixtures.engines import PROVENANCE
-from tests.fixtures.http_engine import running_server
-from tests.fixtures.scripted_engine import ScriptedEngine
+from tests.fixtures.servers.http_engine import running_server
+from tests.fixtures.servers.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[3]
 HALF_HEAD = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Half: "
@@ -67,7 +67,7 @@ def assert_answered(line: socket.socket) -> None:
 
 @contextmanager
 def process(store_url: str, log: Path, *, descriptors: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "tests.fixtures.scripted_server", store_url, str(descriptors)]
+    command = [sys.executable, "-m", "tests.fixtures.servers.scripted_server", store_url, str(descriptors)]
     with log.open("w") as stderr:
         server = subprocess.Popen(
             command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=stderr, text=True

@@ -13,8 +13,8 @@ from engine.http.lifecycle import Binding
 from engine.http.service import ServerOptions
 from engine.protocol import GenerateRequest, LogprobsRequest, TokenSequence
 from storage.store.objects import ObjectStore
-from tests.fixtures.app_clients import POLICY, PROVENANCE_JSON, TOKEN, Serve, bearer
-from tests.fixtures.scripted_engine import ScriptedEngine
+from tests.fixtures.servers.app_clients import POLICY, PROVENANCE_JSON, TOKEN, Serve, bearer
+from tests.fixtures.servers.scripted_engine import ScriptedEngine
 
 PATHS = ["../x", "a/../../b", "/etc/passwd", "..", ".", "", "a\\b", "a\0b", "C:/x", "a/b/c", "~", "%2e%2e", "a\nb", "ä"]
 

@@ -22,7 +22,7 @@ from engine.protocol import Completion, GenerateRequest, LogprobsRequest, Sampli
 from storage import errors as storage_errors
 from storage.chain.records import Chain, PolicyRef
 from tests.fixtures.engines import DETERMINISTIC, commit_batch, new_policy, request_after
-from tests.fixtures.unchecked import unchecked
+from tests.fixtures.servers.unchecked import unchecked
 
 INTERNALS = re.compile(
     r"validation error|pydantic|Value error|function-|constrained|\[_|list\[|tagged-union|Spec\b|Ref\b"

@@ -14,7 +14,7 @@ from engine.http.service import ServerOptions
 from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
 from storage.store import keys
 from storage.store.objects import ObjectStore, open_store
-from tests.fixtures.scripted_engine import ScriptedEngine
+from tests.fixtures.servers.scripted_engine import ScriptedEngine
 
 ENGINE = HttpEngineSpec(url="http://engine:8777/")
 

@@ -17,7 +17,7 @@ from engine.http.errors import BodyTooLarge
 from engine.models.images import MAX_IMAGE_BYTES, Images, PlacedImage, images_or_none
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from storage.chain.records import PolicyRef
-from tests.fixtures.unchecked import unchecked
+from tests.fixtures.servers.unchecked import unchecked
 from tests.fuzz.mutations import END, messages
 
 POLICY = PolicyRef(run="r", stage="0-s", model="policy", step=3, state="f" * 64)

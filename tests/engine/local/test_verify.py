@@ -27,7 +27,7 @@ from storage.store import keys
 from storage.store.artifacts import read_manifest
 from storage.store.objects import open_store
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, commit_batch, request_after
-from tests.fixtures.toy_run import ToyRun
+from tests.fixtures.runs.toy_run import ToyRun
 
 CHAIN = ("toy", "0-grpo", "policy")
 

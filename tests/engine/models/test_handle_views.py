@@ -19,7 +19,7 @@ from engine.text.errors import UnsupportedFragment
 from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.stops import text_until_stop, tokens_until_stop
 from engine.text.threads import StringThread
-from tests.fixtures.openai_server import running_openai_server
+from tests.fixtures.servers.openai_server import running_openai_server
 from tests.fixtures.spawning import Context, language_model
 
 PROMPT = StringThread(turns=[("user", "2+3?")])

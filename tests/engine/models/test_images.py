@@ -27,7 +27,7 @@ from engine.text.tokenizers import load_tokenizer
 from storage.chain.records import Chain, PolicyRef
 from storage.store.tables import commit_table, read_table, table_schema
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, new_policy, request_after, row
-from tests.fixtures.http_engine import running_server
+from tests.fixtures.servers.http_engine import running_server
 from tests.fixtures.spawning import Context
 from tests.fixtures.vision import BLUE, RED, TOKENS, data_url, plain_inputs, plain_model
 

@@ -13,7 +13,7 @@ from flows.cli.main import app
 from storage.chain.records import Chain
 from storage.store import keys
 from storage.store.artifacts import find_artifact
-from tests.fixtures.toy_run import ToyRun
+from tests.fixtures.runs.toy_run import ToyRun
 
 
 @pytest.fixture

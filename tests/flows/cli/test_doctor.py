@@ -29,7 +29,7 @@ from storage.store import keys
 from storage.store.backends.memory import MemoryBackend
 from storage.store.backends.protocol import PutResult
 from storage.store.objects import ObjectStore
-from tests.fixtures.toy_run import ToyRun
+from tests.fixtures.runs.toy_run import ToyRun
 
 
 @pytest.fixture(autouse=True)

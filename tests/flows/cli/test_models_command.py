@@ -14,8 +14,8 @@ from flows.cli.main import app
 from storage.inspect.audit import audit_store
 from storage.registry.models import find_model, list_versions
 from storage.store import keys
-from tests.fixtures.s3 import KEY, SECRET
-from tests.fixtures.toy_run import ToyRun
+from tests.fixtures.runs.toy_run import ToyRun
+from tests.fixtures.stores.s3 import KEY, SECRET
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from storage.store.identity import store_id
 from storage.store.objects import open_store
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.step_metrics import write_metrics
-from tests.fixtures.toy_run import ToyRun
+from tests.fixtures.runs.toy_run import ToyRun
 from tests.fixtures.waiting import wait_until
 
 POLICY = PolicyRef(run="r", stage="0-sft", model="policy", step=0, state="0" * 64)

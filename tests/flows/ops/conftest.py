@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.ops.local_server import local_prefect_server
-from tests.fixtures.deployed import Site
+from tests.fixtures.runs.deployed import Site
 
 
 @pytest.fixture(scope="session")

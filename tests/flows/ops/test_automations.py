@@ -18,7 +18,7 @@ from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from flows.ops.automations import automations
 from flows.ops.local_server import use_server
 from flows.runs import events
-from tests.fixtures.deployed import ROOT, Site, recurring_config, wait_for
+from tests.fixtures.runs.deployed import ROOT, Site, recurring_config, wait_for
 from tests.fixtures.toy import write_prompts
 
 pytestmark = pytest.mark.slow

@@ -1,5 +1,5 @@
 """Tests of `ostinato up` on this machine: a real server, worker and engine, and runs of a deployment that survive kills.
-One `ostinato up` serves most tests."""
+The services take a minute to start, and each test takes a minute."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flows.ops.processes import processes_of_up
 from flows.ops.services import free_port
 from flows.ops.state import UpState, load_state
 from storage.chain.leases import current_epoch, is_held
-from tests.fixtures.deployed import Deployed, wait_for
+from tests.fixtures.runs.deployed import Deployed, wait_for
 
 pytestmark = pytest.mark.slow
 

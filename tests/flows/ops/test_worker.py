@@ -15,7 +15,7 @@ from storage.chain.leases import is_held
 from storage.chain.listing import list_runs
 from storage.registry.decisions import champion_of
 from storage.store import keys
-from tests.fixtures.deployed import ATTEMPTS, Site, recurring_config, wait_for
+from tests.fixtures.runs.deployed import ATTEMPTS, Site, recurring_config, wait_for
 
 pytestmark = pytest.mark.slow
 

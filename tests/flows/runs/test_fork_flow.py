@@ -16,7 +16,7 @@ from storage.chain.records import Chain
 from storage.errors import ForkRefused
 from storage.inspect.audit import audit_store
 from storage.store import keys
-from tests.fixtures.toy_run import ToyRun
+from tests.fixtures.runs.toy_run import ToyRun
 
 
 @pytest.fixture

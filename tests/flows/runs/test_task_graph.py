@@ -22,9 +22,9 @@ from flows.sft_to_gspo import sft_to_gspo
 from tests.e2e.test_kill_stages import config_of
 from tests.fixtures.guessing import guess_config
 from tests.fixtures.preferences import preference_config
-from tests.fixtures.task_graph import read_task_graph
+from tests.fixtures.runs.task_graph import read_task_graph
+from tests.fixtures.runs.toy_run import ToyRun
 from tests.fixtures.toy import toy_config, write_prompts
-from tests.fixtures.toy_run import ToyRun
 
 Edges = list[tuple[str, list[str]]]
 

@@ -13,7 +13,7 @@ from flows.callbacks import Cadence
 from flows.configs.validation import EvaluationConfig
 from flows.training.held_out import HeldoutEvaluator
 from tasks.evaluation.validation_curve import read_validations, reward_by_prompt
-from tests.fixtures.flow_runs import FlowRuns, grpo_runs
+from tests.fixtures.runs.flow_runs import FlowRuns, grpo_runs
 from tests.fixtures.toy import write_prompts
 
 served = pytest.mark.usefixtures("prefect_server")

@@ -17,8 +17,8 @@ from flows.training.rollout_collection import NothingToLearn
 from flows.training.rollout_loop import kl_controller
 from storage.inspect.accounting import check_accounting
 from storage.store.artifacts import read_manifest
-from tests.fixtures.flow_runs import FlowRuns, grpo_runs
-from tests.fixtures.interruption import Killed, interrupt_at
+from tests.fixtures.runs.flow_runs import FlowRuns, grpo_runs
+from tests.fixtures.runs.interruption import Killed, interrupt_at
 from tests.fixtures.toy import toy_config
 
 OFTEN_SHORT = {"max_new_tokens": 6, "min_new_tokens": 1, "stop_token_ids": list(range(64))}

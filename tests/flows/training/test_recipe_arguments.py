@@ -28,7 +28,7 @@ from tasks.graders.range_judge import RangeJudgeGrader
 from tasks.graders.setting import grading_in
 from tasks.graders.spec import grader_spec
 from tests.fixtures.engines import DETERMINISTIC
-from tests.fixtures.http_engine import running_server
+from tests.fixtures.servers.http_engine import running_server
 from tests.fixtures.spawning import language_model, own_engines, scoring_model
 
 NOTHING: Any = None

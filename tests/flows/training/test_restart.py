@@ -155,7 +155,8 @@ async def test_what_does_not_exist_is_an_error_that_lists_what_does(runs: SFTRun
     with pytest.raises(NoSuchCheckpoint, match="there are first/0-sft/policy-2, first/0-sft/policy-4"):
         await runs.sft("second", restart_from_checkpoint="first/policy-3")
     with pytest.raises(NoSuchCheckpoint, match="there is no named checkpoint"):
-        await runs.sft("second", restart_from_checkpoint="policy-2")  # a checkpoint of another run needs the name of the run
+        # A checkpoint of another run needs the name of that run.
+        await runs.sft("second", restart_from_checkpoint="policy-2")
     assert Chain(runs.store, "second", first.stage, "policy").root() is None
 
 
@@ -189,7 +190,8 @@ async def test_only_the_latest_named_checkpoints_are_kept(runs: SFTRuns) -> None
     schedule = CheckpointSchedule(CheckpointConfig(every_steps=1, keep_named=2))
     with own_engines():
         await runs.train(await runs.spawn("r"), checkpoints=schedule)
-    assert [checkpoint.name for checkpoint in named_checkpoints(runs.store, "r")] == ["policy-3", "policy-4"]
+    names = [checkpoint.name for checkpoint in named_checkpoints(runs.store, "r")]
+    assert names == ["policy-3", "policy-4"]
 
 
 async def test_a_checkpoint_of_another_base_or_trained_part_is_refused(runs: SFTRuns) -> None:

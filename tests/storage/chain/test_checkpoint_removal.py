@@ -19,7 +19,7 @@ from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.artifacts import Provenance, commit_files, find_artifact
 from storage.store.objects import ObjectStore, open_store
-from tests.fixtures.toy_run import ToyRun
+from tests.fixtures.runs.toy_run import ToyRun
 
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
 

@@ -15,8 +15,8 @@ from storage.inspect.audit import audit_store
 from storage.store import keys
 from storage.store.artifacts import find_artifact, read_manifest
 from storage.store.objects import ObjectStore
-from tests.fixtures.interruption import Killed
-from tests.fixtures.toy_run import ToyRun
+from tests.fixtures.runs.interruption import Killed
+from tests.fixtures.runs.toy_run import ToyRun
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from storage.chain.records import Chain, Root
 from storage.inspect.audit import AuditReport, audit_store
 from storage.serialization import canonical_json
 from storage.store import keys
-from tests.fixtures.toy_run import ToyRun
+from tests.fixtures.runs.toy_run import ToyRun
 
 RECORD = "runs/toy/stages/0-grpo/chains/policy/{:06d}.json"
 

@@ -20,7 +20,7 @@ from storage.store.artifacts import commit_files, read_manifest
 from storage.store.backends.memory import MemoryBackend
 from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.clocks import Clock
-from tests.fixtures.gc_store import ATTEMPT, CHECKPOINT, HOUR, NOW, PROVENANCE, STEP, all_keys, commit_rows
+from tests.fixtures.stores.gc_store import ATTEMPT, CHECKPOINT, HOUR, NOW, PROVENANCE, STEP, all_keys, commit_rows
 
 
 @pytest.fixture

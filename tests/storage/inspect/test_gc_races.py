@@ -19,7 +19,7 @@ from storage.store.artifacts import commit_files, find_artifact, read_manifest
 from storage.store.backends.memory import MemoryBackend
 from storage.store.objects import ObjectStore
 from tests.fixtures.clocks import Clock
-from tests.fixtures.gc_store import HOUR, NOW, PROVENANCE, STEP, all_keys, commit_rows
+from tests.fixtures.stores.gc_store import HOUR, NOW, PROVENANCE, STEP, all_keys, commit_rows
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from storage.inspect.accounting import step_inputs
 from storage.inspect.lineage import lineage_of, step_lineage
 from storage.inspect.prompt_lineage import prompt_report
 from storage.store.tables import read_table
-from tests.fixtures.toy_run import ToyRun
+from tests.fixtures.runs.toy_run import ToyRun
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from storage.store.backends import local
 from storage.store.backends.local import LocalBackend
 from storage.store.download import materialise_files
 from storage.store.objects import ObjectStore
-from tests.fixtures.recording import RecordingBackend, TracedDisk, images, replay, write_tree
+from tests.fixtures.stores.recording import RecordingBackend, TracedDisk, images, replay, write_tree
 
 PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
 CHAIN = ("r", "0-s", "policy")

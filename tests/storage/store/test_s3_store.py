@@ -22,8 +22,8 @@ from storage.store.backends.s3 import S3Backend
 from storage.store.backends.s3_errors import translated_errors
 from storage.store.objects import ObjectStore, open_store
 from storage.store.retry import RetryPolicy
-from tests.fixtures.faults import Answer, DropAck, Fault, FaultProxy, LateAnswer
-from tests.fixtures.s3 import s3_options
+from tests.fixtures.stores.faults import Answer, DropAck, Fault, FaultProxy, LateAnswer
+from tests.fixtures.stores.s3 import s3_options
 
 QUICK = RetryPolicy(attempts=3, first_seconds=0.001)
 

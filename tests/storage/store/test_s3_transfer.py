@@ -21,8 +21,8 @@ from storage.store.backends.s3 import S3Backend
 from storage.store.download import materialise_files
 from storage.store.objects import ObjectStore, open_store
 from storage.store.retry import RetryPolicy
-from tests.fixtures.faults import Answer, Cut, CutDownload, CutUpload, DropAck, Fault, FaultProxy, LateAnswer
-from tests.fixtures.s3 import s3_options
+from tests.fixtures.stores.faults import Answer, Cut, CutDownload, CutUpload, DropAck, Fault, FaultProxy, LateAnswer
+from tests.fixtures.stores.s3 import s3_options
 
 QUICK = RetryPolicy(attempts=3, first_seconds=0.001)
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
@@ -218,7 +218,7 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 from storage.store.objects import open_store
-from tests.fixtures.s3 import s3_options
+from tests.fixtures.stores.s3 import s3_options
 endpoint, bucket, megabytes, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 store = open_store(f"s3://{bucket}/memory", s3_options(endpoint))
 def used():

@@ -24,7 +24,7 @@ from tasks.datasets.read import read_threads
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs
 from tasks.evaluation.lm_validation import ValidationLossPlan, validation_loss
 from tasks.sampling.completions import Truncation, render_prompts
-from tests.fixtures.batch_workspace import BatchWorkspace, spawned_model
+from tests.fixtures.runs.batch_workspace import BatchWorkspace, spawned_model
 from tests.fixtures.vision import BLUE, RED, TOKENS, data_url
 
 IMAGE = ImageFragment(url=data_url(RED))

@@ -13,7 +13,7 @@ from engine.text.threads import StringThread
 from storage.store.artifacts import ArtifactRef, read_manifest
 from tasks.batches import pairs
 from tasks.datasets.spec import DatasetUse, InlineDataset, InlinePairs
-from tests.fixtures.batch_workspace import BatchWorkspace, spawned_model
+from tests.fixtures.runs.batch_workspace import BatchWorkspace, spawned_model
 
 PROMPTS = [StringThread().user(str(n)) for n in range(3)]
 PAIRS = [(prompt.assistant("yes"), prompt.assistant("never")) for prompt in PROMPTS]

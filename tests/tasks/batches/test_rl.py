@@ -23,7 +23,7 @@ from tasks.batches.columns import group_advantages
 from tasks.batches.rl import BatchPlan, rollout_batch
 from tasks.datasets.spec import FileDataset
 from tasks.sampling.grading import TooManyMasked
-from tests.fixtures.batch_workspace import STAGE, BatchWorkspace
+from tests.fixtures.runs.batch_workspace import STAGE, BatchWorkspace
 
 
 @pytest.fixture

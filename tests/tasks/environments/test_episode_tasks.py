@@ -21,8 +21,8 @@ from tasks.evaluation.episodes import EpisodeEvaluationPlan
 from tasks.prepare import prepare_trajectories
 from tasks.rollout import play_episodes
 from tasks.sampling.episodes import EpisodePlan
-from tests.fixtures.batch_workspace import STAGE
-from tests.fixtures.task_calls import GREEDY, SAMPLING, TaskCalls, three_times
+from tests.fixtures.runs.batch_workspace import STAGE
+from tests.fixtures.runs.task_calls import GREEDY, SAMPLING, TaskCalls, three_times
 from tests.fixtures.worklog import events
 
 pytestmark = pytest.mark.usefixtures("prefect_server")

@@ -82,7 +82,7 @@ def test_the_last_boxes(text: str, boxes: str) -> None:
 
 # -- the pool ----------------------------------------------------------------------------------------------------
 
-ECHO = "tests.fixtures.echo_worker"
+ECHO = "tests.fixtures.servers.echo_worker"
 
 
 async def test_a_worker_is_kept_while_it_answers_and_replaced_when_it_does_not() -> None:

@@ -16,7 +16,7 @@ from storage.store.artifacts import find_artifact
 from storage.store.tables import read_table
 from tasks.reports.flow_run_page import CURVE_POINTS, curves_uri, run_markdown, sample_row, sample_rows, thinned
 from tasks.reports.metrics import StepMetrics
-from tests.fixtures.toy_run import ToyRun
+from tests.fixtures.runs.toy_run import ToyRun
 
 
 def rl_step(step: int, **changes: object) -> StepMetrics:

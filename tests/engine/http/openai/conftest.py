@@ -9,8 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.fixtures.openai_calls import OpenAIRun, client_of
-from tests.fixtures.openai_server import SamplerEngine, running_openai_server
+from tests.fixtures.servers.openai_calls import OpenAIRun, client_of
+from tests.fixtures.servers.openai_server import SamplerEngine, running_openai_server
 
 
 @pytest.fixture(scope="module")

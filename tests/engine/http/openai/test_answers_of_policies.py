@@ -12,8 +12,8 @@ from engine.http.openai.api import POLICY_HEADER
 from tests.fixtures.engines import (
     hugging_face_logprobs,
 )
-from tests.fixtures.openai_calls import ASK, IDS, RENDERED, OpenAIRun, chat, client_of, complete, text_of
-from tests.fixtures.openai_server import SamplerEngine, running_openai_server
+from tests.fixtures.servers.openai_calls import ASK, IDS, RENDERED, OpenAIRun, chat, client_of, complete, text_of
+from tests.fixtures.servers.openai_server import SamplerEngine, running_openai_server
 
 
 def greedy(folder: Path, prompt: list[int], tokens: int) -> list[int]:

@@ -15,8 +15,8 @@ from tests.fixtures.engines import (
     new_policy,
     request_after,
 )
-from tests.fixtures.openai_calls import OpenAIRun, chat, client_of
-from tests.fixtures.openai_server import running_openai_server
+from tests.fixtures.servers.openai_calls import OpenAIRun, chat, client_of
+from tests.fixtures.servers.openai_server import running_openai_server
 
 
 def test_the_next_answer_after_a_step_is_the_new_policys(fresh_run: OpenAIRun) -> None:

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from storage.store.objects import open_store
-from tests.fixtures.openai_calls import ASK, OpenAIRun, chat, client_of, complete
-from tests.fixtures.openai_server import running_openai_server
+from tests.fixtures.servers.openai_calls import ASK, OpenAIRun, chat, client_of, complete
+from tests.fixtures.servers.openai_server import running_openai_server
 
 
 @pytest.mark.parametrize(

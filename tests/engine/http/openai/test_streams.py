@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from engine.http.openai.api import POLICY_HEADER
-from tests.fixtures.openai_calls import ASK, IDS, OpenAIRun, chat, client_of, complete, text_of
-from tests.fixtures.openai_server import SamplerEngine, running_openai_server
+from tests.fixtures.servers.openai_calls import ASK, IDS, OpenAIRun, chat, client_of, complete, text_of
+from tests.fixtures.servers.openai_server import SamplerEngine, running_openai_server
 
 
 def parts_of(chunks: list[Any], index: int) -> list[Any]:

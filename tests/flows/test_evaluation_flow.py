@@ -106,7 +106,8 @@ def test_models_are_compared_by_prompt_and_a_repetition_does_no_work(runs: Evalu
 
 
 def _figures_are_those_of_the_grades(runs: EvaluationRuns, result: dict[str, Any]) -> None:
-    """Recomputed from the graded tables, which another test suite answers for."""
+    """Recomputes the figures from the graded tables, which have tests of their own."""
+    # Rewards by model and grader, and by prompt.
     files = sorted((runs.folder / "data").glob("runs/evaluation/*/stages/*/steps/000000/graded/*.parquet"))
     by_stage: dict[tuple[str, str], dict[str, list[float]]] = {}
     for path in files:
@@ -119,6 +120,7 @@ def _figures_are_those_of_the_grades(runs: EvaluationRuns, result: dict[str, Any
         assert {len(of_prompt) for of_prompt in rewards.values()} == {2}
         means.append({prompt: fmean(of_prompt) for prompt, of_prompt in rewards.items()})
     assert len(means) == 4
+    # The reported differences are those of two of the four.
     expected = set()
     for early in means:
         for late in means:

@@ -20,7 +20,9 @@ from flows.grpo import grpo
 from storage.errors import SemanticMismatch
 from storage.store import keys
 from tests.fixtures.runs.flow_runs import FlowRuns, grpo_runs
+from tests.fixtures.runs.task_graph import RECORDING_SECONDS
 from tests.fixtures.toy import toy_config, write_prompts
+from tests.fixtures.waiting import wait_until
 from tests.fixtures.worklog import events
 
 HELDOUT_PROMPTS = 4
@@ -229,36 +231,41 @@ def test_another_seed_is_another_run(runs: FlowRuns) -> None:
 
 
 def test_prefect_has_the_flow_run_and_every_task_run(runs: FlowRuns, prefect_server: str) -> None:
-    seed = time.time_ns() % 1_000_000_007  # no other run on this server is called so
+    seed = time.time_ns() % 1_000_000_007  # no other run on this server has this name
     runs.run("recorded", algorithm__steps=2, seed=seed)
     title = runs.config("recorded", seed=seed).title
-    wanted = {
+    expected = {
         "load-prompts": 1, "rollout": 4, "grade": 4, "batch": 2, "step": 2, "checkpoint": 1, "publish": 1, "report": 1,
     }  # fmt: skip
-    counts, states = _task_runs(prefect_server, title, wanted)
-    assert counts == wanted | {"checkpoint": counts.get("checkpoint", 0)}
+    counts, states = _task_runs(prefect_server, title, expected)
+    assert counts == expected | {"checkpoint": counts.get("checkpoint", 0)}
     assert counts["checkpoint"] >= 1
     assert states == {"COMPLETED"}
 
 
-def _task_runs(api: str, flow_run: str, wanted: dict[str, int]) -> tuple[dict[str, int], set[str]]:
-    """Task runs of a finished flow run by the first part of their names, and their states. Rows lag the run: it waits
-    until there are as many of each name as wanted."""
-    deadline = time.monotonic() + 30
+def _task_runs(api: str, flow_run: str, expected: dict[str, int]) -> tuple[dict[str, int], set[str]]:
+    """The number of task runs of a finished flow run by the first part of their names, and their states.
+
+    Waits until there are as many of each name as expected, because the server records them after the run."""
+    flow_runs: list[dict[str, Any]] = []
+    task_runs: list[dict[str, Any]] = []
+
+    def counts() -> Counter[str]:
+        names = [task_run["name"] for task_run in task_runs]
+        return Counter(next((part for part in expected if name.startswith(part)), name) for name in names)
+
+    def states() -> set[str]:
+        return {task_run["state_type"] for task_run in task_runs}
+
+    def recorded() -> bool:
+        flow_runs[:] = client.post("/flow_runs/filter", json={"flow_runs": {"name": {"any_": [flow_run]}}}).json()
+        ended = [run["id"] for run in flow_runs if run["state_type"] == "COMPLETED"]
+        if ended:
+            query = {"flow_runs": {"id": {"any_": ended[:1]}}, "limit": 200}
+            task_runs[:] = client.post("/task_runs/filter", json=query).json()
+        return Counter(expected) <= counts() and states() == {"COMPLETED"}
+
     with httpx.Client(base_url=api, trust_env=False) as client:
-        while True:
-            found = client.post("/flow_runs/filter", json={"flow_runs": {"name": {"any_": [flow_run]}}}).json()
-            ended = [run for run in found if run["state_type"] == "COMPLETED"]
-            tasks: list[dict[str, Any]] = []
-            if ended:
-                query = {"flow_runs": {"id": {"any_": [ended[0]["id"]]}}, "limit": 200}
-                tasks = client.post("/task_runs/filter", json=query).json()
-            counts = Counter(
-                next((name for name in wanted if task["name"].startswith(name)), task["name"]) for task in tasks
-            )
-            states = {task["state_type"] for task in tasks}
-            if (Counter(wanted) <= counts and states == {"COMPLETED"}) or time.monotonic() > deadline:
-                break
-            time.sleep(0.5)
-    assert len(found) == 1, f"the server has {len(found)} runs called {flow_run}"
-    return dict(counts), states
+        wait_until(recorded, seconds=RECORDING_SECONDS, interval=0.5, describe=lambda: (counts(), states()))
+    assert len(flow_runs) == 1, f"the server has {len(flow_runs)} runs called {flow_run}"
+    return dict(counts()), states()

@@ -1,4 +1,4 @@
-"""Tests of `ostinato up` on this machine: a real server, worker and engine, and runs of a deployment that survive kills.
+"""Tests of `ostinato up` on this machine: a real server, worker and engine, and runs of a deployment that are killed.
 The services take a minute to start, and each test takes a minute."""
 
 from __future__ import annotations

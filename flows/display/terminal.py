@@ -3,6 +3,7 @@
 In a flow run, the lines are also added to its log in Prefect.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -168,7 +169,9 @@ def _cells(metrics: StepMetrics) -> dict[str, str]:
     cells: dict[str, str] = {}
     if metrics.reward_mean is not None:
         cells["reward"] = f"{metrics.reward_mean:.3f}"
-    cells["loss"] = f"{metrics.loss:.4f}"
+    # PPO's first steps train only the value model: the policy then has no loss
+    if not math.isnan(metrics.loss) or metrics.skipped_updates:
+        cells["loss"] = f"{metrics.loss:.4f}"
     if metrics.pair_accuracy is not None:
         cells["accuracy"] = f"{metrics.pair_accuracy:.2f}"
     if metrics.pair_margin is not None:

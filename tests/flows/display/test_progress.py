@@ -1,6 +1,7 @@
 """Tests of the terminal output: plain lines where nothing can be redrawn, and a live view where it can."""
 
 import io
+import math
 
 from rich.console import Console
 
@@ -35,6 +36,10 @@ def test_an_rl_step_is_one_line() -> None:
 
 def test_an_sft_step_leaves_out_what_it_has_not() -> None:
     assert step_line(sft_step(0)) == "step 1  loss 2.5000  tok/s 900"
+    # a step without a loss of the policy; a skipped update has a loss that is not a number
+    without_loss = sft_step(0).model_copy(update={"loss": math.nan})
+    assert step_line(without_loss) == "step 1  tok/s 900"
+    assert step_line(without_loss.model_copy(update={"skipped_updates": 1})) == "step 1  loss nan  skipped 1  tok/s 900"
 
 
 def test_a_step_on_pairs_says_how_they_stand() -> None:

@@ -93,7 +93,7 @@ class PPO(RolloutLoop):
             async for step in steps:
                 policy, value = step.policies
                 # sampling and grading: calls sample_and_grade, with max_staleness for later steps as well
-                collected = await lookahead.collected(policy)
+                collected = await lookahead.rollouts_for(policy)
                 # the batch: advantages, and the log-probabilities of the old policy and the reference
                 kl_beta = self.next_kl_beta(steps)
                 plan = self.batch_plan(start, kl_beta)

@@ -82,7 +82,7 @@ class LocalEngine:
             self.samplers,
             self.loaded_policies,
             rebaser=Rebaser(self.store, self.backend, self.saver, self.spec),
-            check=self.queue.check,
+            stop_check=self.queue.check,
         )
         self.generation_batcher = GenerationBatcher(max_rows=self.spec.max_rows)
         self._epochs: dict[str, int] = {}

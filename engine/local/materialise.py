@@ -1,6 +1,7 @@
 """Loads the weights of any committed policy: restores the nearest checkpoint and redoes the steps after it.
 
-A database recovers in the same way from a checkpoint and a redo log.
+A database recovers in the same way from a checkpoint and a redo log. docs/glossary.md explains the terms: a policy's
+`state` is a hash of its history, and a `rebase` records that a chain continues under other numerics.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from engine.local.rebase import Rebaser, RedoStatus
 from engine.local.scratch import scratch
 from engine.models.size import parameter_count
 from engine.specs.adapters import LoraSpec, parse_trainable
-from storage.chain.rebase import checkpoints_before, rebase_in_effect, step_of_checkpoint
+from storage.chain.rebase import checkpoints_up_to, rebase_in_effect, step_of_checkpoint
 from storage.chain.records import Chain, CommitRecord, PolicyRef, Root, base_model_of
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.store.artifacts import ArtifactRef, Manifest, read_manifest
@@ -30,9 +31,9 @@ from storage.worklog import log_work
 
 log = logging.getLogger(__name__)
 
-ADAPTER_SHARE = 0.05
-"""Memory reserved for an adapter before it is created, as a share of its base model's parameters. Once the adapter
-exists, its true size counts."""
+ADAPTER_SHARE_ESTIMATE = 0.05
+"""Estimated size of an adapter, as a share of its base model's parameters. Memory is reserved for it before the adapter
+is created. Once it exists, its true size counts."""
 
 
 class Materialiser:
@@ -46,12 +47,12 @@ class Materialiser:
         loaded_policies: LoadedPolicies,
         *,
         rebaser: Rebaser,
-        check: Callable[[], None] = lambda: None,
+        stop_check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check` is called after each micro-batch of a redo. An error that it raises ends the redo."""
+        """`stop_check` is called after each micro-batch of a redo, and may raise an error to stop the redo."""
         self.store, self.backend, self.samplers = store, backend, samplers
         self.loaded_policies = loaded_policies
-        self.rebaser, self.check = rebaser, check
+        self.rebaser, self.stop_check = rebaser, stop_check
 
     # -- loaded policies ---------------------------------------------------------------------------------------
 
@@ -61,37 +62,37 @@ class Materialiser:
         loaded = self.loaded_policies.training(policy)
         # Compare states, not steps: a loaded policy of the same step may have another history.
         if loaded is None or loaded.policy.state != policy.state:
-            loaded = self._move_to(loaded, policy)
+            loaded = self._load_at(policy, reuse=loaded)
         return self.loaded_policies.use(loaded)
 
     def for_reading(self, policy: PolicyRef) -> LoadedPolicy:
         """A loaded policy with the weights of `policy`.
 
-        Reading the head of a chain moves the chain's training policy forward. A past policy or a reference is loaded as
-        a frozen policy, so that the training policy need not go back."""
+        Reading the head of a chain loads the chain's training policy, or moves it forward. An older policy is loaded as
+        a separate frozen policy, and the training policy stays where it is."""
         # Use weights that are in memory, also those of another run with the same history.
         loaded = self.loaded_policies.find_state(policy.state)
-        if loaded is not None and (loaded.policy == policy or self._is_same_policy(loaded, policy)):
+        if loaded is not None and (loaded.policy == policy or self._has_same_rebase(loaded, policy)):
             return self.loaded_policies.use(loaded)
 
         # The head of a chain is read just before it is trained further, so move the training policy there.
         check_committed(self.store, policy)
         chain = Chain.of(self.store, policy)
         training = self.loaded_policies.training(policy)
-        is_ahead = training is None or policy.step > training.policy.step
+        is_newer_than_training = training is None or policy.step > training.policy.step
         is_head = chain.record(policy.step + 1) is None
-        if is_ahead and is_head:
+        if is_newer_than_training and is_head:
             return self.for_training(policy)
 
         # Any other policy becomes a frozen one.
-        loaded = self._base_as_policy(chain, policy) or self._move_to(None, policy, training=False)
+        loaded = self._base_as_policy(chain, policy) or self._load_at(policy, reuse=None, training=False)
         loaded.trainer.reset_optimizer()  # a frozen policy needs no moments
         return self.loaded_policies.use(loaded)
 
-    def _is_same_policy(self, loaded: LoadedPolicy, policy: PolicyRef) -> bool:
-        """Whether a loaded policy with the same state and another name has the weights of `policy`.
+    def _has_same_rebase(self, loaded: LoadedPolicy, policy: PolicyRef) -> bool:
+        """Whether `loaded`, which has the same state as `policy`, descends from the same rebase.
 
-        This requires that `policy` is committed, and that both descend from the same rebase."""
+        Then it has the weights of `policy`. Raises UnknownPolicy if `policy` is not committed."""
         check_committed(self.store, policy)
         rebase = rebase_in_effect(Chain.of(self.store, policy), policy.step)
         return loaded.rebase == (rebase.mark if rebase else None)
@@ -99,7 +100,8 @@ class Materialiser:
     def _base_as_policy(self, chain: Chain, policy: PolicyRef) -> LoadedPolicy | None:
         """The shared base model as policy 0 of a LoRA chain, which has the weights of the base model.
 
-        None for other policies. A new scalar head belongs to the adapter, so its policy 0 is not the base model."""
+        None for other policies. An adapter may contain a new scalar head; policy 0 of its chain then differs from the
+        base model."""
         root = chain.root()
         if policy.step or root is None or root.base is None:
             return None
@@ -111,18 +113,22 @@ class Materialiser:
 
     # -- restore and redo --------------------------------------------------------------------------------------
 
-    def _move_to(self, loaded: LoadedPolicy | None, policy: PolicyRef, *, training: bool = True) -> LoadedPolicy:
-        """Moves `loaded` (or a new policy) to `policy`: by a redo from its step, or by a restore and a redo."""
+    def _load_at(self, policy: PolicyRef, *, reuse: LoadedPolicy | None, training: bool = True) -> LoadedPolicy:
+        """Loads `policy` by a redo from the step of `reuse`, or by a restore and a redo.
+
+        The redo changes `reuse` itself. A restore returns another LoadedPolicy, which takes over its trainer if there
+        is a checkpoint."""
         chain = Chain.of(self.store, policy)
         self.rebaser.saver.wait_for_chain(policy)
+        loaded = reuse
         try:
-            # Restore into the trainer that is there, since memory may not hold a second one.
-            if loaded is None or not self._can_redo_from(loaded, chain, policy):
-                reused_trainer = loaded.trainer if loaded else None
-                loaded = self._restore(chain, policy.step, into=reused_trainer, training=training)
+            # A checkpoint is read into the old trainer, since memory may not hold a second one.
+            if loaded is None or not self._should_redo_from(loaded, chain, policy):
+                old_trainer = loaded.trainer if loaded else None
+                loaded = self._restore(chain, policy.step, into=old_trainer, training=training)
             loaded.training = training
 
-            # Redo the steps after it. The comparison after each step finds weights that differ from the committed ones.
+            # Redo the steps after it. After each step, compare the weights with the committed ones.
             status = RedoStatus(policy)
             for record in chain.records(after=loaded.policy.step, until=policy.step):
                 self.redo(loaded, record)
@@ -137,9 +143,9 @@ class Materialiser:
         return loaded
 
     @staticmethod
-    def _can_redo_from(loaded: LoadedPolicy, chain: Chain, policy: PolicyRef) -> bool:
+    def _should_redo_from(loaded: LoadedPolicy, chain: Chain, policy: PolicyRef) -> bool:
         """Whether a redo from the loaded step leads to `policy`, and is not longer than one from a checkpoint."""
-        checkpoint_steps = (step_of_checkpoint(manifest) for manifest in checkpoints_before(chain, policy.step))
+        checkpoint_steps = (step_of_checkpoint(manifest) for manifest in checkpoints_up_to(chain, policy.step))
         nearest = next(checkpoint_steps, 0)
         if not nearest <= loaded.policy.step <= policy.step:
             return False
@@ -153,12 +159,12 @@ class Materialiser:
         A checkpoint is a cache: a damaged or missing one only makes the redo longer. The exception is the checkpoint of
         a rebase, which cannot be rebuilt. Raises CorruptArtifact or ObjectNotFound for that one."""
         rebase = rebase_in_effect(chain, step)
-        for manifest in checkpoints_before(chain, step):
+        for manifest in checkpoints_up_to(chain, step):
             saved_step = step_of_checkpoint(manifest)
             # A redo needs the moments, even for a frozen policy.
-            moments = training or saved_step < step
+            with_moments = training or saved_step < step
             try:
-                trainer = self._read_checkpoint(chain, manifest, into=into, moments=moments)
+                trainer = self._trainer_from_checkpoint(chain, manifest, into=into, with_moments=with_moments)
             except (ObjectNotFound, CorruptArtifact) as error:
                 if rebase is not None and manifest.key == rebase.checkpoint.key:
                     raise
@@ -177,24 +183,27 @@ class Materialiser:
                 rebase=rebase.mark if rebase else None,
                 saved_step=saved_step,
             )
-        return self._policy_zero(chain, moments=training or step > 0)
+        return self._policy_zero(chain, with_moments=training or step > 0)
 
-    def _read_checkpoint(self, chain: Chain, manifest: Manifest, *, into: Trainer | None, moments: bool) -> Trainer:
+    def _trainer_from_checkpoint(
+        self, chain: Chain, manifest: Manifest, *, into: Trainer | None, with_moments: bool
+    ) -> Trainer:
+        """Reads a checkpoint into a trainer: `into` if it is given, else a new one."""
         with scratch(self.store) as folder:
             files = materialise_files(self.store, manifest.key, folder)
-            trainer = into or self._new_trainer(chain, moments=moments)
-            trainer.read_checkpoint(files, optimizer=moments)
+            trainer = into or self._new_trainer(chain, with_moments=with_moments)
+            trainer.read_checkpoint(files, optimizer=with_moments)
         return trainer
 
-    def _policy_zero(self, chain: Chain, *, moments: bool) -> LoadedPolicy:
+    def _policy_zero(self, chain: Chain, *, with_moments: bool) -> LoadedPolicy:
         """Policy 0 of a chain with fresh moments: the base model, or the last policy of the previous stage."""
         root = self._root(chain)
         if root.start is None:
-            trainer = self._new_trainer(chain, moments=moments)
+            trainer = self._new_trainer(chain, with_moments=with_moments)
         else:
             # The new stage continues with the weights of the previous one, but with fresh moments.
             check_same_trainable(root, self._root(Chain.of(self.store, root.start)))
-            trainer = self._move_to(None, root.start, training=moments).trainer
+            trainer = self._load_at(root.start, reuse=None, training=with_moments).trainer
             trainer.reset_optimizer()
         log_work("restore", policy=chain.policy(0).uri, step=0)
         return LoadedPolicy(chain.policy(0), trainer)
@@ -208,35 +217,35 @@ class Materialiser:
     def redo(self, loaded: LoadedPolicy, record: CommitRecord) -> None:
         """Redoes one committed step with its recorded micro-batches and thread count."""
         # Micro-batches and threads decide the order of sums, so other ones would give other bits.
-        limits = record.numerics.max_tokens_of_updates or record.numerics.max_tokens
+        max_tokens = record.numerics.max_tokens_of_updates or record.numerics.max_tokens
         with self.backend.threads_of(record.numerics):
-            apply_request(loaded.trainer, record.request, self.store, max_tokens=limits, check=self.check)
+            apply_request(loaded.trainer, record.request, self.store, max_tokens=max_tokens, check=self.stop_check)
         log_work("redo", policy=record.policy.uri, step=record.policy.step)
         loaded.policy, loaded.committed_numerics = record.policy, record.numerics
 
     # -- new trainers ------------------------------------------------------------------------------------------
 
-    def _new_trainer(self, chain: Chain, *, moments: bool) -> Trainer:
+    def _new_trainer(self, chain: Chain, *, with_moments: bool) -> Trainer:
         base = base_model_of(self.store, chain.policy(0))
-        return self.load(self._root(chain), base, run=chain.run, moments=moments)
+        return self.load_trainer(self._root(chain), base, run=chain.run, with_moments=with_moments)
 
-    def load(self, root: Root, base: ArtifactRef, *, run: str, moments: bool) -> Trainer:
+    def load_trainer(self, root: Root, base: ArtifactRef, *, run: str, with_moments: bool) -> Trainer:
         """Loads the base model with the trainable part that `root` asks for.
 
-        With `moments`, memory for gradients and moments is made free, too."""
+        Frees memory for the weights first; with `with_moments`, also for gradients and moments."""
         spec = parse_trainable(root.trainable)
-        copies = 4 if moments else 1  # the weights, and with moments also gradients and two moments
+        copies = 4 if with_moments else 1  # the weights, and with moments also gradients and two moments
         weights_bytes = parameter_count(self.store, base) * self.backend.master_dtype.itemsize
 
         # An adapter adds little to its base model, which several chains may share.
         if isinstance(spec, LoraSpec):
             shared = self._shared_base(base, run=run)
-            need = int(ADAPTER_SHARE * weights_bytes * copies)
+            need = int(ADAPTER_SHARE_ESTIMATE * weights_bytes * copies)
             self.loaded_policies.make_room(need, run=run, what=f"an adapter on {base.key}", keep=shared)
             return self.backend.adapter(shared, spec, init_seed=root.init_seed)
 
-        # A fully trained policy has all weights for itself.
-        purpose = "training" if moments else "reading"
+        # A fully trained policy shares no weights with other policies.
+        purpose = "training" if with_moments else "reading"
         self.loaded_policies.make_room(weights_bytes * copies, run=run, what=f"{purpose} {base.key}")
         with self.model_folder(base) as folder:
             return self.backend.load(folder, head=spec.head, init_seed=root.init_seed)
@@ -268,7 +277,7 @@ class Materialiser:
     def sampler_for(
         self, loaded: LoadedPolicy, policy: PolicyRef, *, tensor_parallel: int | None = None
     ) -> Sampler:
-        """The sampler of `loaded`, synced with its weights, which are those of `policy`.
+        """Returns the sampler of `loaded` and syncs it. `policy` may be another name for the same weights.
 
         Raises BadSpec for a policy with a scalar head."""
         if loaded.trainer.scalar:

@@ -23,7 +23,7 @@ from engine.specs.engine import LocalEngineSpec
 from engine.specs.trainer import TorchTrainerSpec, TrainerSpec, spec_of_layout
 from storage.chain.rebase import (
     Rebase,
-    checkpoints_before,
+    checkpoints_up_to,
     differences,
     is_checkpoint_of,
     rebase_in_effect,
@@ -145,7 +145,7 @@ class PolicyRebuilder:
 
     def rebuild(self, chain: Chain, step: int) -> Trainer:
         """Policy `step`, with as few redone steps as possible: from the last checkpoint at or before it."""
-        manifest = next(checkpoints_before(chain, step), None)
+        manifest = next(checkpoints_up_to(chain, step), None)
         if manifest is None:
             trainer, saved_step = self.policy_zero(chain), 0
         else:

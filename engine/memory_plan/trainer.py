@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.backends.deepspeed.memory import ZeroStateBytes, zero_state_bytes
+from engine.backends.deepspeed.memory import StateBytes, state_bytes
 from engine.errors import BadSpec
 from engine.memory_plan.formulas import MASTER_BYTES, activations, autocast_weights, head_activations, torch_states
 from engine.memory_plan.records import PHASES, Machine, MemoryPart, Phase, ProcessMemory, Workload
@@ -181,8 +181,8 @@ def _deepspeed_memory(
 ) -> ProcessMemory:
     """Stages 1 to 3. engine.backends.deepspeed.memory counts the states, which are split over the ranks."""
     shape, compute, ranks = work.shape, setup.compute_bytes, setup.ranks
-    places = zero_state_bytes(
-        zero, parameters=shape.parameters, buffers=0, ranks=ranks, compute_bytes=compute, master_bytes=MASTER_BYTES
+    places = state_bytes(
+        zero, parameters=shape.parameters, buffer_bytes=0, ranks=ranks, compute_bytes=compute, master_bytes=MASTER_BYTES
     )
     tokens, checkpointing = _tokens_per_rank(spec), zero.activation_checkpointing
     saved, offloaded = activations(shape, tokens, compute=compute, autocast=False, recompute=checkpointing)
@@ -214,13 +214,13 @@ def _deepspeed_memory(
     return ProcessMemory((*process.device, *device), (*process.host, *host))
 
 
-def _zero_states(held: ZeroStateBytes, zero: DeepSpeedSpec, work: Workload, setup: TrainingSetup) -> list[MemoryPart]:
+def _zero_states(held: StateBytes, zero: DeepSpeedSpec, work: Workload, setup: TrainingSetup) -> list[MemoryPart]:
     """Returns the state of one rank in one kind of memory. The moments are made in the first step."""
     ranks = setup.ranks
     split = "/N" if zero.zero_stage == 3 else ""
-    weights, masters, standing = held.weights / ranks, held.masters / ranks, held.standing / ranks
+    weights, masters, gradients_at_load = held.weights / ranks, held.masters / ranks, held.gradients_at_load / ranks
     optimizer: dict[Phase, float] = dict.fromkeys(PHASES, masters + held.moments / ranks)
-    gradients: dict[Phase, float] = dict.fromkeys(PHASES, standing)
+    gradients: dict[Phase, float] = dict.fromkeys(PHASES, gradients_at_load)
     gradients |= dict.fromkeys(TRAINING, held.gradients / ranks)
 
     stage = f"ZeRO {zero.zero_stage} over {ranks} ranks"
@@ -232,7 +232,7 @@ def _zero_states(held: ZeroStateBytes, zero: DeepSpeedSpec, work: Workload, setu
         MemoryPart("moments", "master weights, moments", optimizer | {"start": masters}, optimizer_source),
         MemoryPart("gradients", "gradients", gradients, gradients_source),
         constant("frozen", f"{frozen} frozen policies", weights * frozen, f"{setup.compute_bytes}P{split} each"),
-        constant("frozen", "their masters and buffers", (masters + standing) * frozen, "4P/N masters each"),
+        constant("frozen", "their masters and buffers", (masters + gradients_at_load) * frozen, "4P/N masters each"),
     ]
 
 

@@ -34,7 +34,7 @@ from flows.ops.deployments import POOL, deploy, find_prefect_yaml
 from flows.ops.processes import ProcessIdentity, processes_of_up, terminate_all
 from flows.ops.services import BUCKET, find_seaweedfs, free_ports, is_free
 from flows.ops.state import HOME, UpError, UpOptions, UpState, forget_state, load_state, save_state, status, supervising
-from flows.ops.supervisor import Supervisor, deploy_by_command, tail
+from flows.ops.supervisor import Supervisor, deploy_by_command, describe_log_end
 
 DETACH_TIMEOUT_SECONDS = 600.0
 """Longest start of a detached `up`."""
@@ -188,13 +188,13 @@ def _up_detached(home: Path, options: UpOptions) -> int:
     deadline = time.monotonic() + DETACH_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         if child.poll() is not None:
-            raise UpError(f"`ostinato up` ended while it was starting; {tail(log)}")
+            raise UpError(f"`ostinato up` ended while it was starting; {describe_log_end(log)}")
         state = load_state(home)
         if state is not None and state.ready and state.supervisor == ProcessIdentity.of(child.pid):
             _print_ready(state)
             return 0
         time.sleep(0.3)
-    raise UpError(f"`ostinato up` is not ready after {DETACH_TIMEOUT_SECONDS:.0f} s; {tail(log)}")
+    raise UpError(f"`ostinato up` is not ready after {DETACH_TIMEOUT_SECONDS:.0f} s; {describe_log_end(log)}")
 
 
 def _already_running(home: Path, options: UpOptions) -> int:

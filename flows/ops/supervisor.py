@@ -39,9 +39,9 @@ MAX_BACKOFF_SECONDS = 60.0
 STEADY_SECONDS = 60.0
 """A service that has run for this long resets its backoff."""
 FLOW_GRACE_SECONDS = 30.0
-"""Seconds that a flow has to release its run after SIGTERM. The engine writes a checkpoint within them."""
+"""After SIGTERM, a flow gets this many seconds to release its run. The engine writes a checkpoint in this time."""
 LOG_TAIL = 3000
-"""Characters of a log that an error message shows."""
+"""Bytes of a log, or characters of a command's output, that an error message shows."""
 
 Log = Callable[[str], None]
 
@@ -53,7 +53,7 @@ class Backoff:
     ends: int = 0
     not_before: float = 0.0
 
-    def ended(self, now: float, lived_seconds: float) -> float:
+    def record_end(self, now: float, lived_seconds: float) -> float:
         """Records an end after `lived_seconds`; returns the delay in seconds."""
         self.ends = 1 if lived_seconds >= STEADY_SECONDS else self.ends + 1
         delay = min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2 ** (self.ends - 1))
@@ -65,7 +65,7 @@ class Backoff:
 class Supervisor:
     """Supervises the services: call `start`, then `watch` until `stop` is set, then `close`.
 
-    `state` and the state file are always equal.
+    `state` and the state file are always equal; creating a supervisor writes the file.
     """
 
     home: Path
@@ -81,8 +81,8 @@ class Supervisor:
         # an earlier worker may have left flow runs
         self._worker_lost = not self._alive("worker")
         self._lost_run_ids: set[str] = set()
-        self._rescheduled_at = time.monotonic()
-        self._save(supervisor=ProcessIdentity.of(psutil.Process().pid), ready=False)
+        self._last_crash_search = time.monotonic()
+        self._update_state(supervisor=ProcessIdentity.of(psutil.Process().pid), ready=False)
 
     def start(self) -> None:
         """Starts the services in the order of their dependencies; adopts those that run. Raises UpError."""
@@ -107,40 +107,41 @@ class Supervisor:
         # the worker takes flow runs as soon as it starts, so everything that they need comes first
         self.deploy(self.state)
         if not self._alive("worker"):
-            self._release_lost_runs()
+            self._end_orphaned_flows()
             self._spawn(by_name["worker"])
         for name in ("engine", "worker"):
             self._wait(by_name[name])
-        self._save(ready=True)
+        self._update_state(ready=True)
 
     def watch(self) -> None:
-        """Checks the services every second until `stop` is set, and restarts those that have ended."""
+        """Checks the services every second until `stop` is set: restarts those that have ended, and reschedules crashed
+        runs."""
         while not self.stop.wait(TICK_SECONDS):
             for service in self.services:
-                self._check(service)
-            if time.monotonic() - self._rescheduled_at > RESCHEDULE_INTERVAL_SECONDS:
+                self._restart_if_ended(service)
+            if time.monotonic() - self._last_crash_search > RESCHEDULE_INTERVAL_SECONDS:
                 self._reschedule_crashed_runs()
 
     def close(self) -> None:
-        """Ends the flows, which release their runs and continue at the next start, and then the services."""
+        """Ends the flows, then the services. The flows release their runs and continue at the next start."""
         try:
             if self._alive("worker"):
                 # SIGKILL, because on SIGTERM the worker would kill its flows before they have released their runs
                 kill_all(filter(None, [self.state.services["worker"].process()]))
             self._worker_lost = True
-            self._release_lost_runs()
+            self._end_orphaned_flows()
         finally:
-            # services end before those that they need
+            # end a service before the services that it depends on
             for service in reversed(self.services):
                 identity = self.state.services.get(service.name)
                 if identity is not None:
                     terminate_all(filter(None, [identity.process()]), grace_seconds=service.grace_seconds)
                     reap(identity)
-            # processes that a service has left
+            # processes that a service has left behind
             terminate_all(processes_of_up(self.state.id), grace_seconds=10.0)
             forget_state(self.home)
 
-    def _check(self, service: ServiceSpec) -> None:
+    def _restart_if_ended(self, service: ServiceSpec) -> None:
         """Restarts the service if it has ended, its delay is over and the service it needs answers."""
         if self._alive(service.name):
             return
@@ -150,26 +151,25 @@ class Supervisor:
         identity = self.state.services.get(service.name)
         if identity is not None:
             reap(identity)
-            delay = backoff.ended(now, now - identity.created)
+            delay = backoff.record_end(now, now - identity.created)
             self.log(f"{service.name} (pid {identity.pid}) has ended; it is restarted in {delay:.0f} s")
             self._forget(service.name)
             if service.name == "worker":
                 self._worker_lost = True
         if service.name == "worker" and self._worker_lost:
-            self._release_lost_runs()
+            self._end_orphaned_flows()
 
-        # a restart waits for the delay and for the service that it needs
-        if now < backoff.not_before or self._dependency_is_missing(service) or self.stop.is_set():
+        if now < backoff.not_before or self._dependency_is_down(service) or self.stop.is_set():
             return
         self._spawn(service)
         restarts = self.state.restarts | {service.name: self.state.restarts.get(service.name, 0) + 1}
-        self._save(restarts=restarts)
+        self._update_state(restarts=restarts)
 
-    def _dependency_is_missing(self, service: ServiceSpec) -> bool:
+    def _dependency_is_down(self, service: ServiceSpec) -> bool:
         needed = [other for other in self.services if other.name == service.needs]
         return not all(self._alive(other.name) and other.healthy() for other in needed)
 
-    def _release_lost_runs(self) -> None:
+    def _end_orphaned_flows(self) -> None:
         """Ends the flows of a dead worker, so that they release their runs, and reschedules them on the server.
 
         If the server does not answer, the next check tries again.
@@ -179,7 +179,7 @@ class Supervisor:
         self._lost_run_ids |= {process_environment(process).get(FLOW_RUN_ENV, "") for process in flows}
         # only the top process of each flow gets SIGTERM, and its children are ended by it
         pids = {process.pid for process in flows}
-        roots = [process for process in flows if _parent(process) not in pids]
+        roots = [process for process in flows if _parent_pid(process) not in pids]
         terminate_all(roots, grace_seconds=FLOW_GRACE_SECONDS)
         kill_all(flows)
         # tell the server, which does not notice the end of a worker
@@ -196,7 +196,7 @@ class Supervisor:
 
     def _reschedule_crashed_runs(self) -> None:
         """Reschedules crashed runs. If server or worker do not answer, the next interval tries again."""
-        self._rescheduled_at = time.monotonic()
+        self._last_crash_search = time.monotonic()
         if not self._alive("server") or not self._alive("worker"):
             return
         try:
@@ -209,7 +209,7 @@ class Supervisor:
     def _spawn(self, service: ServiceSpec) -> None:
         log_file = self._log_file(service)
         identity = spawn(service.command, environment=service.environment, log=log_file, folder=Path.cwd())
-        self._save(services=self.state.services | {service.name: identity})
+        self._update_state(services=self.state.services | {service.name: identity})
         self.log(f"{service.name} is started (pid {identity.pid})")
 
     def _wait(self, service: ServiceSpec) -> None:
@@ -219,11 +219,12 @@ class Supervisor:
             if self.stop.is_set():
                 raise UpError("stopped while it was starting")
             if not self._alive(service.name):
-                raise UpError(f"{service.name} ended while it was starting; {tail(self._log_file(service))}")
+                log_end = describe_log_end(self._log_file(service))
+                raise UpError(f"{service.name} ended while it was starting; {log_end}")
             if time.monotonic() > deadline:
                 raise UpError(
                     f"{service.name} gave no answer within {service.start_seconds:.0f} s; "
-                    f"{tail(self._log_file(service))}"
+                    f"{describe_log_end(self._log_file(service))}"
                 )
             # not time.sleep, so that `stop` ends the wait at once
             self.stop.wait(0.2)
@@ -233,9 +234,10 @@ class Supervisor:
         return identity is not None and identity.alive
 
     def _forget(self, name: str) -> None:
-        self._save(services={other: identity for other, identity in self.state.services.items() if other != name})
+        others = {other: identity for other, identity in self.state.services.items() if other != name}
+        self._update_state(services=others)
 
-    def _save(self, **changes: object) -> None:
+    def _update_state(self, **changes: object) -> None:
         self.state = self.state.model_copy(update=changes)
         save_state(self.home, self.state)
 
@@ -244,7 +246,9 @@ class Supervisor:
 
 
 def deploy_by_command(state: UpState) -> None:
-    """Runs `ostinato deploy` for the server of this `up`, in a process that imports Prefect. Raises UpError."""
+    """Runs `ostinato deploy` for the server of this `up`. Raises UpError.
+
+    It runs in its own process, so that this one does not import Prefect."""
     command = [
         sys.executable, "-m", "flows.cli.main", "deploy", "--pool", state.options.pool,
         "--storage", state.options.storage, "--engine", state.engine_url,
@@ -256,13 +260,13 @@ def deploy_by_command(state: UpState) -> None:
         raise UpError(f"the deployments could not be made:\n{(process.stderr or process.stdout).strip()[-LOG_TAIL:]}")
 
 
-def tail(log: Path) -> str:
-    """Returns the end of a log, for an error message."""
+def describe_log_end(log: Path) -> str:
+    """Returns the path and the end of a log, for an error message."""
     text = log.read_bytes()[-LOG_TAIL:].decode(errors="replace").strip() if log.exists() else ""
     return f"the end of its log, {log}:\n{text}" if text else f"its log, {log}, is empty"
 
 
-def _parent(process: psutil.Process) -> int:
+def _parent_pid(process: psutil.Process) -> int:
     try:
         return int(process.ppid())
     except psutil.NoSuchProcess:

@@ -1,7 +1,7 @@
 """Collects the rollouts that a step of reinforcement learning trains on.
 
-Prompts are taken from the dataset, completions are sampled and graded. With dynamic sampling, groups with equal rewards
-are replaced by further prompts. With staleness, the rollouts of the next steps are collected while this one trains.
+Prompts are taken from the dataset, completions are sampled and graded. With dynamic sampling, further prompts are drawn
+for groups with equal rewards. With staleness, the rollouts of the next steps are collected while this one trains.
 
 Committed grades and the dataset's cursor decide everything, so a resumed run collects what the first attempt would have
 collected.
@@ -26,7 +26,7 @@ from tasks.datasets.order import DataCursor, repetitions, take
 from tasks.sampling.completions import PromptShard, Truncation
 
 
-class NothingToLearn(PermanentEngineError):
+class BatchNotFilled(PermanentEngineError):
     """Dynamic sampling did not fill a batch in the allowed number of draws, and refill_end is "fail"."""
 
 
@@ -49,15 +49,13 @@ SampleAndGrade = Callable[[PolicyRef, list[PromptShard], int], Awaitable[Rollout
 
 
 @dataclass(frozen=True)
-class PromptBatch:
+class PromptSource:
     """How prompts of a dataset become shards."""
 
     model: TrainingModel
     data: LoadedDataset
-    prompts: int
-    """Prompts per step."""
-    completions: int
-    """Completions per prompt."""
+    prompts_per_step: int
+    completions_per_prompt: int
     prompts_per_shard: int
     seed: int
     """Decides the order of the prompts."""
@@ -81,7 +79,7 @@ class PromptBatch:
                 dataset=self.data.ref,
                 index=first_index + number,
                 rows=tuple(rows[start : start + size]),
-                completions=self.completions,
+                completions=self.completions_per_prompt,
                 repetitions=tuple(repeated[start : start + size]),
                 max_prompt_tokens=self.max_prompt_tokens,
                 truncation=self.truncation,
@@ -92,11 +90,14 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class Refill:
-    """Dynamic sampling (DAPO, arXiv:2503.14476): groups with equal rewards are left out, and further prompts drawn."""
+    """Dynamic sampling (DAPO, arXiv:2503.14476): draws further prompts until enough groups have different rewards.
 
-    rounds: int
+    All groups are collected. The batch leaves out those with equal rewards.
+    """
+
+    max_extra_draws: int
     """The largest number of draws after the first."""
-    end: RefillEnd
+    on_shortfall: RefillEnd
     """What happens if the draws do not fill the batch: "short" trains on a smaller batch, "fail" ends the run."""
 
 
@@ -104,25 +105,24 @@ class Refill:
 class RolloutCollector:
     """Collects the rollouts of one step."""
 
-    batch: PromptBatch
+    source: PromptSource
     sample_and_grade: SampleAndGrade
     refill: Refill | None = None
 
     async def collect(self, policy: PolicyRef, cursor: DataCursor, *, step: int) -> CollectedRollouts:
         """Collects the rollouts of 0-based `step`, sampled from `policy`. A committed shard is not sampled again.
-        Raises NothingToLearn."""
+        Raises BatchNotFilled."""
         rollouts: list[ArtifactRef] = []
         graded: list[ArtifactRef] = []
         rows: list[int] = []
         cursor_out = cursor
-        missing = self.batch.prompts
+        missing = self.source.prompts_per_step
         draws = 1
         if self.refill is not None:
-            draws += self.refill.rounds
+            draws += self.refill.max_extra_draws
         for _ in range(draws):
-            # draw the prompts that are missing, and sample their completions
-            new_rows, cursor_out = self.batch.take(cursor_out, missing)
-            shards = self.batch.shards(new_rows, earlier_rows=rows, first_index=len(rollouts))
+            new_rows, cursor_out = self.source.take(cursor_out, missing)
+            shards = self.source.shards(new_rows, earlier_rows=rows, first_index=len(rollouts))
             new_rollouts, new_graded = await self.sample_and_grade(policy, shards, step)
             rows += new_rows
             rollouts += new_rollouts
@@ -130,21 +130,21 @@ class RolloutCollector:
             if self.refill is None:
                 break
             # a group with equal rewards has no gradient, so another prompt is drawn instead
-            missing = self.batch.prompts - await self._informative_prompts(graded)
+            missing = self.source.prompts_per_step - await self._count_informative_prompts(graded)
             if missing <= 0:
                 break
-        # the draws are used up
-        if self.refill is not None and missing > 0 and self.refill.end == "fail":
-            raise NothingToLearn(
-                f"step {step}: after {draws} draws of prompts, {missing} of {self.batch.prompts} groups are still "
-                "missing, because all rewards of the other groups are equal. Raise max_refill_rounds, set "
+        # fail if the draws did not fill the batch
+        if self.refill is not None and missing > 0 and self.refill.on_shortfall == "fail":
+            raise BatchNotFilled(
+                f"step {step}: after {draws} draws of prompts, {missing} of {self.source.prompts_per_step} groups are "
+                "still missing, because all rewards of the other groups are equal. Raise max_refill_rounds, set "
                 "refill_end='short', or give prompts that the model sometimes solves"
             )
         return CollectedRollouts(rollouts, graded, cursor, cursor_out)
 
-    async def _informative_prompts(self, graded: list[ArtifactRef]) -> int:
+    async def _count_informative_prompts(self, graded: list[ArtifactRef]) -> int:
         """The number of prompts whose completions have different rewards."""
-        store = self.batch.model.workspace.open_store()
+        store = self.source.model.workspace.open_store()
         return await asyncio.to_thread(informative_prompts, store, graded)
 
 
@@ -161,37 +161,35 @@ class RolloutLookahead:
     """The position in the dataset before the first step that is collected."""
     total_steps: int | None
     staleness: int = 0
-    _running: dict[int, asyncio.Task[CollectedRollouts]] = field(default_factory=dict)
+    _tasks: dict[int, asyncio.Task[CollectedRollouts]] = field(default_factory=dict)
     """The collections that have been started, by step."""
 
-    async def collected(self, policy: PolicyRef) -> CollectedRollouts:
-        """The rollouts of the step after `policy`. Starts to collect those of later steps that are sampled from
-        `policy`."""
+    async def rollouts_for(self, policy: PolicyRef) -> CollectedRollouts:
+        """Returns the rollouts that train `policy`. Also starts to collect up to `staleness` later steps."""
         step = policy.step
         last = step + self.staleness
         if self.total_steps is not None:
             last = min(last, self.total_steps - 1)
         # each collection continues the cursor of the one before, so they run in order
-        for ahead in range(step, last + 1):
-            if ahead not in self._running:
-                before = self._running.get(ahead - 1)
-                self._running[ahead] = asyncio.create_task(self._collect(policy, ahead, before))
-        collected = await self._running[step]
-        # the collection of the step before is not needed any more
-        self._running.pop(step - 1, None)
+        for collected_step in range(step, last + 1):
+            if collected_step not in self._tasks:
+                before = self._tasks.get(collected_step - 1)
+                self._tasks[collected_step] = asyncio.create_task(self._collect(policy, collected_step, before))
+        collected = await self._tasks[step]
+        self._tasks.pop(step - 1, None)
         return collected
 
     async def _collect(
         self, policy: PolicyRef, step: int, before: asyncio.Task[CollectedRollouts] | None
     ) -> CollectedRollouts:
-        """The rollouts of one step, after those of the step before, whose cursor it continues."""
+        """Waits for the collection of the step before, and continues from its cursor."""
         cursor = self.cursor if before is None else (await before).cursor_out
         # the policy is fixed by the step, and not by which policy is ready first
-        sampled_step = max(0, step - self.staleness)
-        sampled = policy
-        if sampled_step != policy.step:
-            sampled = self.collector.batch.model.chain_of(policy).policy(sampled_step)
-        return await self.collector.collect(sampled, cursor, step=step)
+        sampling_step = max(0, step - self.staleness)
+        sampling_policy = policy
+        if sampling_step != policy.step:
+            sampling_policy = self.collector.source.model.chain_of(policy).policy(sampling_step)
+        return await self.collector.collect(sampling_policy, cursor, step=step)
 
     async def __aenter__(self) -> Self:
         return self
@@ -200,6 +198,6 @@ class RolloutLookahead:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # stop collecting for steps that this process will not take
-        for task in self._running.values():
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)

@@ -21,7 +21,7 @@ from flows.training.critic import Critic
 from flows.training.options import PolicyOptions, read_options
 from flows.training.rollout_collection import (
     CollectedRollouts,
-    PromptBatch,
+    PromptSource,
     Refill,
     RolloutCollector,
     RolloutLookahead,
@@ -138,11 +138,11 @@ class RolloutLoop(TrainingLoop):
         self, data: LoadedDataset, steps: TrainingSteps, sample_and_grade: SampleAndGrade
     ) -> RolloutLookahead:
         """Collects the rollouts of the steps, in the order of the dataset, with dynamic sampling and staleness."""
-        prompts = PromptBatch(
+        source = PromptSource(
             model=self.model,
             data=data,
-            prompts=self.prompts_per_batch,
-            completions=self.algorithm.completions_per_sample,
+            prompts_per_step=self.prompts_per_batch,
+            completions_per_prompt=self.algorithm.completions_per_sample,
             prompts_per_shard=self.algorithm.prompts_per_shard,
             seed=self.data_seed,
             max_prompt_tokens=self.max_prompt_tokens,
@@ -150,7 +150,7 @@ class RolloutLoop(TrainingLoop):
         )
         rules = self.rules
         refill = Refill(rules.max_refill_rounds, rules.refill_end) if rules.dynamic_sampling else None
-        collector = RolloutCollector(prompts, sample_and_grade, refill)
+        collector = RolloutCollector(source, sample_and_grade, refill)
         return RolloutLookahead(collector, steps.cursor, steps.total_steps, rules.max_staleness)
 
     def next_kl_beta(self, steps: TrainingSteps) -> float:

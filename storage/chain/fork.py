@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from storage.chain.listing import has_objects, run_chains, stages_of
 from storage.chain.rebase import (
     Rebase,
-    checkpoints_before,
+    checkpoints_up_to,
     commit_rebase,
     rebase_at,
     rebase_manifest,
@@ -276,7 +276,7 @@ def _renamed(policy: PolicyRef, run: str, new: str) -> PolicyRef:
 
 def _nearest_checkpoint(chain: Chain, until: int) -> int | None:
     """Returns the step of the chain's nearest checkpoint. None if there is none, or if that of a rebase is nearer."""
-    nearest = next(checkpoints_before(chain, until), None)
+    nearest = next(checkpoints_up_to(chain, until), None)
     if nearest is None:
         return None
     return keys.checkpoint_step(keys.manifest_of_files(nearest.key))

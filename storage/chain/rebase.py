@@ -199,7 +199,7 @@ def discard_checkpoint(chain: Chain, rebase: Rebase) -> None:
 
 
 def checkpoint_extra(policy: PolicyRef, rebase: RebaseMark | None, weights_digest: str) -> dict[str, str | None]:
-    """Returns the fields about the weights in a checkpoint's manifest, which `checkpoints_before` reads."""
+    """Returns the fields about the weights in a checkpoint's manifest, which `checkpoints_up_to` reads."""
     return {
         "state": policy.state,
         "weights_digest": weights_digest,
@@ -207,8 +207,8 @@ def checkpoint_extra(policy: PolicyRef, rebase: RebaseMark | None, weights_diges
     }
 
 
-def checkpoints_before(chain: Chain, step: int) -> Iterator[Manifest]:
-    """Yields the complete checkpoints from which policy `step` can be redone, the nearest first.
+def checkpoints_up_to(chain: Chain, step: int) -> Iterator[Manifest]:
+    """Yields the complete checkpoints at or before `step` from which policy `step` can be redone, the nearest first.
 
     Checkpoints before the last rebase in effect are left out, and those of weights from which the chain does not
     continue. For a rebased policy, the last one is the checkpoint of the rebase. Raises CorruptArtifact if that one is

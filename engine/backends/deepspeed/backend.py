@@ -15,7 +15,7 @@ import torch
 
 from engine.backends import machine
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
-from engine.backends.deepspeed.memory import PlacedStates, zero_state_bytes
+from engine.backends.deepspeed.memory import BytesByPlace, state_bytes
 from engine.backends.deepspeed.meta_model import open_meta_model, probe, streamed_weights
 from engine.backends.deepspeed.options import RankOptions
 from engine.backends.protocol import Objective, UpdateReport
@@ -182,12 +182,12 @@ class DeepSpeedBackend:
     def adapter_off(self, base: Any) -> NoReturn:
         self.load_base(Path(str(base)))
 
-    def states(self, info: dict[str, Any]) -> PlacedStates:
+    def states(self, info: dict[str, Any]) -> BytesByPlace:
         """Bytes of a loaded model's states. `info` is what the ranks' `load` returned."""
-        return zero_state_bytes(
+        return state_bytes(
             self.trainer_spec,
             parameters=info["parameters"],
-            buffers=info["buffers_nbytes"],
+            buffer_bytes=info["buffers_nbytes"],
             ranks=self.ranks,
             compute_bytes=self.compute_dtype.itemsize,
             master_bytes=self.master_dtype.itemsize,

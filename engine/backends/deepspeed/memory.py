@@ -1,4 +1,5 @@
-"""Bytes of a model in training, by ZeRO stage (arXiv:1910.02054, figure 1), and the memory that holds them.
+"""Computes how many bytes a model needs in each ZeRO stage (arXiv:1910.02054, figure 1), on the devices and on the
+hosts.
 
 This module does not import torch: the memory plan (engine.memory_plan.trainer) and the backend both use it.
 """
@@ -13,54 +14,55 @@ MOMENTS_PER_WEIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroStateBytes:
+class StateBytes:
     """Bytes of one policy's states in one kind of memory, over all ranks."""
 
     weights: int = 0
-    """Bytes of the weights that compute, and of buffers."""
+    """Bytes of the weights that the forward pass uses, and of buffers."""
     masters: int = 0
-    """Bytes of the master weights, where these are not the weights that compute."""
+    """Bytes of the master weights, if these are not the weights that the forward pass uses."""
     gradients: int = 0
     """Bytes of the gradients at their peak in an update."""
-    standing: int = 0
+    gradients_at_load: int = 0
     """Part of `gradients` that DeepSpeed allocates when the model is loaded, even if the policy is never trained."""
     moments: int = 0
     """Bytes of AdamW's two moments."""
 
     def nbytes(self, *, training: bool = True) -> int:
-        """The sum: with `training`, at the peak of an update; without, for a policy that is only read."""
+        """Returns the sum: with `training`, at the peak of an update, else what a policy that is only read needs."""
         if training:
             return self.weights + self.masters + self.gradients + self.moments
-        return self.weights + self.masters + self.standing
+        return self.weights + self.masters + self.gradients_at_load
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedStates:
-    """The states in the memory of the devices, and those that are offloaded to the machines' memory."""
+class BytesByPlace:
+    """Bytes of the states on the devices, and of those that are offloaded to the memory of the hosts."""
 
-    device: ZeroStateBytes
-    host: ZeroStateBytes
+    device: StateBytes
+    host: StateBytes
 
 
-def zero_state_bytes(
-    spec: DeepSpeedSpec, *, parameters: int, buffers: int, ranks: int, compute_bytes: int, master_bytes: int
-) -> PlacedStates:
-    """The states of a model with this many parameters. `ranks` are those of all nodes; `compute_bytes` and
-    `master_bytes` are bytes per number, `buffers` is in bytes."""
+def state_bytes(
+    spec: DeepSpeedSpec, *, parameters: int, buffer_bytes: int, ranks: int, compute_bytes: int, master_bytes: int
+) -> BytesByPlace:
+    """Returns the bytes of a model with `parameters` numbers and `buffer_bytes` bytes of buffers.
+
+    `ranks` is the number of ranks on all nodes; `compute_bytes` and `master_bytes` are bytes per number."""
     stage = spec.zero_stage
-    # ZeRO splits the masters and the moments over the ranks, so all ranks together hold them once.
+    # Stages 1 to 3 split the masters and the moments over the ranks, so all ranks together hold them once.
     masters = parameters * master_bytes
     moments = MOMENTS_PER_WEIGHT * masters
-    all_buffers = ranks * buffers
+    all_buffers = ranks * buffer_bytes
 
-    # Stage 0: every rank has all states.
+    # Stage 0: every rank has all states, and computes with the masters, so `compute_bytes` does not matter.
     if stage == 0:
-        device = ZeroStateBytes(
+        device = StateBytes(
             weights=ranks * masters + all_buffers, gradients=ranks * masters, moments=ranks * moments
         )
-        return PlacedStates(device, ZeroStateBytes())
+        return BytesByPlace(device, StateBytes())
 
-    # The weights that compute. Stage 3 splits them, in the other stages every rank has all of them.
+    # The weights that the forward pass uses. Stage 3 splits them, in the other stages every rank has all of them.
     weights = parameters * compute_bytes
     if stage != 3:
         weights *= ranks
@@ -70,36 +72,36 @@ def zero_state_bytes(
     weights_on_device = weights - weights_on_host + all_buffers
 
     # Stage 1 holds a whole gradient on every rank until the step. In bfloat16 the micro-batches add up in a second
-    # gradient, in the precision of the masters, which DeepSpeed never frees.
-    in_bfloat16 = compute_bytes != master_bytes
-    whole_gradients = accumulated_gradients = 0
+    # gradient. It has the precision of the masters, and DeepSpeed never frees it.
+    computes_in_lower_precision = compute_bytes != master_bytes
+    whole_gradients = accumulation_buffer = 0
     if stage == 1:
-        if in_bfloat16:
-            accumulated_gradients = ranks * masters
-        whole_gradients = ranks * parameters * compute_bytes + accumulated_gradients
+        if computes_in_lower_precision:
+            accumulation_buffer = ranks * masters
+        whole_gradients = ranks * parameters * compute_bytes + accumulation_buffer
 
-    if spec.offload_optimizer != "cpu":
+    if spec.offload_optimizer == "none":
         # Stages 2 and 3 hold only each rank's part of the gradient. In stage 3 its buffer is never freed.
-        device = ZeroStateBytes(
+        device = StateBytes(
             weights=weights_on_device,
             masters=masters,
             gradients=whole_gradients if stage == 1 else masters,
-            standing={1: accumulated_gradients, 2: 0, 3: masters}[stage],
+            gradients_at_load={1: accumulation_buffer, 2: 0, 3: masters}[stage],
             moments=moments,
         )
-        return PlacedStates(device, ZeroStateBytes(weights=weights_on_host))
+        return BytesByPlace(device, StateBytes(weights=weights_on_host))
 
     # The offloaded masters have a gradient on the host. The micro-batches add up in another gradient of the same size,
     # which is on the host too, except in stages 1 and 2 with bfloat16.
     gradients_on_host, gradients_on_device = 2 * masters, whole_gradients
-    if stage != 3 and in_bfloat16:
+    if stage != 3 and computes_in_lower_precision:
         gradients_on_host, gradients_on_device = masters, whole_gradients + masters
-    device = ZeroStateBytes(weights=weights_on_device, gradients=gradients_on_device)
-    host = ZeroStateBytes(
+    device = StateBytes(weights=weights_on_device, gradients=gradients_on_device)
+    host = StateBytes(
         weights=weights_on_host,
         masters=masters,
         gradients=gradients_on_host,
-        standing=2 * masters if stage == 3 else masters,
+        gradients_at_load=2 * masters if stage == 3 else masters,
         moments=moments,
     )
-    return PlacedStates(device, host)
+    return BytesByPlace(device, host)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.backends.deepspeed.backend import DeepSpeedBackend, layout_name
-from engine.backends.deepspeed.memory import ZeroStateBytes, zero_state_bytes
+from engine.backends.deepspeed.memory import StateBytes, state_bytes
 from engine.backends.deepspeed.passes import distribute
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
 from engine.models.samples import Sample
@@ -58,11 +58,11 @@ def test_what_it_does_not_do_is_refused_before_any_rank_starts() -> None:
 )
 def test_bytes_by_stage(stage: int, dtype_bytes: int, expected: tuple[int, int, int]) -> None:
     spec = DeepSpeedSpec(zero_stage=stage)  # type: ignore[arg-type]
-    places = zero_state_bytes(spec, parameters=1000, buffers=0, ranks=4, compute_bytes=dtype_bytes, master_bytes=4)
+    places = state_bytes(spec, parameters=1000, buffer_bytes=0, ranks=4, compute_bytes=dtype_bytes, master_bytes=4)
     held = places.device
     assert (held.weights + held.masters, held.gradients, held.moments) == expected
     assert held.nbytes(training=True) == sum(expected)
-    assert places.host == ZeroStateBytes()
+    assert places.host == StateBytes()
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_bytes_by_stage(stage: int, dtype_bytes: int, expected: tuple[int, int, 
 )
 def test_buffers_that_a_policy_holds_without_training(stage: int, dtype_bytes: int, standing: int) -> None:
     spec = DeepSpeedSpec(zero_stage=stage)  # type: ignore[arg-type]
-    held = zero_state_bytes(spec, parameters=1000, buffers=7, ranks=4, compute_bytes=dtype_bytes, master_bytes=4).device
+    held = state_bytes(spec, parameters=1000, buffer_bytes=7, ranks=4, compute_bytes=dtype_bytes, master_bytes=4).device
     assert held.nbytes(training=False) == held.weights + held.masters + standing
 
 
 def test_what_is_offloaded_is_not_on_the_devices() -> None:
     spec = DeepSpeedSpec(zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
-    places = zero_state_bytes(spec, parameters=1000, buffers=0, ranks=4, compute_bytes=2, master_bytes=4)
-    assert places.device == ZeroStateBytes()
+    places = state_bytes(spec, parameters=1000, buffer_bytes=0, ranks=4, compute_bytes=2, master_bytes=4)
+    assert places.device == StateBytes()
     assert (places.host.weights, places.host.masters, places.host.moments) == (2_000, 4_000, 8_000)
     assert places.host.gradients == 8_000  # of the micro-batches, and of the masters
 
@@ -99,7 +99,7 @@ def test_what_is_offloaded_is_not_on_the_devices() -> None:
 )
 def test_gradients_of_an_offloaded_optimizer(stage: int, dtype_bytes: int, device: int, host: int) -> None:
     spec = DeepSpeedSpec(zero_stage=stage, offload_optimizer="cpu")  # type: ignore[arg-type]
-    places = zero_state_bytes(spec, parameters=1000, buffers=0, ranks=4, compute_bytes=dtype_bytes, master_bytes=4)
+    places = state_bytes(spec, parameters=1000, buffer_bytes=0, ranks=4, compute_bytes=dtype_bytes, master_bytes=4)
     assert (places.device.gradients, places.host.gradients) == (device, host)
 
 

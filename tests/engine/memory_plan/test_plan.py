@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.deepspeed.memory import zero_state_bytes
+from engine.backends.deepspeed.memory import state_bytes
 from engine.errors import BadSpec
 from engine.memory_plan.formulas import (
     CHUNK_ELEMENTS,
@@ -120,7 +120,7 @@ def test_figure_1_of_the_zero_paper(stage: int, gigabytes: float) -> None:
     # 7.5B parameters, 64 devices, K = 12; gradients of 2 bytes in the paper, ours add up in float32
     size, ranks = 7_500_000_000, 64
     spec = DeepSpeedSpec(zero_stage=stage)  # type: ignore[arg-type]
-    held = zero_state_bytes(spec, parameters=size, buffers=0, ranks=ranks, compute_bytes=2, master_bytes=4).device
+    held = state_bytes(spec, parameters=size, buffer_bytes=0, ranks=ranks, compute_bytes=2, master_bytes=4).device
     gradients = 2 * size / (ranks if stage >= 2 else 1)
     assert round(((held.weights + held.masters + held.moments) / ranks + gradients) / 1e9, 1) == gigabytes
 
@@ -261,14 +261,14 @@ def test_the_plan_and_the_deepspeed_backend_count_alike(stage: int, offload: str
     changes = {"zero_stage": stage, "offload_optimizer": offload}
     load, _, node = planned(SPLIT | {"trainer": SPLIT["trainer"] | changes, "compute_dtype": "bfloat16"}, EIGHT).pools
     trainer = DeepSpeedSpec(ranks=4, **changes)
-    places = zero_state_bytes(
-        trainer, parameters=8_030_261_248, buffers=0, ranks=4, compute_bytes=2, master_bytes=4
+    places = state_bytes(
+        trainer, parameters=8_030_261_248, buffer_bytes=0, ranks=4, compute_bytes=2, master_bytes=4
     )
     for held, at, ranks in ((places.device, load, 4), (places.host, node, 1)):
         assert ranks * part(at, "weights") == held.weights
         assert ranks * part(at, "moments") == held.masters + held.moments
         assert ranks * part(at, "gradients") == held.gradients
-        assert ranks * part(at, "gradients", "sampling") == held.standing
+        assert ranks * part(at, "gradients", "sampling") == held.gradients_at_load
 
 
 def test_offloaded_moments_lie_in_the_machine() -> None:

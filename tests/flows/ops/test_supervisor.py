@@ -78,10 +78,10 @@ def watching(supervisor: Supervisor) -> threading.Thread:
 
 def test_backoff_doubles_up_to_a_minute_and_begins_anew_after_a_steady_life() -> None:
     backoff = Backoff()
-    waits = [backoff.ended(100.0, lived_seconds=3.0) for _ in range(8)]
+    waits = [backoff.record_end(100.0, lived_seconds=3.0) for _ in range(8)]
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, MAX_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS]
     assert backoff.not_before == 160.0
-    assert backoff.ended(100.0, lived_seconds=STEADY_SECONDS) == 1.0
+    assert backoff.record_end(100.0, lived_seconds=STEADY_SECONDS) == 1.0
 
 
 def test_what_is_killed_is_started_again_and_counted(world: World) -> None:

@@ -13,7 +13,7 @@ import flows.grpo
 from engine.connect import connect
 from flows.configs.common import GRPOConfig
 from flows.configs.reinforcement import Regularisation
-from flows.training.rollout_collection import NothingToLearn
+from flows.training.rollout_collection import BatchNotFilled
 from flows.training.rollout_loop import kl_controller
 from storage.inspect.accounting import check_accounting
 from storage.store.artifacts import read_manifest
@@ -127,7 +127,7 @@ def test_dynamic_sampling_draws_other_prompts_for_groups_that_teach_nothing(runs
 
 
 def test_groups_that_never_differ_fail_the_run_when_asked(runs: FlowRuns) -> None:
-    with pytest.raises(NothingToLearn, match="after 2 draws"):
+    with pytest.raises(BatchNotFilled, match="after 2 draws"):
         runs.run(
             "hopeless", grader__path="tests.fixtures.grading:nothing",
             rules={"dynamic_sampling": True, "max_refill_rounds": 1, "refill_end": "fail"},

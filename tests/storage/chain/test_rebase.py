@@ -13,7 +13,7 @@ from storage.chain.rebase import (
     Rebase,
     changes,
     checkpoint_extra,
-    checkpoints_before,
+    checkpoints_up_to,
     commit_rebase,
     discard_checkpoint,
     is_in_effect,
@@ -112,7 +112,7 @@ def commit(chain: Chain, rebase: Rebase) -> Rebase:
 
 def reached_from(chain: Chain, step: int) -> list[str]:
     """Returns the keys of the checkpoints from which policy `step` can be redone, the nearest first."""
-    return [manifest.key for manifest in checkpoints_before(chain, step)]
+    return [manifest.key for manifest in checkpoints_up_to(chain, step)]
 
 
 def test_the_keys() -> None:

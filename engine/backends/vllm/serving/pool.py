@@ -1,5 +1,5 @@
 """A pool of vLLM replicas behind the interface of one runtime: requests are distributed over the replicas, weights go
-to all of them, and each replica's weights are proven.
+to all of them, and each replica must show that it holds the right weights.
 
 A replica that ends or hangs during a call is started again. Other replicas repeat all work that it had in this call,
 with the same seeds. Its finished completions are discarded too, because it cannot prove its weights any more. After the
@@ -66,7 +66,7 @@ class VllmPool:
         Args:
             make_replicas: makes the replicas, in the pool's event loop. Its argument is their `on_up`.
             on_close: called after all replicas have ended.
-            keep_weights: keep links to the last weights for replicas that restart. Otherwise they can load them only
+            keep_weights: keep links to the last weights for replicas that restart. Without it, they can load them only
                 while the caller's files exist.
 
         Raises:
@@ -75,9 +75,9 @@ class VllmPool:
         self.replicas: list[Replica] = []
         self._on_close, self._keep_weights, self._delivery = on_close, keep_weights, delivery
         self.accepts_tensors = delivery.accepts_tensors
-        self._request: LoadRequest | None = None
-        """The last weights that were sent to the replicas."""
-        self._unverified: set[ActorHandle] = set()
+        self._last_load: LoadRequest | None = None
+        """The last weights that were sent to the replicas, for those that restart."""
+        self._unchecked_actors: set[ActorHandle] = set()
         """The processes that sampled completions since the last check that passed."""
         self._asleep = False
         self._supervisors: list[asyncio.Task[None]] = []
@@ -101,12 +101,12 @@ class VllmPool:
     async def _restore_replica(self, replica: Replica) -> None:
         """Loads the last weights into a replica in which vLLM has started, if their files still exist.
 
-        Raises WorkerDied if the replica broke during the load.
+        If the pool sleeps, it puts the replica to sleep. Raises WorkerDied if the replica broke during the load.
         """
         # Other weights may be sent while a load runs. Repeat until the replica has got the last ones.
-        actor, last_tried = replica.running_actor(), None
-        while (request := self._request) is not None and request.files_exist and request.manifest is not last_tried:
-            last_tried = request.manifest
+        actor, previous = replica.running_actor(), None
+        while (request := self._last_load) is not None and request.files_exist and request.manifest is not previous:
+            previous = request.manifest
             try:
                 await self._load_into(replica, request)
             except SamplerOutOfSync as error:
@@ -129,24 +129,23 @@ class VllmPool:
     # -- weights ----------------------------------------------------------------------------------------------
 
     def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> LoadProof:
-        """Loads the weights into every replica that is up.
+        """Loads the weights into every replica that is up, and waits until one is up. For `full`, see Runtime.
 
-        Raises SamplerOutOfSync if a replica does not prove them; no replica counts as loaded then.
+        Raises WorkerDied if all die. Raises SamplerOutOfSync if one does not prove them; then none counts as loaded.
         """
         request = LoadRequest(self._delivery.paths(source), manifest, state, full)
         return self._thread.run(self._load(request, source))
 
     async def _load(self, request: LoadRequest, source: Source) -> LoadProof:
-        # Forget the previous weights.
-        self._discard_request()
-        self._unverified.clear()
+        self._forget_last_load()
+        self._unchecked_actors.clear()
         for replica in self.replicas:
             replica.loaded_state = None
         await wait_until(lambda: any(replica.phase == "up" for replica in self.replicas), self.replicas)
 
-        # Deliver the new weights. A replica that comes up meanwhile loads them in _restore_replica.
+        # A replica that comes up during the delivery loads them in _restore_replica.
         up = replicas_up(self.replicas)
-        self._request = request
+        self._last_load = request
         proofs: list[LoadProof] = []
         deaths, mismatches = list[BaseException](), list[BaseException]()
         for outcome in await self._delivery.deliver(up, request, source, self._load_into):
@@ -159,24 +158,24 @@ class VllmPool:
 
         # The load survives the death of some replicas, but not of all, and it does not survive a mismatch.
         if mismatches or not proofs:
-            self._discard_request()
+            self._forget_last_load()
             for replica in up:
                 replica.loaded_state = None
             raise (mismatches or deaths)[0]
         proof = merge_proofs(proofs, request.state)
         if self._keep_weights:
-            self._request = request.with_linked_files()
+            self._last_load = request.with_linked_files()
         return proof
 
     @property
     def needs_weights(self) -> bool:
-        can_reload = self._request is not None and self._request.files_exist
+        can_reload = self._last_load is not None and self._last_load.files_exist
         return not can_reload and any(replica.loaded_state is None for replica in replicas_up(self.replicas))
 
-    def _discard_request(self) -> None:
-        if self._request is not None:
-            self._request.remove_links()
-        self._request = None
+    def _forget_last_load(self) -> None:
+        if self._last_load is not None:
+            self._last_load.remove_links()
+        self._last_load = None
 
     async def _load_into(self, replica: Replica, request: LoadRequest) -> LoadProof:
         who, actor = f"vLLM {replica.name}", replica.running_actor()
@@ -186,10 +185,10 @@ class VllmPool:
             await replica.fail(actor)
             raise
         if any_broken(replies):
-            await replica.fail(actor)
+            await replica.fail(actor)  # the next line raises the error of its reply
         proof = proof_from_replies(replies, request.state, who=who)
         # Compare manifests, not states: two loads of one state may have different bytes.
-        if self._request is None or self._request.manifest is not request.manifest:
+        if self._last_load is None or self._last_load.manifest is not request.manifest:
             raise SamplerOutOfSync(f"{who} took {request.state} while other weights were sent")
         if replica.actor is not actor:
             raise WorkerDied(f"{who} ended after it took {request.state}")
@@ -201,7 +200,7 @@ class VllmPool:
     def check(self, state: str, *, full: bool = False) -> None:
         """Checks every replica that holds `state`.
 
-        Raises SamplerOutOfSync also if a replica sampled since the last check and has ended: it cannot be checked.
+        Also raises SamplerOutOfSync if a replica sampled and then ended before this check.
         """
         self._thread.run(self._check(state, "ostinato_check", state, full))
 
@@ -210,18 +209,19 @@ class VllmPool:
         if not holders:
             raise SamplerOutOfSync(f"no replica holds {state}: {describe_replicas(self.replicas)}")
         # Nothing can prove the weights of a process that has ended, so its completions must not be used.
-        lost = self._unverified - {replica.actor for replica in holders}
+        lost = self._unchecked_actors - {replica.actor for replica in holders}
         if lost:
-            self._unverified.clear()
+            self._unchecked_actors.clear()
             names = ", ".join(sorted(actor.name for actor in lost))
             raise SamplerOutOfSync(f"{names} sampled completions and ended before its weights were checked")
-        await call_all(holders, lambda replica: self._verify(replica, method, *args))
-        self._unverified.clear()
+        await call_all(holders, lambda replica: self._check_replica(replica, method, *args))
+        self._unchecked_actors.clear()
 
-    async def _verify(self, replica: Replica, method: str, *args: Any) -> None:
-        """Calls a check of the worker extension on one replica. Raises SamplerOutOfSync if it does not pass."""
+    async def _check_replica(self, replica: Replica, method: str, *args: Any) -> None:
+        """Calls a check of the worker extension on one replica. Raises SamplerOutOfSync if it does not pass, or if the
+        replica sampled since the last check and dies. The death of a replica that has not sampled is no error."""
         actor, worker_ids = replica.running_actor(), list(replica.worker_ids)
-        has_sampled = actor in self._unverified
+        has_sampled = actor in self._unchecked_actors
         try:
             replies = await actor.call("rpc", method, *args)
             check_replies(replies, worker_ids, who=f"vLLM {replica.name}")
@@ -275,7 +275,7 @@ class VllmPool:
             holders = holders_of_adapter(self.replicas, name)
             if not holders:
                 raise SamplerOutOfSync(f"no replica holds adapter {name}: {describe_replicas(self.replicas)}")
-            await call_all(holders, lambda replica: self._verify(replica, "ostinato_check_adapter", name))
+            await call_all(holders, lambda replica: self._check_replica(replica, "ostinato_check_adapter", name))
 
         self._thread.run(check())
 
@@ -290,7 +290,7 @@ class VllmPool:
         *,
         adapter: str | None = None,
     ) -> list[Completion]:
-        """Calls `on_token` in the calling thread; with many prompts the tokens arrive in small chunks."""
+        """Prompts may repeat. Calls `on_token` in the calling thread; with many prompts the tokens arrive in chunks."""
         completions, new_tokens = [PartialCompletion() for _ in prompts], TokenQueue()
         chunk_tokens = partial_completions.tokens_per_chunk(len(prompts))
         json_params = params.model_dump(mode="json")
@@ -309,7 +309,7 @@ class VllmPool:
 
         async def dispatch() -> None:
             # `check` must prove the weights of every process that sampled.
-            self._unverified |= await dispatch_work(work_items, send, lambda: self._ready_replicas(adapter))
+            self._unchecked_actors |= await dispatch_work(work_items, send, lambda: self._ready_replicas(adapter))
 
         work_items = [WorkItem(affinity_key(prompt), len(prompt) + params.max_new_tokens) for prompt in prompts]
         partial_completions.run_with_listener(dispatch(), new_tokens, on_token, self._thread.loop)
@@ -329,7 +329,7 @@ class VllmPool:
                 scores[index] = sequence_logprobs
 
         work_items = [WorkItem(affinity_key(sequence), len(sequence)) for sequence in sequences]
-        # A process that only scored returned nothing that a later check must prove, so it is not added to _unverified.
+        # A process that only scored returned nothing that a later check must prove, so it is not in _unchecked_actors.
         self._thread.run(dispatch_work(work_items, send, lambda: self._ready_replicas(adapter)))
         return scores
 
@@ -337,7 +337,7 @@ class VllmPool:
         """The replicas that hold the weights (and the adapter). Waits for one that is about to load them. Raises
         SamplerOutOfSync if there is none."""
         while True:
-            request = self._request
+            request = self._last_load
             replicas: list[Replica] = []
             if request is not None:
                 replicas = holders_of_state(replicas_up(self.replicas), request.state)
@@ -345,7 +345,7 @@ class VllmPool:
                 replicas = holders_of_adapter(replicas, adapter)
             if replicas:
                 return replicas
-            # A replica that starts loads the base again if its files exist, but no adapter.
+            # A starting replica reloads the base if its files exist, but no adapter.
             is_starting = any(replica.phase in ("starting", "down") for replica in self.replicas)
             if request is None or adapter is not None or not is_starting or not request.files_exist:
                 raise SamplerOutOfSync(f"no replica holds the weights any more: {describe_replicas(self.replicas)}")
@@ -354,20 +354,20 @@ class VllmPool:
     # -- life -------------------------------------------------------------------------------------------------
 
     def drain(self, name: str) -> None:
-        """Gives a replica no new requests, and ends it for good once its requests are done and their weights proven."""
+        """Gives a replica no new requests; ends it after its last one and the next `check`. Blocks until then."""
 
         async def drain() -> None:
             replica = next(replica for replica in self.replicas if replica.name == name)
             replica.set_phase("draining")
             # Its process must stay until `check` has proven the weights of the completions that it sampled.
-            while replica.active_calls or replica.actor in self._unverified:
+            while replica.active_calls or replica.actor in self._unchecked_actors:
                 await asyncio.sleep(POLL_INTERVAL)
             await replica.close()
 
         self._thread.run(drain())
 
     def sleep(self) -> None:
-        """Puts all replicas to sleep, including those that restart later. No replica holds weights afterwards."""
+        """Puts all replicas to sleep, including those that restart later. After `wake`, load the weights again."""
         self._thread.run(self._sleep_or_wake("sleep"))
 
     def wake(self) -> None:
@@ -382,7 +382,7 @@ class VllmPool:
 
     @property
     def alive(self) -> bool:
-        return self._thread.alive  # an open pool restarts its replicas itself
+        return self._thread.alive  # until close(), the pool restarts dead replicas
 
     def close(self) -> None:
         """Ends every replica and all their processes."""
@@ -396,5 +396,5 @@ class VllmPool:
         for supervisor in self._supervisors:
             supervisor.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
-        self._discard_request()
+        self._forget_last_load()
         self._delivery.close()

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 from typing import Literal
 
-from storage.chain.checkpoint_uses import checkpoint_uses
+from storage.chain.checkpoint_uses import reasons_to_keep
 from storage.chain.listing import stored_checkpoint_steps
 from storage.chain.rebase import is_in_effect, rebase_at, rebases_in_effect
 from storage.chain.records import Chain, PolicyRef
@@ -54,7 +54,7 @@ def prune_checkpoints(
     Args:
         keep_last: Keep this many of the latest unnamed checkpoints.
         keep_named: Keep this many of the latest named checkpoints; None keeps all. An older one stays if something
-            refers to it (`checkpoint_uses`), or if keep_every or keep_best keeps it.
+            refers to it (`reasons_to_keep`), or if keep_every or keep_best keeps it.
         keep_every: Keep the checkpoints whose step is a multiple of this.
         keep_best: Keep this many checkpoints with the best `metric` in the record of their step. `best` says whether
             larger or smaller is better. Of equal values, the earlier is better. A record without the metric, or with a
@@ -103,9 +103,9 @@ def remove_checkpoints(store: ObjectStore, policies: Collection[PolicyRef], *, d
     """Deletes the checkpoints of these policies, named or not, and returns the manifests of those that existed.
 
     With `dry_run` nothing is deleted. The chain stays complete: a policy without a checkpoint is redone from an earlier
-    one. Raises CheckpointInUse if something refers to one of them (`checkpoint_uses`); then none is deleted.
+    one. Raises CheckpointInUse if something refers to one of them (`reasons_to_keep`); then none is deleted.
     """
-    uses = checkpoint_uses(store, policies)
+    uses = reasons_to_keep(store, policies)
     if uses:
         lines = [f"  {policy.uri.partition('#')[0]}: {'; '.join(sentences)}" for policy, sentences in uses.items()]
         listed = "\n".join(lines)
@@ -145,7 +145,7 @@ def _remove(store: ObjectStore, policy: PolicyRef, step: int, manifest: Manifest
 def _steps_in_use(chain: Chain, steps: list[int]) -> set[int]:
     """Returns the steps of named checkpoints that are in use, or all `steps` if the uses cannot be read."""
     try:
-        uses = checkpoint_uses(chain.store, {chain.policy(step) for step in steps})
+        uses = reasons_to_keep(chain.store, {chain.policy(step) for step in steps})
     except PermanentStorageError as error:
         # damage in another run or model must not end this run
         log.warning("the old named checkpoints of steps %s stay, their uses are unknown: %s", steps, error)

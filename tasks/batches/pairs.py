@@ -36,7 +36,7 @@ async def pair_batch(
     policy: PolicyRef,
     base: ArtifactRef,
     dataset: ArtifactRef,
-    rows: list[int],
+    row_numbers: list[int],
     *,
     reference: PolicyRef | None,
     lengths: LengthPlan = ANY_LENGTH,
@@ -46,19 +46,19 @@ async def pair_batch(
     group. A pair that is longer than `lengths` allows is an error, or dropped and counted in the manifest.
 
     Args:
-        reference: the policy whose logprobs each trained token is compared with. None for a scalar model, which scores
+        reference: the policy whose logprobs are stored for each token. None for a scalar model, which scores
             each conversation as a whole.
     """
 
     def pair_rows(record: Row, group: str, renderer: Renderer) -> list[Row]:
         # A scalar model has no reference, and scores the whole conversation at its last token.
-        whole = reference is None
-        chosen = _row(renderer, record["chosen"], group, 0, whole=whole)
-        rejected = _row(renderer, record["rejected"], group, 1, whole=whole)
+        score_whole = reference is None
+        chosen = _batch_row(renderer, record["chosen"], group, 0, score_whole=score_whole)
+        rejected = _batch_row(renderer, record["rejected"], group, 1, score_whole=score_whole)
         return [chosen | {"preferred": True}, rejected | {"preferred": False}]
 
-    return await _commit_units(
-        workspace, policy, base, dataset, rows, pair_rows, reference=reference, lengths=lengths, step=step
+    return await _committed_batch(
+        workspace, policy, base, dataset, row_numbers, pair_rows, reference=reference, lengths=lengths, step=step
     )
 
 
@@ -67,21 +67,22 @@ async def rating_batch(
     policy: PolicyRef,
     base: ArtifactRef,
     dataset: ArtifactRef,
-    rows: list[int],
+    row_numbers: list[int],
     *,
     lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
     """Returns the committed batch of rated conversations of a step, and prepares it first if there is none. A
-    conversation is one row whose only return is `res` of its metadata. A conversation that is longer than `lengths`
-    allows is an error, or dropped and counted in the manifest."""
+    conversation is one batch row; its `returns` hold one number, `res` of the metadata. A conversation that is longer
+    than `lengths` allows is an error, or dropped and counted in the manifest."""
 
     def thread_row(record: Row, group: str, renderer: Renderer) -> list[Row]:
         rating = rating_of(workspace.open_store(), dataset, record)
-        return [_row(renderer, record["thread"], group, 0, whole=True) | {"returns": [rating], "reward": rating}]
+        row = _batch_row(renderer, record["thread"], group, 0, score_whole=True)
+        return [row | {"returns": [rating], "reward": rating}]
 
-    return await _commit_units(
-        workspace, policy, base, dataset, rows, thread_row, reference=None, lengths=lengths, step=step
+    return await _committed_batch(
+        workspace, policy, base, dataset, row_numbers, thread_row, reference=None, lengths=lengths, step=step
     )
 
 
@@ -96,12 +97,12 @@ def rating_of(store: ObjectStore, dataset: ArtifactRef, record: Row) -> float:
     return float(rating)
 
 
-async def _commit_units(  # noqa: PLR0913  the arguments of its two callers, and how they read a row
+async def _committed_batch(  # noqa: PLR0913  the arguments of its two callers, and how they read a row
     workspace: Workspace,
     policy: PolicyRef,
     base: ArtifactRef,
     dataset: ArtifactRef,
-    rows: list[int],
+    row_numbers: list[int],
     convert: Callable[[Row, str, Renderer], list[Row]],
     *,
     reference: PolicyRef | None,
@@ -115,20 +116,20 @@ async def _commit_units(  # noqa: PLR0913  the arguments of its two callers, and
         return committed
     store = workspace.open_store()
     with timed("storage"):
-        records = read_rows(store, dataset, rows)
+        records = read_rows(store, dataset, row_numbers)
     renderer = renderer_of(store, base)
     length_check = _LengthCheck(workspace, base, lengths, partial(row_name, store, dataset))
 
-    def short_units() -> Iterator[list[Row]]:
+    def fitting_units() -> Iterator[list[Row]]:
         """The rows of each pair, or of each rated conversation, that is short enough."""
-        for record, group in zip(records, _groups(records, rows), strict=True):
+        for record, group in zip(records, _group_names(records, row_numbers), strict=True):
             unit = convert(record, group, renderer)
             if length_check.fits(unit, record):
                 yield unit
 
-    # Convert, compare and write the units chunk by chunk.
+    # Convert the units, add the reference logprobs and write, chunk by chunk.
     with TableWriter("batch") as writer:
-        for chunk in _chunks(short_units()):
+        for chunk in _chunks(fitting_units()):
             if reference is not None:
                 await _add_reference_logprobs(workspace, reference, chunk)
             with timed("storage"):
@@ -139,8 +140,7 @@ async def _commit_units(  # noqa: PLR0913  the arguments of its two callers, and
                 "the limit (max_tokens, max_batch_size)"
             )
 
-        # Commit the rows.
-        extra: dict[str, JsonValue] = {"prompts": len(rows) - length_check.dropped, "logprob_gap": None}
+        extra: dict[str, JsonValue] = {"prompts": len(row_numbers) - length_check.dropped, "logprob_gap": None}
         if length_check.dropped:
             extra["dropped"] = length_check.dropped
         with timed("storage"):
@@ -160,16 +160,18 @@ class _LengthCheck:
     def __init__(self, workspace: Workspace, base: ArtifactRef, lengths: LengthPlan, name_row: NameRow) -> None:
         self.drops = lengths.truncation == "drop"
         self.dropped = 0
-        self.longest_row = lengths.limit(workspace, base)
-        self.forward_tokens = workspace.max_tokens
+        self.max_row_tokens = lengths.limit(workspace, base)
+        self.max_forward_tokens = workspace.max_tokens
         self.name_row = name_row
 
     def fits(self, unit: list[Row], record: Row) -> bool:
-        """Raises SampleTooLong for a unit that is too long, unless such units are dropped."""
-        length, limit = max(len(row["token_ids"]) for row in unit), self.longest_row
+        """Returns whether the unit is short enough, and counts it if it is dropped.
+
+        Raises SampleTooLong for one that is too long, unless such units are dropped."""
+        length, limit = max(len(row["token_ids"]) for row in unit), self.max_row_tokens
         # Both conversations of a pair are in one forward pass, which computes their common beginning once.
-        if self.forward_tokens is not None and (limit is None or length <= limit):
-            length, limit = _packed_tokens(unit), self.forward_tokens
+        if self.max_forward_tokens is not None and (limit is None or length <= limit):
+            length, limit = _packed_tokens(unit), self.max_forward_tokens
         if limit is None or length <= limit:
             return True
         if not self.drops:
@@ -191,19 +193,19 @@ def _packed_tokens(unit: list[Row]) -> int:
     return sum(len(tokens) for tokens in sequences) - shared * (len(sequences) - 1)
 
 
-def _groups(records: Sequence[Row], rows: list[int]) -> list[str]:
+def _group_names(records: Sequence[Row], row_numbers: list[int]) -> list[str]:
     """A group name per row. A batch that reaches into the next epoch may contain a row twice; each gets its own
     name."""
     groups = []
-    for record, repetition in zip(records, repetitions(rows), strict=True):
+    for record, repetition in zip(records, repetitions(row_numbers), strict=True):
         groups.append(f"{record['id']}/{repetition}" if repetition else record["id"])
     return groups
 
 
-def _row(renderer: Renderer, thread: str, group: str, number: int, *, whole: bool) -> Row:
-    tokenized = renderer.tokenize(StringThread.from_json(thread))
-    # No architecture with a scalar head takes images, so `serialize` refuses them.
-    if whole:
+def _batch_row(renderer: Renderer, thread_json: str, group: str, number: int, *, score_whole: bool) -> Row:
+    tokenized = renderer.tokenize(StringThread.from_json(thread_json))
+    # Models with a scalar head take no images; `serialize` raises an error for them.
+    if score_whole:
         sequence = last_token_sequence(renderer.serialize(tokenized)[0], end=renderer.tokenizer.eos_token_ids[0])
     else:
         sequence = renderer.sequence(tokenized)

@@ -28,7 +28,7 @@ from storage.store.tables import read_table
 from tasks.evaluation.statistics import Mean, PairedDifference, mean_interval, paired_difference
 from tasks.evaluation.validation_curve import evaluation_keys, reward_by_prompt
 from tasks.reports.html_report import TEMPLATE as REPORT_TEMPLATE
-from tasks.reports.html_report import Chart, printable
+from tasks.reports.html_report import Chart, text_for_page
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.plots import Series, curves_svg, series_style
 from tasks.reports.step_metrics import read_metrics
@@ -115,7 +115,7 @@ def config_differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]
 def render_comparison(title: str, runs: Sequence[ComparedRun], *, store_url: str = "") -> str:
     """The page as HTML, without scripts or external references. Equal runs give equal text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["printable"] = printable
+    environment.filters["text_for_page"] = text_for_page
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     differences = config_differences(runs)
     legend = []

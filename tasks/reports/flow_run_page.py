@@ -17,7 +17,7 @@ from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
 from tasks.evaluation.validation_curve import Validation, curves
-from tasks.reports.html_report import printable
+from tasks.reports.html_report import text_for_page
 from tasks.reports.metrics import ACTIVITIES, StepMetrics
 from tasks.reports.plots import Panel, curves_png
 
@@ -103,8 +103,8 @@ def sample_row(step: int, rollout: Mapping[str, Any], grade: Mapping[str, Any]) 
     """The table row of a rollout and its grade. The prompt is the text of the turn that the model answered."""
     return {
         "step": step + 1,
-        "prompt": printable(StringThread.from_json(rollout["thread"]).last_content(), PROMPT_SHOWN),
-        "completion": printable(rollout["text"], TEXT_SHOWN),
+        "prompt": text_for_page(StringThread.from_json(rollout["thread"]).last_content(), PROMPT_SHOWN),
+        "completion": text_for_page(rollout["text"], TEXT_SHOWN),
         "grade": _grade(grade),
         "stopped by": rollout["stop_reason"],
     }
@@ -122,7 +122,7 @@ def _episode_rows(store: ObjectStore, step: int, trajectories: ArtifactRef, coun
         table_rows.append(
             {
                 "step": step + 1,
-                "episode": printable(conversation, 2 * TEXT_SHOWN),
+                "episode": text_for_page(conversation, 2 * TEXT_SHOWN),
                 "grade": _grade(grade),
                 "ended by": segment["ending"],
             }
@@ -134,7 +134,7 @@ def _grade(grade: Mapping[str, Any]) -> float | str:
     """The reward, or the status and reason of a grade that has none."""
     if grade["status"] == "ok":
         return round(grade["reward"], 4)
-    return f"{grade['status']}: {printable(grade['reason'] or '', TEXT_SHOWN)}"
+    return f"{grade['status']}: {text_for_page(grade['reason'] or '', TEXT_SHOWN)}"
 
 
 _MEASURES: dict[str, Callable[[StepMetrics], float | None]] = {

@@ -50,7 +50,7 @@ class ReportData(Frozen):
 
     @model_validator(mode="after")
     def _pairs_fit(self) -> "ReportData":
-        for early, late in _paired(self.before, self.after):
+        for early, late in _before_and_after(self.before, self.after):
             if early and late and len(early.rewards) != len(late.rewards):
                 raise ValueError(
                     f"evaluation {early.name!r} has {len(early.rewards)} prompts before and {len(late.rewards)} after; "
@@ -70,15 +70,15 @@ class Chart(NamedTuple):
 def render_report(data: ReportData) -> str:
     """The page as HTML. Equal data gives equal text, and all text of models and users is escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["printable"] = printable
+    environment.filters["text_for_page"] = text_for_page
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    comparisons = [_comparison(early, late) for early, late in _paired(data.before, data.after)]
+    comparisons = [_comparison(early, late) for early, late in _before_and_after(data.before, data.after)]
     return template.render(
         data=data,
         tiles=_tiles(data, comparisons),
-        charts=[*_validation_charts(data.validations), *_charts(data.steps)],
+        charts=[*_validation_charts(data.validations), *_training_charts(data.steps)],
         time_split=_time_split(data.steps),
-        intervals=_intervals(data),
+        intervals=_interval_chart(data),
         comparisons=comparisons,
         samples=list(zip_longest(data.samples_before, data.samples_after)),
         groups=_fact_groups(data.facts),
@@ -87,8 +87,8 @@ def render_report(data: ReportData) -> str:
     )
 
 
-def printable(text: str, limit: int = TEXT_SHOWN) -> str:
-    """The text truncated to `limit` characters, with characters that UTF-8 or HTML cannot represent replaced."""
+def text_for_page(text: str, limit: int = TEXT_SHOWN) -> str:
+    """Truncates the text to `limit` characters and replaces characters that UTF-8 or HTML cannot represent."""
     missing = len(text) - limit
     if missing > 0:
         text = f"{text[:limit]} … ({missing:,} more characters)"
@@ -100,7 +100,7 @@ def _validation_charts(validations: Sequence[Validation]) -> list[Chart]:
     charts = []
     for title, points in curves(validations).items():
         if len(points) > 1:
-            steps = [policy - 1 for policy, _ in points]  # a validation of policy k belongs after step k - 1
+            steps = [policy_number - 1 for policy_number, _ in points]  # policy k exists after step k - 1
             values = [value for _, value in points]
             svg = curve_svg(steps, values, label=f"{title} by step")
             charts.append(Chart(title.capitalize(), "", Markup(svg)))
@@ -127,32 +127,32 @@ _MEASURES: tuple[tuple[str, str, Callable[[StepMetrics], float | None]], ...] = 
 """(title, note, value of a step) of each chart, in the order of the page."""
 
 
-def _curves(steps: Sequence[StepMetrics]) -> list[tuple[str, str, list[float | None]]]:
+def _training_curves(steps: Sequence[StepMetrics]) -> list[tuple[str, str, list[float | None]]]:
     """(title, note, value per step) of each curve. A value is None if the step does not have the measure."""
-    curves: list[tuple[str, str, list[float | None]]] = []
+    training_curves: list[tuple[str, str, list[float | None]]] = []
     for title, note, value_of in _MEASURES:
-        curves.append((title, note, [value_of(step) for step in steps]))
+        training_curves.append((title, note, [value_of(step) for step in steps]))
     # One more curve of the reward for each data source.
     sources: set[str] = set()
     for step in steps:
         sources |= step.by_source.keys()
     for source in sorted(sources):
         rewards = [step.by_source.get(source) for step in steps]
-        curves.append((f"Reward: {source}", "of this data source", rewards))
-    return curves
+        training_curves.append((f"Reward: {source}", "of this data source", rewards))
+    return training_curves
 
 
-def _charts(steps: Sequence[StepMetrics]) -> list[Chart]:
+def _training_charts(steps: Sequence[StepMetrics]) -> list[Chart]:
     """A chart per measure that has at least one value."""
     numbers = [step.step for step in steps]
     resumed = [step.step for step in steps if step.resumed]
     reward_stds = [step.reward_std for step in steps]
     has_rewards = any(step.reward_mean is not None for step in steps)
     charts = []
-    for title, note, values in _curves(steps):
+    for title, note, values in _training_curves(steps):
         if all(value is None for value in values):
             continue
-        # A run without rewards trains on the completions of its dataset.
+        # A run without rewards trains on the completions of its dataset, so their length says nothing about the model.
         if title == _LENGTH and not has_rewards:
             continue
         notes = [note] if note else []
@@ -160,7 +160,7 @@ def _charts(steps: Sequence[StepMetrics]) -> list[Chart]:
         if title == _REWARD and any(reward_stds):
             spread = reward_stds
             notes.append("band: ± 1 standard deviation")
-        # A curve has a gap where a value is not finite; the note says that the values are not missing.
+        # A value that is not finite leaves a gap in the curve; the note explains the gap.
         not_finite = sum(value is not None and not math.isfinite(value) for value in values)
         if not_finite:
             notes.append(f"not finite in {not_finite} of {len(values)} steps")
@@ -182,17 +182,17 @@ def _time_split(steps: Sequence[StepMetrics]) -> Chart | None:
     return Chart("Where the time went", "seconds per step", Markup(svg))
 
 
-def _intervals(data: ReportData) -> Chart | None:
+def _interval_chart(data: ReportData) -> Chart | None:
     """The held-out means before and after with their confidence intervals; None without an evaluation."""
     if not data.before and not data.after:
         return None
     rows = []
-    pairs = _paired(data.before, data.after)
+    pairs = _before_and_after(data.before, data.after)
     for before, after in pairs:
         # The evaluation needs a name only if there are several.
         prefix = ""
         if len(pairs) > 1:
-            prefix = printable((before or after).name) + ", "  # type: ignore[union-attr]
+            prefix = text_for_page((before or after).name) + ", "  # type: ignore[union-attr]
         if before is not None:
             rows.append(Interval(f"{prefix}before", before.mean, before.low, before.high, highlight=False))
         if after is not None:
@@ -201,7 +201,7 @@ def _intervals(data: ReportData) -> Chart | None:
     return Chart("Held-out evaluation", "mean of each policy with its 95 % interval", Markup(svg))
 
 
-def _paired(
+def _before_and_after(
     before: Sequence[EvaluationSummary], after: Sequence[EvaluationSummary]
 ) -> list[tuple[EvaluationSummary | None, EvaluationSummary | None]]:
     """(before, after) of each evaluation by name; None on the side that does not have it."""
@@ -219,7 +219,9 @@ class Comparison(NamedTuple):
     after: EvaluationSummary | None
     difference: PairedDifference | None
     better: int
+    """Number of prompts with a higher reward after."""
     worse: int
+    """Number of prompts with a lower reward after."""
     verdict: str
 
 
@@ -249,12 +251,11 @@ def _comparison(before: EvaluationSummary | None, after: EvaluationSummary | Non
 
 
 def _tiles(data: ReportData, comparisons: Sequence[Comparison]) -> list[tuple[str, str, str]]:
-    """(caption, figure, small print) of the figures at the top of the page."""
+    """(caption, number, small print) of each tile at the top of the page."""
     tiles = []
-    # The first evaluation before and after.
     if comparisons and (change := comparisons[0].difference) is not None:
         tiles.append((comparisons[0].name, f"{change.before_mean:.3f} → {change.after_mean:.3f}", str(change)))
-    # Totals of the training steps.
+    # Reward, totals and speed of the training steps.
     if data.steps:
         rewards = [step.reward_mean for step in data.steps if step.reward_mean is not None]
         if rewards:
@@ -284,7 +285,7 @@ def _fact_groups(facts: dict[str, JsonValue]) -> list[tuple[str, list[tuple[str,
         if isinstance(value, dict):
             groups.append((key, _flatten(value)))
         else:
-            ungrouped.append((key, _fact(value)))
+            ungrouped.append((key, _fact_text(value)))
     return [("", ungrouped), *groups] if ungrouped else groups
 
 
@@ -295,9 +296,9 @@ def _flatten(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         if isinstance(inner, dict) and inner:
             rows += _flatten(inner, f"{prefix}{key}.")
         else:
-            rows.append((f"{prefix}{key}", _fact(inner)))
+            rows.append((f"{prefix}{key}", _fact_text(inner)))
     return rows
 
 
-def _fact(value: JsonValue) -> str:
+def _fact_text(value: JsonValue) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -38,7 +38,7 @@ from engine.http.openai.models import (
     as_api_error,
 )
 from engine.http.openai.policies import RECENT_SECONDS, PolicyResolver, ResolvedPolicy
-from engine.http.openai.responses import ChatWriter, ResponseWriter, TextWriter
+from engine.http.openai.responses import ChatResponseBuilder, ResponseBuilder, TextResponseBuilder
 from engine.protocol import Engine, GenerateRequest, SamplingParams
 from engine.text.stops import stop_token_ids
 from engine.text.stored_models import renderer_of, tokenizer_of
@@ -127,15 +127,15 @@ async def _answer(
 ) -> Response:
     # Rendering and tokenising a long prompt takes seconds, so it runs in a thread.
     resolved = await policies.resolve(body.model)
-    writer, generation = await asyncio.to_thread(_prepare, engine, store, policies, body, resolved)
+    builder, generation = await asyncio.to_thread(_prepare, engine, store, policies, body, resolved)
     headers = {POLICY_HEADER: resolved.policy.uri}
     if not body.stream:
         await cancel_on_disconnect(request, _run_to_end(generation))
-        return JSONResponse(writer.full_response(generation.answers), headers=headers)
+        return JSONResponse(builder.full_response(generation.answers), headers=headers)
     deltas = generation.deltas()
     # The stream begins with the first token, so that an error before it can still change the status.
     first = await cancel_on_disconnect(request, anext(deltas, None))
-    return _EventStream(generation, _events(writer, generation, first, deltas), headers)
+    return _EventStream(generation, _events(builder, generation, first, deltas), headers)
 
 
 def _prepare(
@@ -144,20 +144,20 @@ def _prepare(
     policies: PolicyResolver,
     body: ChatRequest | TextRequest,
     resolved: ResolvedPolicy,
-) -> tuple[ResponseWriter, Generation]:
+) -> tuple[ResponseBuilder, Generation]:
     """Renders and tokenises the prompts. The first request for a model also downloads its tokenizer."""
     # the prompts
     _check_length(body, resolved)
-    writer: ResponseWriter
+    builder: ResponseBuilder
     if isinstance(body, ChatRequest):
         renderer = renderer_of(store, resolved.base)
         tokenizer, default = renderer.tokenizer, CHAT_TOKENS
         prompts = [renderer.prompt_ids(StringThread(turns=[message.turn for message in body.messages]))]
-        writer = ChatWriter(body, resolved, prompts)
+        builder = ChatResponseBuilder(body, resolved, prompts)
     else:
         tokenizer, default = tokenizer_of(store, resolved.base), TEXT_TOKENS
         prompts = _text_prompt_ids(body, tokenizer)
-        writer = TextWriter(body, resolved, prompts)
+        builder = TextResponseBuilder(body, resolved, prompts)
 
     # the sampling options
     count = body.n or 1
@@ -187,7 +187,7 @@ def _prepare(
         lambda refresh: policies.epoch(resolved.policy.run, refresh=refresh),
         stream_tokens=stream_tokens,
     )
-    return writer, generation
+    return builder, generation
 
 
 def _text_prompt_ids(body: TextRequest, tokenizer: Tokenizer) -> list[list[int]]:
@@ -258,12 +258,12 @@ class _EventStream(StreamingResponse):
 
 
 async def _events(
-    writer: ResponseWriter, generation: Generation, first: Delta | None, deltas: AsyncIterator[Delta]
+    builder: ResponseBuilder, generation: Generation, first: Delta | None, deltas: AsyncIterator[Delta]
 ) -> AsyncIterator[str]:
     """Yields the server-sent events of one response. An error after the first token becomes an event."""
     # the role of the answers
     answers = generation.answers
-    first_chunk = writer.first_chunk(len(answers))
+    first_chunk = builder.first_chunk(len(answers))
     if first_chunk:
         yield _event(first_chunk)
 
@@ -271,7 +271,7 @@ async def _events(
     delta = first
     try:
         while delta is not None:
-            chunk = writer.delta_chunk(delta, answers[delta.index])
+            chunk = builder.delta_chunk(delta, answers[delta.index])
             if chunk:
                 yield _event(chunk)
             delta = await anext(deltas, None)
@@ -283,9 +283,9 @@ async def _events(
 
     # their ends
     for index, answer in enumerate(answers):
-        yield _event(writer.last_chunk(index, answer))
-    if writer.request.wants_usage:
-        yield _event(writer.usage_chunk(answers))
+        yield _event(builder.finish_chunk(index, answer))
+    if builder.request.wants_usage:
+        yield _event(builder.usage_chunk(answers))
     yield "data: [DONE]\n\n"
 
 

@@ -46,7 +46,7 @@ class Delta:
     """An addition to the answer `index`."""
 
     index: int
-    tokens: int
+    token_count: int
     """Number of added tokens."""
     text: str
     """Text that they released."""

@@ -1,4 +1,4 @@
-"""`ResponseWriter`: the JSON of chat completions and text completions in OpenAI's API, whole and as stream chunks."""
+"""Builds the JSON of chat completions and text completions in OpenAI's API, whole and as stream chunks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NO_LOGPROB = -9999.0
 ObjectType = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
 
 
-class ResponseWriter:
-    """Writes the answers to one request. The subclasses write what differs between chats and texts."""
+class ResponseBuilder:
+    """Builds the JSON of the answers to one request. The subclasses add what differs between chats and texts."""
 
     id_prefix: ClassVar[str]
     whole_type: ClassVar[ObjectType]
@@ -31,9 +31,9 @@ class ResponseWriter:
     """Whether a stream begins with a chunk that names the role of its answers."""
 
     def __init__(
-        self, request: ChatRequest | TextRequest, resolved: ResolvedPolicy, prompts: Sequence[list[int]]
+        self, request: ChatRequest | TextRequest, served_policy: ResolvedPolicy, prompts: Sequence[list[int]]
     ) -> None:
-        self.request, self.resolved, self.prompts = request, resolved, prompts
+        self.request, self.served_policy, self.prompts = request, served_policy, prompts
         # All chunks of one stream have the same id and the same time.
         self._id, self._created = uuid4().hex, int(time.time())
 
@@ -49,11 +49,11 @@ class ResponseWriter:
         """Returns the fields of a choice in the first chunk of a stream."""
         return self._chunk_content("")
 
-    def _last_content(self) -> dict[str, Any]:
+    def _finish_content(self) -> dict[str, Any]:
         """Returns the fields of a choice in the last chunk of an answer, which adds no text."""
         return self._chunk_content("")
 
-    def _logprobs(self, answer: AnswerBuilder, tokens: slice) -> dict[str, Any]:
+    def _logprobs(self, answer: AnswerBuilder, span: slice) -> dict[str, Any]:
         """Returns the `logprobs` of some tokens of an answer."""
         raise NotImplementedError
 
@@ -66,7 +66,8 @@ class ResponseWriter:
             content = self._whole_content(answer.text)
             details = self._token_details(answer, slice(0, len(answer.tokens)))
             choices.append({"index": index, **content, **details, "finish_reason": answer.finish})
-        response = CompletionResponse(**self._head(self.whole_type), choices=choices, usage=self.usage(answers))
+        common_fields = self._common_fields(self.whole_type)
+        response = CompletionResponse(**common_fields, choices=choices, usage=self.usage(answers))
         body = response.model_dump(mode="json", exclude={"prompt_token_ids"})
         if self.request.return_token_ids:
             body["prompt_token_ids"] = list(self.prompts)
@@ -96,18 +97,18 @@ class ResponseWriter:
         return chunk
 
     def delta_chunk(self, delta: Delta, answer: AnswerBuilder) -> dict[str, Any] | None:
-        """Returns the chunk of an addition. None: there is nothing to send."""
+        """Returns the chunk for the new tokens of an answer, which `answer` contains already. None: nothing to send."""
         # A token may release no text yet. It is sent all the same if the client asked for tokens.
         wants_tokens = self.request.wants_logprobs or self.request.return_token_ids
-        if not delta.text and not (delta.tokens and wants_tokens):
+        if not delta.text and not (delta.token_count and wants_tokens):
             return None
-        details = self._token_details(answer, slice(len(answer.tokens) - delta.tokens, len(answer.tokens)))
+        details = self._token_details(answer, slice(len(answer.tokens) - delta.token_count, len(answer.tokens)))
         choice = {"index": delta.index, **self._chunk_content(delta.text), **details, "finish_reason": None}
         return self._chunk([choice])
 
-    def last_chunk(self, index: int, answer: AnswerBuilder) -> dict[str, Any]:
+    def finish_chunk(self, index: int, answer: AnswerBuilder) -> dict[str, Any]:
         """Returns the chunk that ends the answer `index`, with its finish reason."""
-        choice = self._open_choice(index, self._last_content())
+        choice = self._open_choice(index, self._finish_content())
         return self._chunk([choice | {"finish_reason": answer.finish}])
 
     def usage_chunk(self, answers: Sequence[AnswerBuilder]) -> dict[str, Any]:
@@ -120,7 +121,7 @@ class ResponseWriter:
         return {"index": index, **content, "logprobs": None, "finish_reason": None}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = self._head(self.chunk_type) | {"choices": choices}
+        chunk = self._common_fields(self.chunk_type) | {"choices": choices}
         # OpenAI sends `usage: null` in every chunk of a stream that ends with the usage.
         if self.request.wants_usage:
             chunk["usage"] = None
@@ -128,28 +129,28 @@ class ResponseWriter:
 
     # -- parts of both -----------------------------------------------------------------------------------------
 
-    def _head(self, object_type: ObjectType) -> dict[str, Any]:
+    def _common_fields(self, object_type: ObjectType) -> dict[str, Any]:
         return {
             "id": self.id_prefix + self._id,
             "object": object_type,
             "created": self._created,
-            "model": self.resolved.model_id,
-            "system_fingerprint": self.resolved.policy.state[:12],
-            "policy": self.resolved.policy.model_dump(),
+            "model": self.served_policy.model_id,
+            "system_fingerprint": self.served_policy.policy.state[:12],
+            "policy": self.served_policy.policy.model_dump(),
         }
 
-    def _token_details(self, answer: AnswerBuilder, tokens: slice) -> dict[str, Any]:
+    def _token_details(self, answer: AnswerBuilder, span: slice) -> dict[str, Any]:
         """Returns logprobs and token ids of some tokens of an answer, as far as the request asks for them."""
         details: dict[str, Any] = {"logprobs": None}
         if self.request.wants_logprobs:
-            details["logprobs"] = self._logprobs(answer, tokens)
+            details["logprobs"] = self._logprobs(answer, span)
         if self.request.return_token_ids:
-            details["token_ids"] = answer.tokens[tokens]
+            details["token_ids"] = answer.tokens[span]
         return details
 
 
-class ChatWriter(ResponseWriter):
-    """Writes the answers of `/v1/chat/completions`."""
+class ChatResponseBuilder(ResponseBuilder):
+    """Builds the JSON of `/v1/chat/completions`."""
 
     id_prefix = "chatcmpl-"
     whole_type = "chat.completion"
@@ -165,21 +166,21 @@ class ChatWriter(ResponseWriter):
     def _first_content(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def _last_content(self) -> dict[str, Any]:
+    def _finish_content(self) -> dict[str, Any]:
         return {"delta": {}}
 
-    def _logprobs(self, answer: AnswerBuilder, tokens: slice) -> dict[str, Any]:
+    def _logprobs(self, answer: AnswerBuilder, span: slice) -> dict[str, Any]:
         content = []
-        for token, logprob in zip(answer.tokens[tokens], answer.logprobs[tokens], strict=True):
+        for token, logprob in zip(answer.tokens[span], answer.logprobs[span], strict=True):
             text = token_text(answer.tokenizer, token)
             # A token can be a part of a character, whose bytes the decoder does not give.
             utf8_bytes = None if BROKEN in text else list(text.encode("utf-8"))
-            content.append({"token": text, "logprob": _finite(logprob), "bytes": utf8_bytes, "top_logprobs": []})
+            content.append({"token": text, "logprob": _json_logprob(logprob), "bytes": utf8_bytes, "top_logprobs": []})
         return {"content": content, "refusal": None}
 
 
-class TextWriter(ResponseWriter):
-    """Writes the answers of `/v1/completions`."""
+class TextResponseBuilder(ResponseBuilder):
+    """Builds the JSON of `/v1/completions`."""
 
     id_prefix = "cmpl-"
     whole_type = "text_completion"
@@ -191,14 +192,14 @@ class TextWriter(ResponseWriter):
     def _chunk_content(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def _logprobs(self, answer: AnswerBuilder, tokens: slice) -> dict[str, Any]:
+    def _logprobs(self, answer: AnswerBuilder, span: slice) -> dict[str, Any]:
         return {
-            "tokens": [token_text(answer.tokenizer, token) for token in answer.tokens[tokens]],
-            "token_logprobs": [_finite(logprob) for logprob in answer.logprobs[tokens]],
+            "tokens": [token_text(answer.tokenizer, token) for token in answer.tokens[span]],
+            "token_logprobs": [_json_logprob(logprob) for logprob in answer.logprobs[span]],
             "top_logprobs": None,
-            "text_offset": answer.offsets[tokens],
+            "text_offset": answer.offsets[span],
         }
 
 
-def _finite(logprob: float) -> float:
+def _json_logprob(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else NO_LOGPROB

@@ -23,20 +23,20 @@ from tasks.graders.spec import GraderSpec, build
 logger = logging.getLogger("ostinato.graders")
 
 MAX_IDLE_GRADERS = 8
-"""Number of graders that stay set up while they are not in use."""
+"""Largest number of graders that stay set up while they are not in use."""
 
 
 class _SharedGrader:
-    """A grader, its setup, and the number of its users."""
+    """A grader, its setup, and the number of its users. The constructor starts the setup."""
 
     def __init__(self, grader: BaseGrader, workspace: Workspace | None) -> None:
         self.grader, self.users = grader, 0
-        self.ready = asyncio.ensure_future(_set_up(grader, workspace))
-        self.ready.add_done_callback(retrieve_exception)
+        self.setup_task = asyncio.ensure_future(_set_up(grader, workspace))
+        self.setup_task.add_done_callback(retrieve_exception)
 
     @property
     def setup_failed(self) -> bool:
-        return self.ready.done() and (self.ready.cancelled() or self.ready.exception() is not None)
+        return self.setup_task.done() and (self.setup_task.cancelled() or self.setup_task.exception() is not None)
 
 
 _graders_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, OrderedDict[str, _SharedGrader]] = WeakKeyDictionary()
@@ -51,10 +51,9 @@ async def shared_grader(spec: GraderSpec, workspace: Workspace | None) -> AsyncI
     An exception of its setup is raised here, and the next caller tries the setup again.
     """
     if spec.in_process:
-        yield build(spec)
+        yield build(spec)  # returns the live grader itself
         return
 
-    # Find the grader, or start its setup.
     graders = _graders_of_this_loop()
     key = f"{spec.model_dump_json()} {'' if workspace is None else workspace.model_dump_json()}"
     if key not in graders:
@@ -65,7 +64,7 @@ async def shared_grader(spec: GraderSpec, workspace: Workspace | None) -> AsyncI
     # Lend it. The shield keeps the setup running for other callers if this one is cancelled.
     shared.users += 1
     try:
-        await asyncio.shield(shared.ready)
+        await asyncio.shield(shared.setup_task)
         yield shared.grader
     finally:
         shared.users -= 1
@@ -81,7 +80,7 @@ async def tear_down_idle_graders() -> None:
 
 
 def _graders_of_this_loop() -> OrderedDict[str, _SharedGrader]:
-    # Forget the graders of closed loops. A grader holds its loop, so the weak key alone would never be freed.
+    # Forget the graders of closed loops. A grader refers to its loop, so the weak key never disappears by itself.
     closed_loops = [loop for loop in _graders_by_loop if loop.is_closed()]
     for loop in closed_loops:
         del _graders_by_loop[loop]
@@ -95,11 +94,11 @@ async def _set_up(grader: BaseGrader, workspace: Workspace | None) -> None:
 
 async def _tear_down_idle(graders: OrderedDict[str, _SharedGrader], *, keep: int) -> None:
     """Tear down idle graders, the least recently used first, until at most `keep` are left."""
-    idle_keys = [key for key, shared in graders.items() if shared.users == 0 and shared.ready.done()]
+    idle_keys = [key for key, shared in graders.items() if shared.users == 0 and shared.setup_task.done()]
     surplus = max(0, len(idle_keys) - keep)
     # Remove all of them before the first await, so that a concurrent call cannot lend one that is being torn down.
-    removed = [graders.pop(key) for key in idle_keys[:surplus]]
-    for shared in removed:
+    surplus_graders = [graders.pop(key) for key in idle_keys[:surplus]]
+    for shared in surplus_graders:
         try:
             await shared.grader.teardown()
         except Exception as error:  # noqa: BLE001  the boundary to a user's code: its grades are committed already

@@ -24,7 +24,7 @@ from tasks.evaluation.validation_curve import means_by_source, read_validations,
 from tasks.graders.spec import grader_spec
 from tasks.loggers.base import figures_of
 from tasks.reports.flow_run_page import TEXT_SHOWN
-from tasks.reports.html_report import printable
+from tasks.reports.html_report import text_for_page
 from tasks.reports.step_metrics import read_metrics
 
 
@@ -107,7 +107,7 @@ async def test_a_table_of_what_was_sampled(
         # two of the eight of each shard: the first and the fifth
         chosen = [0, 4, 8, 12]
         texts = drawn["text"].iloc[chosen]
-        assert [row["completion"] for row in rows] == [printable(text, TEXT_SHOWN) for text in texts]
+        assert [row["completion"] for row in rows] == [text_for_page(text, TEXT_SHOWN) for text in texts]
         assert [row["grade"] for row in rows] == pytest.approx(list(graded["reward"].iloc[chosen]), abs=1e-4)
         assert [row["prompt"] for row in rows] == [str(digit) for digit in drawn["prompt_index"].iloc[chosen]]
         assert {row["step"] for row in rows} == {step + 1}

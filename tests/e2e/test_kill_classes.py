@@ -4,8 +4,6 @@ without kills in every chain, and `ostinato verify` accepts each chain."""
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from storage.chain.listing import run_chains
 from storage.chain.records import CommitRecord
 from storage.store.objects import open_store
 from tests.e2e.test_kill_nine import Folder
+from tests.fixtures.commands import Command
 from tests.fixtures.guessing import guess_config
 from tests.fixtures.preferences import preference_config, write_pairs
 from tests.fixtures.toy import toy_config
@@ -42,8 +41,8 @@ class Trained(Folder):
 
     flow: str
 
-    def command(self) -> list[str]:
-        return [sys.executable, "-m", "flows.cli.main", "run", self.flow, "--config", "config.yaml", "--run", "kill"]
+    def words(self) -> list[str]:
+        return ["run", self.flow, "--config", "config.yaml", "--run", "kill"]
 
     def records(self) -> dict[str, list[CommitRecord]]:
         """Chain -> its records."""
@@ -59,11 +58,8 @@ class Trained(Folder):
         return file.read_bytes()
 
     def verify(self) -> tuple[int, str]:
-        command = [sys.executable, "-m", "flows.cli.main", "verify", "kill", "--storage", "data"]
-        done = subprocess.run(
-            command, cwd=self.path, env=self.environment(), capture_output=True, text=True, timeout=300, check=False
-        )
-        return done.returncode, done.stdout + done.stderr
+        words = ["verify", "kill", "--storage", "data"]
+        return Command(words, folder=self.path, environment=self.environment()).wait(timeout=300)
 
 
 def config_of(flow: str, path: Path, tiny_folder: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ plays one shard again."""
 from __future__ import annotations
 
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ KILLED = ["trajectory.turn:10", "trajectory.after_data:4"]
 class Episodes(Folder):
     """A folder in which one run of env_grpo is driven by the command line."""
 
-    def command(self) -> list[str]:
-        return [sys.executable, "-m", "flows.cli.main", "run", "env_grpo", "--config", "config.yaml", "--run", "kill"]
+    def words(self) -> list[str]:
+        return ["run", "env_grpo", "--config", "config.yaml", "--run", "kill"]
 
     def chain(self) -> Chain:
         return Chain(open_store(str(self.path / "data")), "kill", "0-env_grpo", "policy")

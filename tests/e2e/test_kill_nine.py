@@ -10,8 +10,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from storage.chain.leases import is_held
 from storage.chain.records import Chain
 from storage.failpoints import FAILPOINTS
 from storage.store.objects import open_store
+from tests.fixtures.commands import Command
 from tests.fixtures.toy import toy_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,32 +57,25 @@ class Folder:
     def worklog(self) -> Path:
         return self.path / "work.log"
 
-    def command(self) -> list[str]:
-        return [sys.executable, "-m", "flows.cli.main", "run", "grpo", "--config", "config.yaml", "--run", "kill"]
+    def words(self) -> list[str]:
+        return ["run", "grpo", "--config", "config.yaml", "--run", "kill"]
 
     def environment(self, failpoint: str = "") -> dict[str, str]:
         return os.environ | {
-            "PREFECT_API_URL": self.server,
+            # at a loopback address, a run waits two seconds at its end, until its server may be stopped
+            "PREFECT_API_URL": self.server.replace("127.0.0.1", "localhost"),
+            "NO_PROXY": "localhost,127.0.0.1",
             "PYTHONPATH": str(ROOT),
             "OSTINATO_WORKLOG": str(self.worklog),
             "OSTINATO_FAILPOINT": failpoint,
             "OMP_NUM_THREADS": "1",
         }
 
-    def start(self, failpoint: str = "") -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.command(),
-            cwd=self.path,
-            env=self.environment(failpoint),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def start(self, failpoint: str = "") -> Command:
+        return Command(self.words(), folder=self.path, environment=self.environment(failpoint))
 
     def run(self, failpoint: str = "") -> tuple[int, str]:
-        process = self.start(failpoint)
-        output, _ = process.communicate(timeout=180)
-        return process.returncode, output
+        return self.start(failpoint).wait(timeout=180)
 
     def events(self, name: str) -> list[dict]:
         lines = self.worklog.read_text().splitlines() if self.worklog.exists() else []
@@ -163,8 +155,8 @@ def test_sigterm_leaves_a_checkpoint_and_no_lease(tmp_path: Path, tiny_folder: P
     while process.poll() is None and len(folder.events("step")) < 3:
         time.sleep(0.01)
     process.terminate()  # a spot instance is taken back
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, output
+    status, output = process.wait(timeout=60)
+    assert status == 128 + signal.SIGTERM, output
     assert "the same command resumes" in output
     assert not is_held(open_store(str(folder.path / "data")), "kill")
     status, output = folder.run()
@@ -192,7 +184,6 @@ def test_random_kills_change_nothing(
         if process.poll() is not None:
             break
         process.kill()
-        process.communicate()
         kills += 1
     status, output = folder.run()
     assert status == 0, output

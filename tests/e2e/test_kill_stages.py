@@ -4,7 +4,6 @@ between the stages. The same command, run again, continues in the same stage and
 from __future__ import annotations
 
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,8 @@ class Staged(Folder):
 
     flow: str
 
-    def command(self) -> list[str]:
-        return [sys.executable, "-m", "flows.cli.main", "run", self.flow, "--config", "config.yaml", "--run", "kill"]
+    def words(self) -> list[str]:
+        return ["run", self.flow, "--config", "config.yaml", "--run", "kill"]
 
     def chain_of(self, stage: str) -> Chain:
         return Chain(open_store(str(self.path / "data")), "kill", stage, "policy")

@@ -75,8 +75,14 @@ def report(**changes: object) -> ReportData:
     return ReportData.model_validate(values | changes)
 
 
-def test_a_full_report_shows_every_part() -> None:
-    page = Page(render_report(report()))
+@pytest.fixture(scope="module")
+def full_report() -> str:
+    """The page of `report()`, drawn once: its ten charts take most of a second."""
+    return render_report(report())
+
+
+def test_a_full_report_shows_every_part(full_report: str) -> None:
+    page = Page(full_report)
     assert page.captions() == [
         "Held-out means with 95 % intervals", "Reward by step", "KL to the reference by step",
         "Completion length by step", "Loss by step", "Gradient norm by step", "Learning rate by step",
@@ -111,24 +117,23 @@ def test_a_models_words_stay_words() -> None:
     assert "default-src 'none'" in html
 
 
-def test_the_file_needs_nothing_else() -> None:
-    html = render_report(report())
-    for tag, attributes in Page(html).tags:
+def test_the_file_needs_nothing_else(full_report: str) -> None:
+    for tag, attributes in Page(full_report).tags:
         for name in ("src", "href", "xlink:href"):
             assert (attributes.get(name) or "#").startswith("#"), (tag, attributes)
-    assert "url(http" not in html
-    assert "@import" not in html
+    assert "url(http" not in full_report
+    assert "@import" not in full_report
 
 
-def test_each_drawing_is_well_formed() -> None:
-    drawings = re.findall(r"<svg.*?</svg>", render_report(report()), flags=re.DOTALL)
+def test_each_drawing_is_well_formed(full_report: str) -> None:
+    drawings = re.findall(r"<svg.*?</svg>", full_report, flags=re.DOTALL)
     assert len(drawings) == 10
     for drawing in drawings:
         ElementTree.fromstring(drawing)
 
 
-def test_equal_data_gives_equal_bytes() -> None:
-    assert render_report(report()) == render_report(report())
+def test_equal_data_gives_equal_bytes(full_report: str) -> None:
+    assert render_report(report()) == full_report
 
 
 def test_sft_leaves_out_what_it_has_not() -> None:
@@ -144,10 +149,10 @@ def test_nothing_yet_is_still_a_page() -> None:
     assert "not started" in Page(render_report(ReportData(title="not started", run="r"))).text
 
 
-def test_a_resumption_is_marked_in_every_curve_and_said() -> None:
-    resumed = report(steps=(rl_step(0), rl_step(1, resumed=True), rl_step(2)))
-    assert "resumed at step 2." in " ".join(Page(render_report(resumed)).text.split())
-    assert render_report(resumed).count("stroke-dasharray") == render_report(report()).count("stroke-dasharray") + 9
+def test_a_resumption_is_marked_in_every_curve_and_said(full_report: str) -> None:
+    html = render_report(report(steps=(rl_step(0), rl_step(1, resumed=True), rl_step(2))))
+    assert "resumed at step 2." in " ".join(Page(html).text.split())
+    assert html.count("stroke-dasharray") == full_report.count("stroke-dasharray") + 9
 
 
 def test_values_that_are_not_finite_are_counted_not_fatal() -> None:

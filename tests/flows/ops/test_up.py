@@ -170,7 +170,7 @@ def test_a_paused_run_leaves_its_process_and_goes_on_when_resumed(place: Up) -> 
 
 
 def test_down_and_a_killed_supervisor_lose_no_run(place: Up) -> None:
-    run = place.start("moved", steps=100)
+    run = place.start("moved", steps=60)
     wait_for(lambda: place.steps("moved") >= 3)
     first = place.state
     assert first.supervisor is not None
@@ -185,7 +185,7 @@ def test_down_and_a_killed_supervisor_lose_no_run(place: Up) -> None:
     assert not is_held(place.store, "moved")
     place.up()
     place.until(run, "Completed")
-    assert place.steps("moved") == 100
+    assert place.steps("moved") == 60
 
 
 def test_postgres_and_s3_by_a_setting_each(postgres: str, tmp_path: Path, tiny_folder: Path) -> None:

@@ -241,6 +241,24 @@ def test_a_good_config_is_taken(name: str, prefect_server: str, deployments: dic
     assert answer.status_code == 201, answer.text
 
 
+@pytest.mark.parametrize(
+    "algorithm", [{"steps": None, "further settings": {"epochs": 1}}, {"steps": 3, "epochs": None, "kl_beta": 0.1}]
+)
+def test_the_folded_and_the_flat_layout_are_taken(
+    algorithm: dict[str, Any], prefect_server: str, deployments: dict[str, UUID]
+) -> None:
+    answer = submit(prefect_server, deployments["grpo"], GRPO | {"algorithm": algorithm, "engine": None})
+    assert answer.status_code == 201, answer.text
+
+
+@pytest.mark.parametrize("layout", [{"kl_beta": -1}, {"further settings": {"kl_beta": -1}}])
+def test_a_bad_folded_value_is_refused(
+    layout: dict[str, Any], prefect_server: str, deployments: dict[str, UUID]
+) -> None:
+    answer = submit(prefect_server, deployments["grpo"], GRPO | {"algorithm": {"steps": 3} | layout})
+    assert answer.status_code == 409, answer.text
+
+
 BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("grpo", GRPO | {"optimizer": {"lr": -1}}, "config.optimizer.lr", "-1 is less than or equal to the minimum of 0"),
     ("grpo", GRPO | {"algorithm": {"steps": 3, "kl_estimator": "k9"}}, "config.algorithm.kl_estimator", "k9"),

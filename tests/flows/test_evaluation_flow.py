@@ -36,7 +36,7 @@ def suite(folder: Path, **changes: Any) -> dict[str, Any]:
             {"name": "even", "path": "tests.fixtures.grading:even_share"},
             {"name": "hash", "path": "tests.fixtures.grading:by_hash"},
         ],
-        "sampling": {"max_new_tokens": 6, "min_new_tokens": 6},
+        "sampling": {"max_new_tokens": 6, "min_new_tokens": 6, "temperature": 1.0},
         "samples_per_prompt": 2,
         "prompts_per_shard": 4,
     }  # fmt: skip

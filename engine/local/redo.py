@@ -25,7 +25,7 @@ from storage.chain.rebase import (
     Rebase,
     checkpoints_up_to,
     differences,
-    is_checkpoint_of,
+    has_current_weights,
     rebase_in_effect,
     rebase_manifest,
     step_of_checkpoint,
@@ -196,7 +196,7 @@ def checkpoint_of(chain: Chain, step: int) -> Manifest | None:
         manifest = read_manifest(chain.store, keys.checkpoint(chain.run, chain.stage, chain.model, step))
     except ObjectNotFound:
         return None
-    return manifest if is_checkpoint_of(chain, manifest) else None
+    return manifest if has_current_weights(chain, manifest) else None
 
 
 def checkpoint_steps(chain: Chain) -> list[int]:

@@ -208,7 +208,7 @@ def checkpoint_extra(policy: PolicyRef, rebase: RebaseMark | None, weights_diges
 
 
 def checkpoints_up_to(chain: Chain, step: int) -> Iterator[Manifest]:
-    """Yields the complete checkpoints at or before `step` from which policy `step` can be redone, the nearest first.
+    """Yields the complete checkpoints from which policy `step` can be redone, the nearest first.
 
     Checkpoints before the last rebase in effect are left out, and those of weights from which the chain does not
     continue. For a rebased policy, the last one is the checkpoint of the rebase. Raises CorruptArtifact if that one is
@@ -244,7 +244,7 @@ def step_of_checkpoint(checkpoint: Manifest) -> int:
     return step
 
 
-def is_checkpoint_of(chain: Chain, checkpoint: Manifest) -> bool:
+def has_current_weights(chain: Chain, checkpoint: Manifest) -> bool:
     """Whether the chain's own checkpoint holds the policy of its step with the weights from which the chain continues,
     and not weights that a rebase at or before the step replaced."""
     step = step_of_checkpoint(checkpoint)

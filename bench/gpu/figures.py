@@ -33,7 +33,7 @@ from engine.backends import machine
 from engine.backends.torch.causal_lm import CHUNK_ELEMENTS, frozen_copy
 from engine.backends.torch.packing import micro_batches
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.torch.weight_following import StagedFilesSampler, WholeModelSampler
+from engine.backends.torch.trainer_samplers import StagedFilesSampler, WholeModelSampler
 from engine.backends.weight_files.staging import staging_folder
 from engine.memory_plan.formulas import activations, autocast_weights, head_activations, torch_states
 from engine.models.samples import Sample

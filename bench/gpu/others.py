@@ -119,7 +119,7 @@ def vllm(setting: Setting) -> Iterator[Row]:
         try:
             # the start and the syncs
             start = time.perf_counter()
-            sampler = samplers.sampler(trainer)
+            sampler = samplers.new_sampler(trainer)
             sampler.sync(trainer, "bench-0")
             yield Row("vllm", f"{setting.small} start and first sync", time.perf_counter() - start, "s")
             start = time.perf_counter()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.backends.protocol import SamplerBackend, TrainerBackend
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.weight_following import TorchSamplers
+from engine.backends.torch.trainer_samplers import TorchSamplerBackend
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.sampler import VllmSpec
 from engine.specs.trainer import DeepSpeedSpec
@@ -25,7 +25,7 @@ def create_trainer_backend(spec: LocalEngineSpec) -> TrainerBackend:
 def create_sampler_backend(spec: LocalEngineSpec, trainers: TrainerBackend) -> SamplerBackend:
     dtype, device = trainers.compute_dtype, trainers.device
     if not isinstance(spec.sampler, VllmSpec):
-        return TorchSamplers(spec, compute_dtype=dtype, device=device)
+        return TorchSamplerBackend(spec, compute_dtype=dtype, device=device)
     from engine.backends.vllm.backend import VllmSamplers
 
     # Replicas can share the GPUs of DeepSpeed's ranks, which the trainer backend reserves for both.

@@ -256,11 +256,11 @@ class SamplerBackend(Protocol):
         """
         ...
 
-    def new_bytes(self, trainer: Trainer) -> int:
+    def added_bytes(self, trainer: Trainer) -> int:
         """Bytes of the engine's memory that a new sampler for this trainer will use."""
         ...
 
-    def sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> Sampler:
+    def new_sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> Sampler:
         """Returns a sampler for the trainer's model. Policies of the same model may share one sampler."""
         ...
 

@@ -56,7 +56,8 @@ class EngineClient:
     async def import_model(self, source: str, *, provenance: Provenance) -> ArtifactRef:
         path = local_folder(source)
         if path is None:
-            split_key(source)  # refuses a path that is no folder, since the server may be on another machine
+            # Raise for a path that is not a folder here: the server may be on another machine and would not see it.
+            split_key(source)
             body = _body(ImportModelBody, source=source, provenance=provenance)
             return await self._post_json("import_model", body, ArtifactRef)
 
@@ -77,15 +78,15 @@ class EngineClient:
     # -- reading -----------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest, *, epoch: int = 0) -> list[Completion]:
-        return wire.decode_completions(await self._post_batch("generate", wire.encode_generate(request, epoch=epoch)))
+        return wire.decode_completions(await self._post_bytes("generate", wire.encode_generate(request, epoch=epoch)))
 
     async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         data = wire.encode_logprobs_request(request, epoch=epoch)
-        return wire.decode_logprobs(await self._post_batch("logprobs", data))
+        return wire.decode_logprobs(await self._post_bytes("logprobs", data))
 
     async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         data = wire.encode_logprobs_request(request, epoch=epoch)
-        return wire.decode_values(await self._post_batch("values", data))
+        return wire.decode_values(await self._post_bytes("values", data))
 
     # -- the step and what is written --------------------------------------------------------------------------
 
@@ -128,26 +129,26 @@ class EngineClient:
     async def _post_json(self, verb: str, body: BaseModel, result: type[M]) -> M:
         return _parse(result, await self._call(CallRequest(f"/v1/{verb}", body.model_dump_json().encode())))
 
-    async def _post_batch(self, verb: str, batch: bytes) -> bytes:
-        server = await self._handshake()
-        if len(batch) > server.max_body_bytes:
+    async def _post_bytes(self, verb: str, body: bytes) -> bytes:
+        server = await self._checked_server()
+        if len(body) > server.max_body_bytes:
             raise BadSpec(
-                f"the batch of this {verb} call has {len(batch)} bytes, the engine at {self.spec.url} takes "
+                f"the batch of this {verb} call has {len(body)} bytes, the engine at {self.spec.url} takes "
                 f"{server.max_body_bytes}; make shards smaller, or serve with a larger --max-body-mib"
             )
-        return await self._call(CallRequest(f"/v1/{verb}", batch, wire.MEDIA_TYPE))
+        return await self._call(CallRequest(f"/v1/{verb}", body, wire.MEDIA_TYPE))
 
     async def _call(self, call: CallRequest) -> bytes:
         # A server that was restarted over another store refuses a call with this header.
-        server = await self._handshake()
+        server = await self._checked_server()
         headers = {STORE_HEADER: server.store_id}
         return await self._transport.call(replace(call, headers=headers))
 
-    async def _handshake(self) -> ServerInfo:
-        """Returns the server's properties. Raises BadSpec if it has another store or another version of the
-        interface."""
+    async def _checked_server(self) -> ServerInfo:
+        """Returns the server's properties. Before the first call, checks that server and client have the same version
+        of the interface and the same store. Raises BadSpec if not, or if this process finds no store."""
         if self._server is None:
-            # Compare the ids of the stores before the first call. With two stores, commits would not be seen here.
+            # With two stores, the commits of the server would not be seen here.
             server = _parse(ServerInfo, await self._transport.get("/v1/server"))
             own_store_id = await asyncio.to_thread(find_store_id, self.store)
             if server.version != VERSION:
@@ -183,5 +184,5 @@ def _parse(cls: type[M], data: bytes) -> M:
     except ValidationError as error:
         raise PermanentEngineError(
             f"the engine's answer is not a valid {cls.__name__} ({error.error_count()} problems); "
-            "server and client are of different versions: upgrade the older"
+            "perhaps server and client have different versions: then upgrade the older"
         ) from error

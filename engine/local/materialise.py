@@ -289,11 +289,11 @@ class Materialiser:
         # Create a sampler for this split over devices. It may hold a copy of the weights, which needs memory.
         if loaded.sampler is None or loaded.tensor_parallel != tensor_parallel:
             loaded.drop_sampler()
-            need = self.samplers.new_bytes(loaded.trainer)
+            need = self.samplers.added_bytes(loaded.trainer)
             if need:
                 what = "the sampler's copy of a model"
                 self.loaded_policies.make_room(need, run=policy.run, what=what, keep=loaded)
-            loaded.sampler = self.samplers.sampler(loaded.trainer, tensor_parallel=tensor_parallel)
+            loaded.sampler = self.samplers.new_sampler(loaded.trainer, tensor_parallel=tensor_parallel)
             loaded.tensor_parallel = tensor_parallel
 
         # Sync only after a step: between two steps all generations share one sync.

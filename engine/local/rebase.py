@@ -24,7 +24,14 @@ from engine.local.loaded_policies import LoadedPolicy
 from engine.local.saving import Saver, batch_provenance, checkpoint_key
 from engine.local.scratch import scratch, scratch_folder
 from engine.specs.engine import LocalEngineSpec
-from storage.chain.rebase import Rebase, changes, checkpoint_extra, commit_rebase, discard_checkpoint, rebase_manifest
+from storage.chain.rebase import (
+    Rebase,
+    checkpoint_extra,
+    commit_rebase,
+    difference_texts,
+    discard_checkpoint,
+    rebase_manifest,
+)
 from storage.chain.records import Chain, CommitRecord, PolicyRef, RebaseMark
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.store import keys
@@ -65,7 +72,7 @@ class Rebaser:
 
         # Without a digest, assume that equal numerics give equal bits, and other numerics other bits.
         if record.weights_digest is None:
-            if status.differs or changes(record.numerics, numerics):
+            if status.differs or difference_texts(record.numerics, numerics):
                 status.unconfirmed.append(step)
             return
 
@@ -80,7 +87,7 @@ class Rebaser:
         if status.differs:
             return
         status.differs = True
-        refusal = self._refusal(status.target, changed=changes(record.numerics, numerics, everything=True))
+        refusal = self._refusal(status.target, changed=difference_texts(record.numerics, numerics, everything=True))
         if refusal is not None:
             raise ReplayDiverged(
                 f"redoing step {step} gave weights {digest[:12]}, the chain has {record.weights_digest[:12]}. "
@@ -113,7 +120,7 @@ class Rebaser:
         chain = Chain.of(self.store, loaded.policy)
         record = chain.record(loaded.policy.step)
         assert record is not None  # it was redone
-        changed = changes(record.numerics, self.backend.numerics(), everything=status.differs)
+        changed = difference_texts(record.numerics, self.backend.numerics(), everything=status.differs)
         problem = (
             f"{loaded.policy.uri} was redone under other numerics ({'; '.join(changed)}), and no record says whether "
             "its weights are the committed ones"
@@ -137,7 +144,8 @@ class Rebaser:
 
         Raises ReplayDiverged if the weights are not the committed ones."""
         # Return if the numerics did not change, or if a rebase at this step already records the change.
-        if loaded.committed_numerics is None or not changes(loaded.committed_numerics, self.backend.numerics()):
+        committed = loaded.committed_numerics
+        if committed is None or not difference_texts(committed, self.backend.numerics()):
             return
         if loaded.rebase is not None and loaded.rebase.step == loaded.policy.step:
             return

@@ -15,7 +15,9 @@ from storage.serialization import Frozen
 
 
 class WhatIf(Frozen):
-    """The changes that a replay makes to the committed step. Without changes the weights must be equal."""
+    """The changes that a replay makes to the committed step.
+
+    A replay without changes should give the committed weights."""
 
     loss: dict[str, JsonValue] = {}
     """Changed fields of the loss, by name."""
@@ -42,9 +44,10 @@ class ReplayReport(Frozen):
     committed_digest: str | None
     replayed_digest: str
     first_tensor: str | None
-    """The first tensor, by name, that differs. None when none does, or when the record has no digests of tensors."""
+    """Name of the first tensor that differs, in the order of names. None when none does, or when the record has no
+    digests of tensors."""
     notes: tuple[str, ...]
-    """The numerics that differ between the commit and this replay."""
+    """The recorded numerics that this machine could not use, with those that the replay used."""
 
     @property
     def weights_equal(self) -> bool | None:
@@ -61,10 +64,11 @@ def replay_step(
 ) -> ReplayReport:
     """Rebuilds policy `step` - 1 and executes `step` again, with the changes of `what_if`.
 
-    Raises UnknownPolicy when the step was never taken, and BadSpec for a loss that does not exist.
+    Raises UnknownPolicy when `step` or the step of `what_if.batch_of` was never taken, and BadSpec for a loss that does
+    not exist.
     """
     what_if = what_if or WhatIf()
-    record = _record(chain, step)
+    record = _require_record(chain, step)
     request = _changed_request(chain, record.request, what_if)
     # The backend follows the committed numerics, since other ones give other bits even without a change.
     with clean_backend(record.numerics) as backend:
@@ -92,7 +96,7 @@ def replay_step(
         )
 
 
-def _record(chain: Chain, step: int) -> CommitRecord:
+def _require_record(chain: Chain, step: int) -> CommitRecord:
     record = chain.record(step) if step >= 1 else None
     if record is None:
         head = max(chain.steps(), default=0)
@@ -106,5 +110,5 @@ def _changed_request(chain: Chain, request: StepRequest, what_if: WhatIf) -> Ste
     if what_if.lr is not None:
         changes["optimizer"] = request.optimizer.model_copy(update={"lr": what_if.lr})
     if what_if.batch_of is not None:
-        changes["batch"] = _record(chain, what_if.batch_of).request.batch
+        changes["batch"] = _require_record(chain, what_if.batch_of).request.batch
     return request.model_copy(update=changes)

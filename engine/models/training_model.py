@@ -30,25 +30,26 @@ from storage.store.artifacts import ArtifactRef
 log = logging.getLogger(__name__)
 
 TEMPERATURE_LOSSES = ("grpo", "gspo", "cispo", "dpo", "tangents")
-"""Losses that compare logprobs with ones that the model computed at its view's temperature. The other losses
-(likelihood of a given text, scores) use temperature 1."""
+"""Losses that compare new logprobs with logprobs computed at the sampling temperature. If that is 0, they use 1. The
+other losses (likelihood of a given text, scores) always use temperature 1."""
 
 
 @dataclass
 class _ChainPosition:
-    """The position of a training model on its chain. All sampling views of the model share it."""
+    """The position of a training model on its chain. Copies of the model with other sampling parameters, such as
+    `model.temperature(0.7)`, share this object."""
 
     root: Root
     policy: PolicyRef | None = None
     """The current policy. None until the first stage is opened."""
-    stages: int = 0
-    """Number of stages that were opened."""
+    next_stage_number: int = 0
+    """Number of the next stage that is opened. It counts from 0."""
     tape: Tape = field(default_factory=Tape)
     stepping: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a step, so that concurrent calls of `optim_step` take their steps one after the other."""
-    replaying: bool = False
-    """Whether an earlier attempt of the recipe is replayed. A stage then opens at its policy 0, not at its head."""
-    committed: PolicyRef | None = None
+    reuses_committed: bool = False
+    """Whether committed steps are reused. A stage then opens at its policy 0, not at its head."""
+    last_committed: PolicyRef | None = None
     """The last policy that an earlier attempt committed. Steps up to it are read from the chain and not taken again."""
 
 
@@ -82,6 +83,7 @@ class TrainingModel(InferenceModel, Primitives):
     # -- position on the chain ---------------------------------------------------------------------------------
 
     async def policy(self) -> PolicyRef:
+        """Returns the current policy. Opens the first stage, `0-recipe`, if no stage is open."""
         if self._position.policy is None:
             await self._open("recipe")
         assert self._position.policy is not None
@@ -95,15 +97,14 @@ class TrainingModel(InferenceModel, Primitives):
         It starts from the base model, or from the last policy of the previous stage. A named `checkpoint`
         (storage.chain.checkpoint_names) or a policy `start`, of this or another run, replaces that start.
 
-        `exclusive`: the artifacts of the stage's steps are this model's only. If another model of the run has begun a
-        stage of this name, the stage is called `NAME.MODEL`. The choice is kept in the store, so a resumed run makes
-        the same one.
+        `exclusive`: no other model writes to this stage. If another model of the run has begun a stage of this name, the
+        stage is called `NAME.MODEL`. The choice is kept in the store, so a resumed run makes the same one.
 
         The handle moves to the stage's last committed step, so that a resumed run continues there. Raises
         NoSuchCheckpoint, and BadSpec for a start with another base model or another trained part.
         """
         # A resumed run must choose the same name, so the owner of a stage is read from the store.
-        store, run, position = self.workspace.open_store(), self.workspace.run, self._position.stages
+        store, run, position = self.workspace.open_store(), self.workspace.run, self._position.next_stage_number
         stage = keys.stage_name(position, name)
         while exclusive and stage_owner(store, run, stage) not in (None, self.name):
             stage = f"{stage}.{self.name}"
@@ -113,7 +114,7 @@ class TrainingModel(InferenceModel, Primitives):
         opened = await self.engine.create_policy(PolicySpec(run=run, stage=stage, model=self.name, root=root))
         self._position.policy = self.chain_of(opened).head()
         # Not `+= 1`: concurrent calls that open the same stage count it once.
-        self._position.stages = position + 1
+        self._position.next_stage_number = position + 1
         return opened
 
     def _stage_root(self, stage: str, checkpoint: str | None, start: PolicyRef | None) -> Root:
@@ -125,10 +126,11 @@ class TrainingModel(InferenceModel, Primitives):
         if start_at is None:
             return root
         if start_at is not self._position.policy:
-            self._check_goes_on_from(start_at)
+            self._check_same_base_and_trainable(start_at)
         return Root(start=start_at, base_digest=start_at.state, trainable=root.trainable)
 
-    def _check_goes_on_from(self, start: PolicyRef) -> None:
+    def _check_same_base_and_trainable(self, start: PolicyRef) -> None:
+        """Raises BadSpec for a start with another base model or another trained part."""
         base, root = base_model_of(self.workspace.open_store(), start), self.chain_of(start).root()
         if base.sha256 != self.base.sha256:
             raise BadSpec(f"{start.uri} descends from {base.key}, and {self.name!r} was spawned from {self.base.key}")
@@ -142,39 +144,41 @@ class TrainingModel(InferenceModel, Primitives):
         """Moves the handle to a committed policy of its chain."""
         self._position.policy = policy
 
-    def replay(self) -> None:
-        """Replays an earlier attempt of the recipe: the handle opens its stage at policy 0.
+    def reuse_committed_steps(self) -> None:
+        """Makes `optim_step` return the steps that an earlier attempt of the recipe committed, not take them again.
 
-        Code before the training loop then sees the same policy as in the earlier attempt. `optim_step` returns the
-        committed steps instead of taking them again."""
-        self._position.replaying = True
+        Call it before the first stage opens. The stage then opens at policy 0, so code before the training loop sees
+        the same policy as in the earlier attempt."""
+        self._position.reuses_committed = True
 
     def resume_from(self, policy: PolicyRef) -> None:
         """Moves to a policy of an earlier attempt. Steps that the attempt committed after it are not taken again."""
-        self._position.policy, self._position.committed = policy, self.chain_of(policy).head()
-        self._position.stages = max(self._position.stages, int(policy.stage.partition("-")[0]) + 1)
+        self._position.policy, self._position.last_committed = policy, self.chain_of(policy).head()
+        following_number = int(policy.stage.partition("-")[0]) + 1
+        self._position.next_stage_number = max(self._position.next_stage_number, following_number)
 
     async def _open(self, stage: str) -> None:
         start = await self.begin_stage(stage)
-        if self._position.replaying:
+        if self._position.reuses_committed:
             self.resume_from(start)
 
     # -- copies ------------------------------------------------------------------------------------------------
 
     async def clone_inf(self) -> InferenceModel:
         """Returns an inference model that keeps the current policy."""
-        return self._reader(InferenceModel(*self._parts(), await self.policy()))
+        return self._copy_settings_to(InferenceModel(*self._parts(), await self.policy()))
 
     def inf(self) -> InferenceModel:
         """Returns an inference model that always uses the current policy of this model."""
-        return self._reader(LiveView(*self._parts(), self.policy))
+        return self._copy_settings_to(LiveView(*self._parts(), self.policy))
 
     def _parts(self) -> tuple[Workspace, str, Renderer, SamplingParams, ArtifactRef]:
         return self.workspace, self.name, self.renderer, self.sampling, self.base
 
-    def _reader(self, reader: InferenceModel) -> InferenceModel:
-        reader.tensor_parallel, reader.stops = self.tensor_parallel, self.stops
-        return reader
+    def _copy_settings_to(self, model: InferenceModel) -> InferenceModel:
+        """Sets the parallelism and the stop strings of this model on `model`, and returns it."""
+        model.tensor_parallel, model.stops = self.tensor_parallel, self.stops
+        return model
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -183,10 +187,13 @@ class TrainingModel(InferenceModel, Primitives):
     ) -> dict[str, float]:
         """Commits the tape as a batch and takes one AdamW step with global-norm clipping.
 
-        Returns metrics, among them loss, grad_norm and tokens. The samples of the tape enter exactly one committed
-        step, even if replies of the engine are lost. After a transient error the tape is unchanged, so the same call
-        may be made again. A permanent error clears it. `train_*` calls that are made during a step belong to the next
-        one. A step without `train_*` calls raises BadSpec.
+        Returns metrics, among them loss, grad_norm and tokens. The samples of the tape enter at most one committed
+        step, even if replies of the engine are lost. If an earlier attempt of the recipe committed this step, the
+        metrics of that step are returned and the tape is dropped.
+
+        After a transient error the tape is unchanged, so the same call may be made again. A permanent error clears it.
+        `train_*` calls that are made during a step belong to the next one. A step without `train_*` calls raises
+        BadSpec.
         """
         async with self._position.stepping:
             # Take the tape now, so that calls during the step are part of the next one.
@@ -195,17 +202,17 @@ class TrainingModel(InferenceModel, Primitives):
             optimizer = OptimizerSpec(lr=lr, weight_decay=wd, max_grad_norm=max_grad_norm)
 
             # After anything but a permanent error, cancellation included, the samples go back on the tape.
-            is_final = False
+            calls_used_up = False
             try:
-                record = self._committed_step(policy, calls)
+                record = self._reuse_committed_step(policy, calls)
                 if record is None:
                     record = await self._step(policy, calls, optimizer, skip_nan_gradients)
-                is_final = True
+                calls_used_up = True
             except PermanentEngineError:
-                is_final = True
+                calls_used_up = True
                 raise
             finally:
-                if not is_final:
+                if not calls_used_up:
                     self._position.tape.put_back(calls)
         return record.metrics
 
@@ -228,11 +235,12 @@ class TrainingModel(InferenceModel, Primitives):
         )
         return await self.take_step(request)
 
-    def _committed_step(self, policy: PolicyRef, calls: list[TapeEntry]) -> CommitRecord | None:
-        """The step after `policy` if an earlier attempt of the recipe committed it.
+    def _reuse_committed_step(self, policy: PolicyRef, calls: list[TapeEntry]) -> CommitRecord | None:
+        """If an earlier attempt of the recipe committed the step after `policy`, returns its record and moves the
+        handle to its policy.
 
-        It is used even if this attempt sampled something else, because a committed step is never taken again."""
-        head = self._position.committed
+        The step is used even if this attempt sampled something else, because a committed step is never taken again."""
+        head = self._position.last_committed
         if not calls or head is None or head.stage != policy.stage or policy.step >= head.step:
             return None
         record = self.chain_of(policy).record(policy.step + 1)
@@ -243,7 +251,9 @@ class TrainingModel(InferenceModel, Primitives):
         return record
 
     async def take_step(self, request: StepRequest) -> CommitRecord:
-        """Takes a step exactly once and moves this handle to the resulting policy."""
+        """Asks the engine for the step and moves this handle to the policy of the step.
+
+        If the step was committed before, the engine returns its record and does not take it again."""
         # The handle moves only after the reply: a lost reply leaves it at the parent, and a retry gets the same record.
         record = await self.engine.take_gradient_step(request, epoch=self.workspace.epoch)
         self._position.policy = record.policy
@@ -256,15 +266,14 @@ class TrainingModel(InferenceModel, Primitives):
 
         Returns the policy 0 of the stage. The tape is kept. Raises BadSpec for a model with another tokenizer or head.
         """
-        # The other model must have the same tokenizer and head.
         base = await self.engine.import_model(key, provenance=self.workspace.provenance)
         store = self.workspace.open_store()
         new, current = renderer_of(store, base).tokenizer, self.renderer.tokenizer
         probe = "".join(map(chr, range(32, 127)))  # the printable ASCII characters
         if (new.vocab_size, new.encode(probe)) != (current.vocab_size, current.encode(probe)):
             raise BadSpec(
-                f"{key!r} has another tokenizer ({new.vocab_size} ids) than {self.name!r} ({current.vocab_size}): its "
-                "threads would be other tokens; spawn it as a model of its own"
+                f"{key!r} has another tokenizer ({new.vocab_size} ids) than {self.name!r} ({current.vocab_size}): "
+                "it would give a text other token ids; spawn it as a model of its own"
             )
         check_head(store, base, "scalar" if self.trainable.get("head") == "scalar" else "lm")
 
@@ -284,7 +293,7 @@ class TrainingModel(InferenceModel, Primitives):
         """Publishes the policy as a plain Hugging Face folder and returns its key, `name@version`.
 
         `inference_only=False` also writes a checkpoint with the optimizer's moments. `ctx` is ignored. It is accepted
-        only because published listings pass it; the workspace of the handle is used.
+        only because published code examples pass it; the workspace of the handle is used.
         """
         policy = await self.policy()
         provenance, epoch = self.workspace.provenance, self.workspace.epoch

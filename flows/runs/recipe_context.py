@@ -127,7 +127,7 @@ class RecipeContext:
             raise ValueError(f"a model named {model.name!r} was spawned already in this recipe; give it another name")
         # a later attempt replays the code before the first loop on the models of the first attempt
         if self._finished_iterations(0):
-            model.replay()
+            model.reuse_committed_steps()
         self._state.models.append(model)
 
     async def steps(self, n: int, *cursors: Positioned) -> AsyncIterator[int]:

@@ -1,11 +1,13 @@
-"""Rebases: records that a chain continues from a checkpoint, because its next steps are taken under other numerics.
+"""Rebases of a chain. A rebase is a record that the chain continues from a checkpoint, because its next steps are taken
+under other numerics. It is not related to git's rebase.
 
 The weights of a record depend on the numerics under which its step was taken. When another backend, layout, device,
-precision or library continues a run, a redo of its steps may give other bits. A rebase records this on the chain: it
-names the checkpoint (weights and moments) from which all later steps descend, and the committed weights before. A
-rebase is `exact` if the checkpoint has the committed bytes: then nothing was redone, and only the numerics change.
+precision or library continues a run, a redo of its steps may give other bits. A rebase records this on the chain. It
+names the checkpoint (weights and moments) for all later steps, and holds the digest of the weights that were committed
+before. A rebase is `exact` if the checkpoint has the committed bytes: then nothing was redone, and only the numerics
+change.
 
-A rebase changes no state, because states name requests, not bits. Each record names the last rebase that its parent's
+A rebase changes no state, because a state is computed from requests and does not depend on the bytes of weights. Each record names the last rebase that its parent's
 weights descend from. So the commit of step k + 1 decides whether a rebase at step k is in effect. If another engine
 commits step k + 1 from the weights before the rebase, the rebase is void, and nothing descends from it.
 """
@@ -31,21 +33,20 @@ from storage.store.objects import ObjectStore
 log = logging.getLogger(__name__)
 
 DECISIVE_FIELDS = ("backend", "layout", "device", "compute_dtype")
-"""Fields of Numerics whose change needs a rebase, like a change of `versions`. A redo uses the recorded threads and
+"""Fields of Numerics. A change of these fields, or of `versions`, needs a rebase. A redo uses the recorded threads and
 micro-batches, so they only matter when the weights of a redo differ."""
 
 
 class Rebase(Frozen):
-    """The record runs/<run>/stages/<stage>/chains/<policy>/rebases/<000040>.json. All later steps descend from it."""
+    """The record runs/<run>/stages/<stage>/chains/<model>/rebases/<000040>.json. If it is in effect, all later steps
+    descend from it."""
 
     schema_version: int = 1
-    # the policy and the change of numerics
     policy: PolicyRef
     before: Numerics
     """Numerics of the record that made the policy."""
     after: Numerics
     """Numerics under which the chain continues. Each later record holds the numerics of its own step."""
-    # the weights from which the chain continues, compared with the committed ones
     checkpoint: ArtifactRef
     """Weights and moments from which the chain continues."""
     weights_digest: str
@@ -66,7 +67,7 @@ class Rebase(Frozen):
     @property
     def title(self) -> str:
         """A description in one line."""
-        change = "; ".join(changes(self.before, self.after)) or "the same numerics"
+        change = "; ".join(difference_texts(self.before, self.after)) or "the same numerics"
         if self.exact:
             return f"step {self.policy.step}: exact, {change}"
         committed = self.committed_digest[:12] if self.committed_digest else "not recorded"
@@ -78,16 +79,16 @@ def differences(before: Numerics, after: Numerics, *, everything: bool = False) 
     """Returns (name, old value, new value) of the fields and package versions that differ. With `everything`, threads
     and tokens per forward pass are compared, too."""
     names = (*DECISIVE_FIELDS, "threads", "max_tokens") if everything else DECISIVE_FIELDS
-    compared = []
+    fields = []
     for name in names:
         old, new = getattr(before, name), getattr(after, name)
-        compared.append((name.replace("_", " "), str(old or "none"), str(new or "none")))
+        fields.append((name.replace("_", " "), str(old or "none"), str(new or "none")))
     for package in sorted(before.versions.keys() | after.versions.keys()):
-        compared.append((package, before.versions.get(package, "none"), after.versions.get(package, "none")))
-    return [(name, old, new) for name, old, new in compared if old != new]
+        fields.append((package, before.versions.get(package, "none"), after.versions.get(package, "none")))
+    return [(name, old, new) for name, old, new in fields if old != new]
 
 
-def changes(before: Numerics, after: Numerics, *, everything: bool = False) -> list[str]:
+def difference_texts(before: Numerics, after: Numerics, *, everything: bool = False) -> list[str]:
     """Returns the `differences` as texts: `name: old -> new`."""
     return [f"{name}: {old} -> {new}" for name, old, new in differences(before, after, everything=everything)]
 
@@ -139,7 +140,7 @@ def rebase_in_effect(chain: Chain, step: int) -> Rebase | None:
     if rebase is not None and is_in_effect(chain, rebase):
         return rebase
     # otherwise the record of the step names the rebase
-    mark = _rebase_in_record(chain, step)
+    mark = _mark_in_record(chain, step)
     if mark is None:
         return None
     rebase = rebase_at(chain, mark.step)
@@ -154,17 +155,16 @@ def rebase_in_effect(chain: Chain, step: int) -> Rebase | None:
 
 
 def commit_rebase(chain: Chain, rebase: Rebase, attempt: Attempt) -> Rebase:
-    """Commits `rebase` if its step has none, and returns the committed one. If another engine committed that, continue
-    from its checkpoint.
+    """Commits `rebase` if its step has none, and returns the committed one. If the returned rebase is another engine's,
+    continue from its checkpoint.
 
     The checkpoint must be committed before. `attempt` must have begun before the checkpoint was written. Raises
-    AttemptTooOld, and then nothing was committed.
+    AttemptTooOld, and then no rebase stays committed.
     """
     key = keys.rebase(chain.run, chain.stage, chain.model, rebase.policy.step)
     if attempt.too_old:
         raise AttemptTooOld(_too_old_message(key, attempt))
     failpoint("rebase.before_commit")
-    # the commit
     put = chain.store.put_if_absent(key, canonical_json(rebase))
     failpoint("rebase.after_commit")
     if not put.won:
@@ -189,7 +189,7 @@ def discard_checkpoint(chain: Chain, rebase: Rebase) -> None:
     If that fails, the rest is left for garbage collection.
     """
     if keys.rebase_of_checkpoint(rebase.checkpoint.key) is None:
-        return  # one of the chain's own checkpoints
+        return
     with suppress(StorageError):
         # the manifest first, so that no reader follows it to deleted data
         manifest = read_manifest(chain.store, rebase.checkpoint.key)
@@ -208,17 +208,16 @@ def checkpoint_extra(policy: PolicyRef, rebase: RebaseMark | None, weights_diges
 
 
 def checkpoints_up_to(chain: Chain, step: int) -> Iterator[Manifest]:
-    """Yields the complete checkpoints from which policy `step` can be redone, the nearest first.
+    """Yields the complete checkpoints at or before `step` from which policy `step` can be redone, the nearest first.
 
-    Checkpoints before the last rebase in effect are left out, and those of weights from which the chain does not
-    continue. For a rebased policy, the last one is the checkpoint of the rebase. Raises CorruptArtifact if that one is
+    Checkpoints before the last rebase in effect, and checkpoints with replaced weights, are left out. For a rebased policy, the last one is the checkpoint of the rebase. Raises CorruptArtifact if that one is
     gone.
     """
-    base = rebase_in_effect(chain, step)
-    base_step = base.policy.step if base else -1
+    last_rebase = rebase_in_effect(chain, step)
+    rebase_step = last_rebase.policy.step if last_rebase else -1
     # the chain's own checkpoints after the last rebase
     for checkpoint_step in reversed(stored_checkpoint_steps(chain)):
-        if not base_step < checkpoint_step <= step:
+        if not rebase_step < checkpoint_step <= step:
             continue
         key = keys.checkpoint(chain.run, chain.stage, chain.model, checkpoint_step)
         try:
@@ -227,34 +226,35 @@ def checkpoints_up_to(chain: Chain, step: int) -> Iterator[Manifest]:
             log.warning("the checkpoint %s is skipped, the redo will be longer: %s", key, error)
             continue
         state = chain.policy(checkpoint_step).state
-        if manifest.extra.get("state") == state and manifest.extra.get("rebase") == _attempt_of(base):
+        if manifest.extra.get("state") == state and manifest.extra.get("rebase") == _attempt_of(last_rebase):
             yield manifest
     # then the checkpoint of the rebase
-    if base is not None:
-        yield rebase_manifest(chain, base)
+    if last_rebase is not None:
+        yield rebase_manifest(chain, last_rebase)
 
 
 def step_of_checkpoint(checkpoint: Manifest) -> int:
     """Returns the step of the policy in a checkpoint of a chain or of a rebase."""
     rebase_parts = keys.rebase_of_checkpoint(checkpoint.key)
     if rebase_parts is not None:
-        return rebase_parts[3]
+        _run, _stage, _model, rebase_step, _attempt = rebase_parts
+        return rebase_step
     step = keys.checkpoint_step(keys.manifest_of_files(checkpoint.key))
     assert step is not None  # every checkpoint has a key of one of these forms
     return step
 
 
 def has_current_weights(chain: Chain, checkpoint: Manifest) -> bool:
-    """Whether the chain's own checkpoint holds the policy of its step with the weights from which the chain continues,
-    and not weights that a rebase at or before the step replaced."""
+    """Whether this checkpoint of the chain has the weights that the chain uses now, and not weights that a rebase at or
+    before its step replaced."""
     step = step_of_checkpoint(checkpoint)
     if checkpoint.extra.get("state") != chain.policy(step).state:
         return False
-    base = rebase_in_effect(chain, step)
-    if base is not None and base.policy.step == step and base.exact:
+    last_rebase = rebase_in_effect(chain, step)
+    if last_rebase is not None and last_rebase.policy.step == step and last_rebase.exact:
         # an exact rebase keeps the committed weights, which descend from the rebase that the record names
-        return checkpoint.extra.get("rebase") == _attempt_of(_rebase_in_record(chain, step))
-    return checkpoint.extra.get("rebase") == _attempt_of(base)
+        return checkpoint.extra.get("rebase") == _attempt_of(_mark_in_record(chain, step))
+    return checkpoint.extra.get("rebase") == _attempt_of(last_rebase)
 
 
 def rebase_manifest(chain: Chain, rebase: Rebase) -> Manifest:
@@ -277,7 +277,7 @@ def rebase_manifest(chain: Chain, rebase: Rebase) -> Manifest:
     )
 
 
-def _rebase_in_record(chain: Chain, step: int) -> RebaseMark | None:
+def _mark_in_record(chain: Chain, step: int) -> RebaseMark | None:
     """Returns the rebase that the record of a step names. None for step 0, which has no record."""
     if step == 0:
         return None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.backends.protocol import Sampler, SamplerBackend, Trainer
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.weight_following import TorchSamplers
+from engine.backends.torch.trainer_samplers import TorchSamplerBackend
 from engine.errors import BadSpec, SampleTooLong
 from engine.protocol import Completion, SamplingParams, TokenIds
 from engine.specs.adapters import LoraSpec
@@ -111,7 +111,7 @@ class SamplerContract:
 
     @pytest.fixture
     def sampler(self, backend: SamplerBackend, trainer: Any) -> Iterator[Sampler]:
-        sampler = backend.sampler(trainer)
+        sampler = backend.new_sampler(trainer)
         sampler.sync(trainer, "state-0")
         yield sampler
         sampler.close()
@@ -278,7 +278,7 @@ class SamplerContract:
     def test_after_every_sync_it_samples_from_the_trainers_weights(
         self, backend: SamplerBackend, trainer: Any, tmp_path: Path
     ) -> None:
-        sampler = backend.sampler(trainer)
+        sampler = backend.new_sampler(trainer)
         assert sampler.loaded_state is None
         params = SamplingParams(max_new_tokens=5, min_new_tokens=5)
         seen = []
@@ -311,7 +311,7 @@ class SamplerContract:
         for number in range(2):
             trainer = trainers.load(tiny_folder)
             moved(trainer, number)
-            pairs.append((trainer, backend.sampler(trainer)))
+            pairs.append((trainer, backend.new_sampler(trainer)))
             models.append(reference(trainer, tmp_path / str(number)))
         for number in (0, 1, 0, 1, 1):
             trainer, sampler = pairs[number]
@@ -323,8 +323,8 @@ class SamplerContract:
             sampler.close()
 
     def test_bytes_are_whole_numbers_and_closing_twice_is_no_error(self, backend: SamplerBackend, trainer: Any) -> None:
-        assert backend.new_bytes(trainer) >= 0
-        sampler = backend.sampler(trainer)
+        assert backend.added_bytes(trainer) >= 0
+        sampler = backend.new_sampler(trainer)
         sampler.sync(trainer, "state-0")
         assert sampler.nbytes() >= 0
         backend.offload_for_training()
@@ -342,7 +342,7 @@ class SamplerContract:
         policies = [off] + [trainers.adapter(base, LoraSpec(rank=r, alpha=6.0), init_seed=r) for r in (2, 4)]
         for number, trainer in enumerate(policies[1:]):
             moved(trainer, number)
-        samplers = [backend.sampler(trainer) for trainer in policies]
+        samplers = [backend.new_sampler(trainer) for trainer in policies]
         for turn in range(2):
             for number, (trainer, sampler) in enumerate(zip(policies, samplers, strict=True)):
                 sampler.sync(trainer, f"adapter-{number}-{turn}")
@@ -357,7 +357,7 @@ class SamplerContract:
         self, backend: SamplerBackend, trainers: TorchBackend, tiny_folder: Path, tmp_path: Path
     ) -> None:
         trainer = trainers.load(untied_folder(tmp_path / "untied", tiny_folder))
-        sampler = backend.sampler(trainer)
+        sampler = backend.new_sampler(trainer)
         params = SamplingParams(max_new_tokens=5, min_new_tokens=5)
         for number in range(2):
             sampler.sync(trainer, f"untied-{number}")
@@ -371,7 +371,7 @@ class SamplerContract:
 class TestTorchSampler(SamplerContract):
     @pytest.fixture(scope="class")
     def backend(self) -> SamplerBackend:
-        return TorchSamplers(SPEC, compute_dtype=torch.float32, device=torch.device("cpu"))
+        return TorchSamplerBackend(SPEC, compute_dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.mark.vllm

@@ -11,7 +11,7 @@ from bench.gpu.checking import LOGPROB_TOLERANCE, OBJECTIVES
 from bench.gpu.setting import sft_samples
 from engine.backends.torch.loading import load_model
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.torch.weight_following import StagedFilesSampler, WholeModelSampler
+from engine.backends.torch.trainer_samplers import StagedFilesSampler, WholeModelSampler
 from engine.protocol import SamplingParams, TokenSequence
 from storage.chain.records import OptimizerSpec
 

@@ -52,7 +52,7 @@ class TorchSampler:
     prompt tokens are computed in one forward pass.
 
     This class has one model whose weights do not change. How the weights follow a trainer's is defined by subclasses
-    (engine.backends.torch.weight_following)."""
+    (engine.backends.torch.trainer_samplers)."""
 
     def __init__(self, model: CausalLM, *, max_rows: int = 64, max_prefill_tokens: int = 8192) -> None:
         self.model, self.max_rows, self.max_prefill_tokens = model, max_rows, max_prefill_tokens

@@ -94,7 +94,7 @@ class VllmSamplers:
     def tensor_parallel_from_config(self) -> bool:
         return not self._in_process
 
-    def new_bytes(self, trainer: Trainer) -> int:
+    def added_bytes(self, trainer: Trainer) -> int:
         # Replicas are other processes, whose memory is not in this engine's budget.
         if not self._in_process:
             return 0
@@ -104,7 +104,7 @@ class VllmSamplers:
                 return 0
         return self._nbytes(trainer)
 
-    def sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> VllmSampler:
+    def new_sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> VllmSampler:
         ranks = tensor_parallel or self.spec.tensor_parallel
         if self.spec.replicas and ranks != self.spec.tensor_parallel:
             raise BadSpec(

@@ -57,7 +57,7 @@ def trainer(tiny_folder: Path) -> TorchTrainer:
 @pytest.fixture
 def sampler(backend: Any, trainer: TorchTrainer) -> Iterator[Any]:
     """Holds state-0; the trainer has gone on to other weights."""
-    sampler = backend.sampler(trainer)
+    sampler = backend.new_sampler(trainer)
     sampler.sync(trainer, "state-0")
     move(trainer)
     yield sampler

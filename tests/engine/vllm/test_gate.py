@@ -58,7 +58,7 @@ def test_a_tensor_of_which_one_value_changed_and_was_not_applied(
     backend: Any, trainer: TorchTrainer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """In bfloat16 a step moves few of the rounded values: the columns that are read are those that changed."""
-    sampler = backend.sampler(trainer)
+    sampler = backend.new_sampler(trainer)
     sampler.sync(trainer, "state-0")
     weight = dict(trainer.model.exported_weights())[name]
     old = weight.detach().clone()

@@ -145,12 +145,12 @@ def test_a_state_is_held_only_with_the_bytes_it_was_synced_with(
     backend: Any, sampler: Any, trainer: TorchTrainer, tiny_folder: Path
 ) -> None:
     sampler.sync(trainer, "state-1")
-    same = backend.sampler(trainer)
+    same = backend.new_sampler(trainer)
     same.sync(trainer, "state-1")
     assert (sampler.loaded_state, same.loaded_state) == ("state-1", "state-1")
     redone = TorchBackend(spec_of()).load(tiny_folder)
     move(redone, by=1e-6)
-    other = backend.sampler(redone)
+    other = backend.new_sampler(redone)
     other.sync(redone, "state-1")
     assert (sampler.loaded_state, same.loaded_state, other.loaded_state) == (None, None, "state-1")
     same.close()
@@ -174,7 +174,7 @@ def adapter(base: Any) -> AdapterTrainer:
 
 @pytest.fixture
 def adapted(backend: Any, adapter: AdapterTrainer) -> Iterator[Any]:
-    sampler = backend.sampler(adapter)
+    sampler = backend.new_sampler(adapter)
     sampler.sync(adapter, "state-0")
     yield sampler
     sampler.close()
@@ -230,7 +230,7 @@ def test_two_policies_on_one_base_keep_their_adapters(backend: Any, adapter: Ada
     """A load of the base drops every adapter: who has lost one says so."""
     other = TorchBackend.adapter(base, LoraSpec(rank=2, alpha=3.0), init_seed=9)
     move(other, seed=8)
-    first, second = backend.sampler(adapter), backend.sampler(other)
+    first, second = backend.new_sampler(adapter), backend.new_sampler(other)
     first.sync(adapter, "one")
     second.sync(other, "two")
     assert (first.loaded_state, second.loaded_state) == ("one", "two")

@@ -23,7 +23,7 @@ def test_a_replica_runs_in_the_interpreter_that_is_named(cluster: Cluster, train
     spec = spec_of(replicas=1, python=str(PYTHON), start_seconds=300)
     backend = VllmSamplers(spec, compute_dtype=torch.float32, device=torch.device("cpu"))
     try:
-        sampler = backend.sampler(trainer)
+        sampler = backend.new_sampler(trainer)
         for number in range(2):
             sampler.sync(trainer, f"state-{number}")
             assert_drawn_from(trainer, draw(sampler))

@@ -40,7 +40,7 @@ def backend(cluster: Cluster) -> Iterator[Any]:
 @pytest.fixture
 def sampler(backend: Any, trainer: Any) -> Iterator[Any]:
     """Two replicas hold state-0; the trainer has gone on to other weights."""
-    sampler = backend.sampler(trainer)
+    sampler = backend.new_sampler(trainer)
     pool = sampler._shared.ensure_running()
     until(lambda: all(replica.phase == "up" for replica in pool.replicas))
     sampler.sync(trainer, "state-0")
@@ -165,7 +165,7 @@ def test_a_frozen_base_is_sent_again_when_a_replica_came_back_without_it(cluster
             TorchBackend(SPEC).load_base(tiny_folder, key="base"), LoraSpec(rank=4, alpha=6.0), init_seed=1
         )
         move(adapter)
-        sampler = backend.sampler(adapter)
+        sampler = backend.new_sampler(adapter)
         sampler.sync(adapter, "state-0")
         loads = sampler._shared.loads
         assert_drawn_from(adapter, draw(sampler))

@@ -49,7 +49,7 @@ def adapter(base: Any) -> AdapterTrainer:
 @pytest.fixture
 def sampler(backend: Any, adapter: AdapterTrainer) -> Iterator[Any]:
     """Both replicas up, and synced."""
-    sampler = backend.sampler(adapter)
+    sampler = backend.new_sampler(adapter)
     until(lambda: all(replica.phase == "up" for replica in pool_of(sampler).replicas))
     sampler._shared.loaded = None  # who came back without weights gets them too
     sampler.sync(adapter, "state-0")
@@ -108,7 +108,7 @@ def test_two_adapters_on_one_base_are_drawn_from_apart(
 ) -> None:
     other = TorchBackend.adapter(base, LoraSpec(rank=2, alpha=3.0), init_seed=9)
     move(other, seed=8, by=0.2)
-    second = backend.sampler(other)
+    second = backend.new_sampler(other)
     second.sync(other, "other")
     assert (sampler.loaded_state, second.loaded_state) == ("state-0", "other")
     assert_drawn_from(adapter, draw(sampler))

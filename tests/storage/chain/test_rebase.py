@@ -11,10 +11,10 @@ import pytest
 from storage.chain.fork import check_fork, fork_run
 from storage.chain.rebase import (
     Rebase,
-    changes,
     checkpoint_extra,
     checkpoints_up_to,
     commit_rebase,
+    difference_texts,
     discard_checkpoint,
     is_in_effect,
     rebase_at,
@@ -130,12 +130,13 @@ def test_the_keys() -> None:
 
 
 def test_what_makes_numerics_others() -> None:
-    assert changes(TORCH, TORCH) == changes(TORCH, TORCH.model_copy(update={"threads": 8, "max_tokens": 9})) == []
-    assert changes(TORCH, ZERO) == ["backend: torch -> deepspeed", "layout: none -> zero3 x2"]
-    assert changes(TORCH, TORCH.model_copy(update={"versions": {"torch": "2", "new": "1"}})) == [
+    assert difference_texts(TORCH, TORCH) == []
+    assert difference_texts(TORCH, TORCH.model_copy(update={"threads": 8, "max_tokens": 9})) == []
+    assert difference_texts(TORCH, ZERO) == ["backend: torch -> deepspeed", "layout: none -> zero3 x2"]
+    assert difference_texts(TORCH, TORCH.model_copy(update={"versions": {"torch": "2", "new": "1"}})) == [
         "new: none -> 1", "torch: 1 -> 2",
     ]  # fmt: skip
-    assert changes(TORCH, TORCH.model_copy(update={"threads": 8}), everything=True) == ["threads: 1 -> 8"]
+    assert difference_texts(TORCH, TORCH.model_copy(update={"threads": 8}), everything=True) == ["threads: 1 -> 8"]
 
 
 def test_steps_count_records_and_not_rebases(chain: Chain) -> None:

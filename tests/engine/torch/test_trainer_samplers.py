@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.backends.torch.weight_following import WholeModelSampler
+from engine.backends.torch.trainer_samplers import WholeModelSampler
 from engine.errors import BadSpec
 from tests.fixtures.adapters import backend, train
 

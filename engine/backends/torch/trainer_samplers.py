@@ -28,8 +28,8 @@ from engine.protocol import ActorCount, Completion
 from engine.specs.engine import LocalEngineSpec
 
 
-class TorchSamplers:
-    """Implements engine.backends.protocol.SamplerBackend, with one sampler per trainer."""
+class TorchSamplerBackend:
+    """Makes a new sampler for each trainer. Implements engine.backends.protocol.SamplerBackend."""
 
     def __init__(self, spec: LocalEngineSpec, *, compute_dtype: torch.dtype, device: torch.device) -> None:
         self.compute_dtype, self.device = compute_dtype, device
@@ -45,9 +45,11 @@ class TorchSamplers:
 
     @property
     def tensor_parallel_from_config(self) -> bool:
+        """True: a sampler of this backend always runs on one device."""
         return True
 
-    def new_bytes(self, trainer: Trainer) -> int:
+    def added_bytes(self, trainer: Trainer) -> int:
+        """Bytes of memory that a sampler of this trainer adds to the memory of the trainer."""
         if isinstance(trainer, SharedTrainer):
             return 0  # the copy that all samplers of a base share is counted with the base
         if isinstance(trainer, TorchTrainer):
@@ -59,7 +61,7 @@ class TorchSamplers:
         # `weights_nbytes` counts the weights in master precision; the sampler's copy has the compute precision.
         return trainer.weights_nbytes * self.compute_dtype.itemsize // master_dtype.itemsize
 
-    def sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> Sampler:
+    def new_sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> Sampler:
         if tensor_parallel not in (None, 1):
             raise BadSpec(
                 f"tp({tensor_parallel}) was given, but the torch sampler runs on one device; "
@@ -72,7 +74,7 @@ class TorchSamplers:
         return StagedFilesSampler(trainer, self.compute_dtype, self.device, **self._limits)
 
     def offload_for_training(self) -> None:
-        """Does nothing: the weights in memory are the trainer's, or few compared with them."""
+        """Does nothing. A sampler with its own copy of the weights keeps that copy in memory during a step."""
 
     def close(self) -> None:
         """Does nothing: samplers are freed with the policies that use them."""
@@ -92,11 +94,12 @@ class WholeModelSampler(TorchSampler):
     def sync(self, trainer: Trainer, state: str) -> None:
         self.loaded_state = None
         if not isinstance(trainer, TorchTrainer) or isinstance(trainer, SharedTrainer):
-            raise BadSpec("a sampler over a whole model can only follow a trainer of one; make a new sampler")
+            raise BadSpec("this sampler needs a trainer of a whole model; make a new sampler for this trainer")
         # Without a copy, this sampler has the tensors of its first trainer: a sync must not overwrite them.
         if not self._has_copy and trainer.model is not self.model:
             raise BadSpec(
-                "a trainer was given that is not the one whose weights this sampler shares; make a new sampler for it"
+                "this sampler shares the weights of its trainer and cannot take another trainer's weights; make a new "
+                "sampler for that trainer"
             )
         if self._has_copy:
             # Compare all shapes first, so that a failed sync changes no weight.
@@ -112,7 +115,7 @@ class WholeModelSampler(TorchSampler):
 
 
 class AdapterSampler(TorchSampler):
-    """Samples with a shared base model and one adapter, which is that of the trainer of the last sync."""
+    """Samples with a shared base model and the adapter of the trainer that `sync` got last."""
 
     def __init__(self, trainer: SharedTrainer, **limits: int) -> None:
         super().__init__(trainer.base.sampling_model(), **limits)
@@ -124,7 +127,7 @@ class AdapterSampler(TorchSampler):
         """Raises BadSpec unless the trainer is on this sampler's base."""
         self.loaded_state = None
         if not isinstance(trainer, SharedTrainer) or trainer.base is not self.base:
-            raise BadSpec("a sampler can only follow a trainer on the base it was made for; make a new sampler")
+            raise BadSpec("this sampler needs a trainer on its own base model; make a new sampler for this trainer")
         if self.model is trainer.model:  # in the master precision, the trainer's own matrices are used
             self.pairs = trainer.pairs
         else:
@@ -149,9 +152,9 @@ class StagedFilesSampler(TorchSampler):
             super().__init__(_uninitialised_model(Path(folder), compute_dtype, device), **limits)
 
     def sync(self, trainer: Trainer, state: str) -> None:
-        """Raises SamplerOutOfSync if the staged tensors are not exactly the model's weights."""
+        """Raises SamplerOutOfSync unless the staged tensors have exactly the names and shapes of the model's weights."""
         self.loaded_state = None
-        # The staged files have the names of `save_pretrained`.
+        # The staged tensors have the names of `save_pretrained`.
         target = dict(self.model.exported_weights())
         with staging_folder(trainer.weights_nbytes) as folder:
             files = trainer.stage_weights(folder, dtype=self.model.dtype)

@@ -97,8 +97,8 @@ class TrainingModel(InferenceModel, Primitives):
         It starts from the base model, or from the last policy of the previous stage. A named `checkpoint`
         (storage.chain.checkpoint_names) or a policy `start`, of this or another run, replaces that start.
 
-        `exclusive`: no other model writes to this stage. If another model of the run has begun a stage of this name, the
-        stage is called `NAME.MODEL`. The choice is kept in the store, so a resumed run makes the same one.
+        `exclusive`: no other model writes to this stage. If another model of the run has begun a stage of this name,
+        the stage is called `NAME.MODEL`. The choice is kept in the store, so a resumed run makes the same one.
 
         The handle moves to the stage's last committed step, so that a resumed run continues there. Raises
         NoSuchCheckpoint, and BadSpec for a start with another base model or another trained part.

@@ -7,9 +7,10 @@ names the checkpoint (weights and moments) for all later steps, and holds the di
 before. A rebase is `exact` if the checkpoint has the committed bytes: then nothing was redone, and only the numerics
 change.
 
-A rebase changes no state, because a state is computed from requests and does not depend on the bytes of weights. Each record names the last rebase that its parent's
-weights descend from. So the commit of step k + 1 decides whether a rebase at step k is in effect. If another engine
-commits step k + 1 from the weights before the rebase, the rebase is void, and nothing descends from it.
+A rebase changes no state, because a state is computed from requests and does not depend on the bytes of weights. Each
+record names the last rebase that its parent's weights descend from. So the commit of step k + 1 decides whether a
+rebase at step k is in effect. If another engine commits step k + 1 from the weights before the rebase, the rebase is
+void, and nothing descends from it.
 """
 
 from __future__ import annotations
@@ -210,8 +211,8 @@ def checkpoint_extra(policy: PolicyRef, rebase: RebaseMark | None, weights_diges
 def checkpoints_up_to(chain: Chain, step: int) -> Iterator[Manifest]:
     """Yields the complete checkpoints at or before `step` from which policy `step` can be redone, the nearest first.
 
-    Checkpoints before the last rebase in effect, and checkpoints with replaced weights, are left out. For a rebased policy, the last one is the checkpoint of the rebase. Raises CorruptArtifact if that one is
-    gone.
+    Checkpoints before the last rebase in effect, and checkpoints with replaced weights, are left out. For a rebased
+    policy, the last one is the checkpoint of the rebase. Raises CorruptArtifact if that one is gone.
     """
     last_rebase = rebase_in_effect(chain, step)
     rebase_step = last_rebase.policy.step if last_rebase else -1

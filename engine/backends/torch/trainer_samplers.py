@@ -152,7 +152,7 @@ class StagedFilesSampler(TorchSampler):
             super().__init__(_uninitialised_model(Path(folder), compute_dtype, device), **limits)
 
     def sync(self, trainer: Trainer, state: str) -> None:
-        """Raises SamplerOutOfSync unless the staged tensors have exactly the names and shapes of the model's weights."""
+        """Raises SamplerOutOfSync unless the staged tensors have exactly the names and shapes of the weights."""
         self.loaded_state = None
         # The staged tensors have the names of `save_pretrained`.
         target = dict(self.model.exported_weights())

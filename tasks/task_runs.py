@@ -4,7 +4,7 @@ Prefect draws an edge from task A to task B when an argument of B contains an ob
 fields. It recognises objects by their address. Refs share strings such as "policy", and an address is used again after
 its object is gone, so Prefect would draw edges between tasks that have nothing to do with each other. Its API also
 lists an edge once per parameter of the two tasks. Therefore Prefect sees neither arguments nor results here. Each task
-gets one parameter: the `_Result` objects of the tasks whose artifacts it reads.
+gets one parameter: a list of its `_Call` and the `_Result` objects of the tasks whose artifacts it reads.
 """
 
 from __future__ import annotations
@@ -146,7 +146,10 @@ def _remember_refs(result: _Result) -> Any:
 
 
 def _remember(ref: ArtifactRef | PolicyRef, result: _Result) -> None:
-    _results[_flow_run(), ref.uri] = result
+    key = (_flow_run(), ref.uri)
+    _results[key] = result
+    # Otherwise an overwritten ref keeps its old place and is forgotten too early.
+    _results.move_to_end(key)
     # A worker process runs many flow runs, so the memory must be bounded.
     while len(_results) > RESULTS_KEPT:
         _results.popitem(last=False)
@@ -171,7 +174,7 @@ def _without_earlier(results: list[_Result]) -> list[_Result]:
 
 
 def _refs(value: Any) -> Iterator[ArtifactRef | PolicyRef]:
-    """All refs in a value, in fields and collections too."""
+    """All refs in a value, also in pydantic models, mappings, lists and tuples."""
     if isinstance(value, ArtifactRef | PolicyRef):
         yield value
     elif isinstance(value, BaseModel):

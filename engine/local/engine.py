@@ -69,8 +69,8 @@ class LocalEngine:
         self.saver = Saver(self.store)
         self.loaded_policies = LoadedPolicies(
             budget=self.backend.memory_bytes(),
-            residency=self.spec.residency_seconds,
-            frozen=self.spec.frozen_policies,
+            protection_seconds=self.spec.residency_seconds,
+            max_frozen=self.spec.frozen_policies,
             save=self._save_for_eviction,
         )
 
@@ -324,7 +324,7 @@ class LocalEngine:
     def _release(self, run: str, epoch: int) -> None:
         # A process that lost its lease must not evict the weights that its successor uses.
         if epoch >= self._epochs.get(run, 0):
-            for loaded in self.loaded_policies.release(run):
+            for loaded in self.loaded_policies.mark_evict_first(run):
                 self._save_for_eviction(loaded)
 
     async def info(self) -> EngineInfo:

@@ -2,8 +2,8 @@
 
 A `LoadedPolicy` holds the weights of one policy. Each chain has at most one training policy, which moves forward with
 the chain. Frozen policies serve as references or are past policies of a chain. Adapters of one base model share its
-weights. When memory is needed, the least recently used policy is evicted. A training policy is checkpointed first, so
-that loading it again takes a restore and not a redo of the chain.
+weights. When memory is needed, the first unprotected policy in eviction order is evicted. A training policy is
+checkpointed first, so that no step must be repeated when it is loaded again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LoadedPolicy:
     rebase: RebaseMark | None = None
     """The last rebase of the chain that these weights descend from."""
     saved_step: int = 0
-    """Step of the last known checkpoint of the chain. 0 when there is none: policy 0 needs none."""
+    """Step of the last known checkpoint of the chain. 0 if there is no checkpoint."""
     sampler: Sampler | None = None
     tensor_parallel: int | None = None
     """Number of devices that the sampler was created for. None: the setting of the engine's config."""
@@ -54,10 +54,12 @@ class LoadedPolicy:
 
     @property
     def chain(self) -> ChainName:
-        return chain_name(self.policy)
+        return chain_key(self.policy)
 
     def nbytes(self) -> int:
-        """Bytes that evicting this policy would free. A shared base model is not counted."""
+        """Bytes that this policy counts against the budget: the peak of an update, if it is training.
+
+        A shared base model is not counted."""
         sampler_bytes = self.sampler.nbytes() if self.sampler else 0
         return self.trainer.nbytes(training=self.training) + sampler_bytes
 
@@ -68,7 +70,7 @@ class LoadedPolicy:
             sampler.close()  # a sampler that shares vLLM with others must unregister
 
 
-def chain_name(policy: PolicyRef) -> ChainName:
+def chain_key(policy: PolicyRef) -> ChainName:
     return policy.run, policy.stage, policy.model
 
 
@@ -83,12 +85,12 @@ class LoadedPolicies:
         self,
         *,
         budget: int,
-        residency: float,
-        frozen: int,
+        protection_seconds: float,
+        max_frozen: int,
         save: Callable[[LoadedPolicy], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.budget, self.residency, self._frozen_limit = budget, residency, frozen
+        self.budget, self.protection_seconds, self._max_frozen = budget, protection_seconds, max_frozen
         self._save, self._clock = save, clock
         # All three are ordered by last use, the least recently used first.
         self._training: OrderedDict[ChainName, LoadedPolicy] = OrderedDict()
@@ -97,12 +99,12 @@ class LoadedPolicies:
 
     # -- lookup ------------------------------------------------------------------------------------------------
 
-    def training(self, policy: PolicyRef) -> LoadedPolicy | None:
+    def training_policy_of(self, policy: PolicyRef) -> LoadedPolicy | None:
         """The training policy of the chain that `policy` belongs to. It may be at another step of the chain."""
         self._drop_dead_policies()
-        return self._training.get(chain_name(policy))
+        return self._training.get(chain_key(policy))
 
-    def find_state(self, state: str) -> LoadedPolicy | None:
+    def find_by_state(self, state: str) -> LoadedPolicy | None:
         """A loaded policy with this state, of any run: policies with equal states have equal histories."""
         self._drop_dead_policies()
         if state in self._frozen:
@@ -127,17 +129,20 @@ class LoadedPolicies:
         return [loaded for loaded in self._training.values() if loaded.policy.step > loaded.saved_step]
 
     def used_bytes(self) -> int:
-        """Bytes of all loaded policies and base models."""
-        # Copies, because another thread may ask while the compute thread changes the dictionaries.
+        """Bytes that all loaded policies and base models count against the budget (`LoadedPolicy.nbytes`)."""
+        # Copies, because another thread may call this while the compute thread changes the dictionaries.
         policies = [*self._training.copy().values(), *self._frozen.copy().values()]
         bases = self._bases.copy().values()
         return sum(loaded.nbytes() for loaded in policies) + sum(base.nbytes() for base in bases)
 
     # -- changes -----------------------------------------------------------------------------------------------
 
-    def use(self, loaded: LoadedPolicy) -> LoadedPolicy:
-        """Adds the policy if it is new, and marks it as the most recently used one."""
-        # The run needs its policy again, so a `release` before this call no longer counts.
+    def add_or_touch(self, loaded: LoadedPolicy) -> LoadedPolicy:
+        """Adds the policy if it is new, and marks it as the most recently used one.
+
+        A new training policy replaces that of its chain. If there are too many frozen policies, the oldest is dropped.
+        """
+        # The run needs its policy again, so an earlier `mark_evict_first` no longer counts.
         loaded.released = False
         if not loaded.loaded_at:
             loaded.loaded_at = self._clock()
@@ -153,7 +158,7 @@ class LoadedPolicies:
             previous.drop_sampler()
 
         # References are cheap to load again, so their number is limited even if memory is free.
-        if len(self._frozen) > self._frozen_limit:
+        if len(self._frozen) > self._max_frozen:
             _, oldest = self._frozen.popitem(last=False)
             oldest.drop_sampler()
         return loaded
@@ -166,12 +171,12 @@ class LoadedPolicies:
         return self._bases[digest]
 
     def drop(self, policy: PolicyRef) -> None:
-        """Forgets the chain's training policy, because its weights are not those of any committed policy."""
-        loaded = self._training.pop(chain_name(policy), None)
+        """Forgets the chain's training policy. Call it when its weights are not those of a committed policy."""
+        loaded = self._training.pop(chain_key(policy), None)
         if loaded is not None:
             loaded.drop_sampler()
 
-    def release(self, run: str) -> list[LoadedPolicy]:
+    def mark_evict_first(self, run: str) -> list[LoadedPolicy]:
         """Marks the run's policies to be evicted first, until they are used again.
 
         Returns those that are ahead of their last checkpoint."""
@@ -185,6 +190,8 @@ class LoadedPolicies:
 
     def make_room(self, need: int, *, run: str, what: str, keep: LoadedPolicy | SharedBase | None = None) -> None:
         """Evicts policies until `need` bytes are free. `keep` and the base model that it uses stay in memory.
+
+        If only these two are left, it returns even if there is too little room.
 
         `what` names the purpose of the memory in the message.
 
@@ -203,11 +210,11 @@ class LoadedPolicies:
 
         while self.used_bytes() + need > self.budget:
             if not self._evict_next(run, keep):
-                return  # only the base model of `keep` is left
+                return
 
     def _evict_next(self, run: str, keep: LoadedPolicy | SharedBase | None) -> bool:
-        """Evicts an unused base model, else the least recently used policy that may go. False when none is left."""
-        # A base model that no policy uses is the cheapest to give up: it has no checkpoint to write.
+        """Evicts an unused base model, else the first unprotected policy in eviction order. False if none is left."""
+        # A base model that no policy uses goes first, since no checkpoint must be written for it.
         policies = self._in_eviction_order()
         for digest, base in self._bases.items():
             is_used = any(getattr(loaded.trainer, "base", None) is base for loaded in policies)
@@ -215,7 +222,6 @@ class LoadedPolicies:
                 del self._bases[digest]
                 return True
 
-        # Evict the first policy in the order that is not protected.
         candidates = [loaded for loaded in policies if loaded is not keep]
         if not candidates:
             return False
@@ -227,11 +233,12 @@ class LoadedPolicies:
         # All are protected. The caller waits until the first protection ends.
         seconds = min(self._protected_seconds(loaded, run) for loaded in candidates)
         raise NoRoomYet(
-            f"the engine's memory is taken by runs that were loaded less than {self.residency} s ago", max(seconds, 0.0)
+            f"the engine's memory is taken by runs that were loaded less than {self.protection_seconds} s ago",
+            max(seconds, 0.0),
         )
 
     def _in_eviction_order(self) -> list[LoadedPolicy]:
-        """Released policies first, then frozen ones, then training ones; within each, the least recently used first."""
+        """Released policies first; among these and among the others, frozen ones first, then by last use."""
         policies = [*self._frozen.values(), *self._training.values()]
         return sorted(policies, key=lambda loaded: not loaded.released)  # the sort is stable
 
@@ -241,7 +248,7 @@ class LoadedPolicies:
         Released and frozen policies are never protected. A run may always evict its own policies."""
         if loaded.released or not loaded.training or loaded.policy.run == run:
             return 0.0
-        return loaded.loaded_at + self.residency - self._clock()
+        return loaded.loaded_at + self.protection_seconds - self._clock()
 
     def _evict(self, loaded: LoadedPolicy) -> None:
         # Save first: if the save fails, the policy stays in memory and no step must be redone.

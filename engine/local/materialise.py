@@ -59,11 +59,11 @@ class Materialiser:
     def for_training(self, policy: PolicyRef) -> LoadedPolicy:
         """The chain's training policy, moved to exactly `policy`, with its moments."""
         check_committed(self.store, policy)
-        loaded = self.loaded_policies.training(policy)
+        loaded = self.loaded_policies.training_policy_of(policy)
         # Compare states, not steps: a loaded policy of the same step may have another history.
         if loaded is None or loaded.policy.state != policy.state:
             loaded = self._load_at(policy, reuse=loaded)
-        return self.loaded_policies.use(loaded)
+        return self.loaded_policies.add_or_touch(loaded)
 
     def for_reading(self, policy: PolicyRef) -> LoadedPolicy:
         """A loaded policy with the weights of `policy`.
@@ -71,14 +71,14 @@ class Materialiser:
         Reading the head of a chain loads the chain's training policy, or moves it forward. An older policy is loaded as
         a separate frozen policy, and the training policy stays where it is."""
         # Use weights that are in memory, also those of another run with the same history.
-        loaded = self.loaded_policies.find_state(policy.state)
+        loaded = self.loaded_policies.find_by_state(policy.state)
         if loaded is not None and (loaded.policy == policy or self._has_same_rebase(loaded, policy)):
-            return self.loaded_policies.use(loaded)
+            return self.loaded_policies.add_or_touch(loaded)
 
         # The head of a chain is read just before it is trained further, so move the training policy there.
         check_committed(self.store, policy)
         chain = Chain.of(self.store, policy)
-        training = self.loaded_policies.training(policy)
+        training = self.loaded_policies.training_policy_of(policy)
         is_newer_than_training = training is None or policy.step > training.policy.step
         is_head = chain.record(policy.step + 1) is None
         if is_newer_than_training and is_head:
@@ -87,7 +87,7 @@ class Materialiser:
         # Any other policy becomes a frozen one.
         loaded = self._base_as_policy(chain, policy) or self._load_at(policy, reuse=None, training=False)
         loaded.trainer.reset_optimizer()  # a frozen policy needs no moments
-        return self.loaded_policies.use(loaded)
+        return self.loaded_policies.add_or_touch(loaded)
 
     def _has_same_rebase(self, loaded: LoadedPolicy, policy: PolicyRef) -> bool:
         """Whether `loaded`, which has the same state as `policy`, descends from the same rebase.
@@ -136,7 +136,7 @@ class Materialiser:
             self.rebaser.after_redo(loaded, status)
         except BaseException:
             # The weights are now those of no policy, so the chain's training policy must not keep them.
-            training_policy = self.loaded_policies.training(policy)
+            training_policy = self.loaded_policies.training_policy_of(policy)
             if training_policy is not None and loaded is not None and training_policy.trainer is loaded.trainer:
                 self.loaded_policies.drop(policy)
             raise

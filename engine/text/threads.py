@@ -15,11 +15,11 @@ from engine.text.turns import (
     Content,
     Turn,
     check_metadata,
-    check_turn,
-    check_turns,
     check_weights,
     content_as_json,
     default_weight,
+    parse_turn,
+    parse_turns,
     short_repr,
     turn_messages,
 )
@@ -53,7 +53,7 @@ class StringThread(Frozen):
         weights: Sequence[float] | None = None,
         **unknown: Never,  # pydantic refuses them at run time; a type checker reports them
     ) -> None:
-        checked = check_turns(turns)
+        checked = parse_turns(turns)
         fields = {
             "turns": checked,
             "metadata": check_metadata({} if metadata is None else metadata),
@@ -73,7 +73,7 @@ class StringThread(Frozen):
 
     def append(self, role: str, content: Any) -> Self:
         """Returns a new thread with one more turn."""
-        turn = check_turn((role, content), len(self.turns))
+        turn = parse_turn((role, content), len(self.turns))
         weights = self.weights
         if weights is not None:
             weights = (*weights, default_weight(turn))

@@ -58,7 +58,7 @@ def _parts_of(fragments: Iterable[Fragment], kind: type[F]) -> list[F]:
 
 
 def turn_messages(turn: Turn) -> list[dict[str, Any]]:
-    """Returns the messages of a turn. It is one message, or one per response for a tool turn of several responses."""
+    """Returns the messages of a turn: one per response if it holds only tool responses, else one message."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
 
@@ -118,20 +118,22 @@ def content_as_json(content: Content) -> Any:
     return [part.model_dump(mode="json") for part in content]
 
 
-def check_turns(turns: Any) -> tuple[Turn, ...]:
-    """Returns the turns after validation. Raises ThreadError, which names the turn."""
+def parse_turns(turns: Any) -> tuple[Turn, ...]:
+    """Returns the turns. Converts and validates every item that is not a `Turn`; a `Turn` is not checked.
+
+    Raises ThreadError, which names the turn."""
     if isinstance(turns, str | bytes | Mapping) or not isinstance(turns, Iterable):
         raise ThreadError(
             f"turns is {short_repr(turns)}; expected a list of (role, content), as in [('user', 'Hello')]"
         )
-    checked: list[Turn] = []
+    parsed: list[Turn] = []
     for index, turn in enumerate(turns):
-        # A Turn was checked when it was made, and threads are copied often.
-        checked.append(turn if isinstance(turn, Turn) else check_turn(turn, index))
-    return tuple(checked)
+        # Threads are copied often, and their turns were validated when the first thread was created.
+        parsed.append(turn if isinstance(turn, Turn) else parse_turn(turn, index))
+    return tuple(parsed)
 
 
-def check_turn(value: Any, index: int) -> Turn:
+def parse_turn(value: Any, index: int) -> Turn:
     """Returns the turn of a (role, content) pair or a {'role', 'content'} mapping. Raises ThreadError."""
     if isinstance(value, Mapping) and value.keys() == {"role", "content"}:
         value = (value["role"], value["content"])
@@ -181,8 +183,8 @@ def _check_fragments(content: Any, role: str, index: int) -> tuple[Fragment, ...
 def check_metadata(metadata: Any) -> dict[str, JsonValue]:
     """Returns a deep copy of the metadata. Raises ThreadError unless JSON can represent it exactly."""
     try:
-        checked = _METADATA.validate_python(metadata)
-        json.dumps(checked, allow_nan=False, ensure_ascii=False).encode("utf-8")
+        metadata_copy = _METADATA.validate_python(metadata)
+        json.dumps(metadata_copy, allow_nan=False, ensure_ascii=False).encode("utf-8")
     except ValueError as error:
         problem = str(error)
         if isinstance(error, ValidationError):
@@ -191,11 +193,13 @@ def check_metadata(metadata: Any) -> dict[str, JsonValue]:
             f"metadata is {short_repr(metadata)} ({problem}); expected a dict that JSON can represent: str keys, "
             "finite numbers, lists, no tuples, no numpy values"
         ) from error
-    return checked
+    return metadata_copy
 
 
 def check_weights(weights: Any, turns: tuple[Turn, ...]) -> tuple[float, ...] | None:
-    """Returns one finite weight per turn, or None if they are the default weights. Raises ThreadError."""
+    """Returns one finite weight per turn, or None if they are the default weights.
+
+    A weight is at least 0, and above 0 only for an assistant turn. Raises ThreadError."""
     if weights is None:
         return None
     if not isinstance(weights, list | tuple) or len(weights) != len(turns):
@@ -211,14 +215,14 @@ def check_weights(weights: Any, turns: tuple[Turn, ...]) -> tuple[float, ...] | 
             )
         if weight > 0 and turn.role != "assistant":
             raise ThreadError(f"turn {index} ({turn.role}) has weight {weight}; only assistant turns can be trained")
-    checked = tuple(float(weight) for weight in weights)
+    float_weights = tuple(float(weight) for weight in weights)
     # The default has only one representation, so that threads with equal weights are equal and have equal bytes.
     defaults = tuple(default_weight(turn) for turn in turns)
-    return None if checked == defaults else checked
+    return None if float_weights == defaults else float_weights
 
 
 def short_repr(value: Any) -> str:
-    """Returns the first 80 characters of a value's repr, for an error message."""
+    """Returns a value's repr for an error message, shortened to 77 characters and "…" if it has more than 80."""
     try:
         text = repr(value)
     except RecursionError:

@@ -267,7 +267,7 @@ def _stop_on_signals(stop: threading.Event) -> None:
 
 
 def _print_status(state: UpState | None, *, as_json: bool) -> int:
-    """Prints the services; returns 0 if all of them are running, else 1."""
+    """Prints the services. Returns 0 if `up` is ready and all services run, else 1."""
     services = status(state) if state else {}
     all_alive = bool(services) and all(service["alive"] for service in services.values())
     is_up = state is not None and state.ready and all_alive

@@ -279,7 +279,9 @@ def policy_loss(
 
 
 def kl_controller(regularisation: Regularisation, beta: float) -> FixedKL | AdaptiveKL:
-    """The controller of the KL coefficient, which starts at `beta`. Raises ValueError for one that stays at 0."""
+    """The controller of the KL coefficient, which starts at `beta`.
+
+    Raises ValueError for an adaptive controller that starts at 0."""
     if regularisation.kl_controller == "fixed":
         return FixedKL(beta=beta)
     if beta == 0:

@@ -80,7 +80,7 @@ def moved(trainer: Any, seed: int) -> None:
     """Other weights: every one of them moves."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, parameter in trainer.trained():
+        for _, parameter in trainer.trained_parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
 

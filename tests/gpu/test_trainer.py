@@ -80,8 +80,8 @@ def test_autocast_leaves_weights_and_moments_in_float32(cuda: torch.device, tiny
     trainer = TorchTrainer(load(tiny_folder, cuda, torch.bfloat16))
     trainer.update(batch("sft", tiny_folder), OBJECTIVES["sft"], LR, max_tokens=4096)
     assert {p.dtype for p in trainer.model.module.parameters()} == {torch.float32}
-    assert {t.dtype for t in trainer._moments().values()} == {torch.float32}
-    assert {t.device for t in trainer._moments().values()} == {cuda}
+    assert {t.dtype for t in trainer._optimizer_tensors().values()} == {torch.float32}
+    assert {t.device for t in trainer._optimizer_tensors().values()} == {cuda}
 
 
 def test_the_deterministic_engine_takes_equal_steps(cuda: torch.device, tiny_folder: Path) -> None:

@@ -145,7 +145,7 @@ class ZeroTrainer:
         if not moved and not objective.skip_non_finite:
             raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
         return UpdateReport(
-            metrics=update_metrics(accumulated.sums, passed=with_gradient, totals=totals, grad_norm=norm),
+            metrics=update_metrics(accumulated.sums, forward_samples=with_gradient, totals=totals, grad_norm=norm),
             skipped=not moved,
             micro_batches=accumulated.micro_batches,
             max_tokens=accumulated.max_tokens,

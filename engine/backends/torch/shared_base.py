@@ -115,13 +115,13 @@ class SharedTrainer(TorchTrainer):
         super().__init__(base.model)
         self.base, self.pairs = base, pairs
 
-    def trained(self) -> list[tuple[str, nn.Parameter]]:
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return sorted(pair_tensors(self.pairs))
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        return self.trained()
+        return self.trained_parameters()
 
-    def in_use(self) -> AbstractContextManager[object]:
+    def with_own_weights(self) -> AbstractContextManager[object]:
         return use_pairs(self.base.layers, self.pairs)
 
     @torch.no_grad()
@@ -153,12 +153,12 @@ class AdapterTrainer(SharedTrainer):
         elif base.model.scalar:
             raise BadSpec(scalar_head_message(base.key or "the base model"))
 
-    def trained(self) -> list[tuple[str, nn.Parameter]]:
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The pairs, and the adapter's scalar head if it has one."""
         if not self.scalar:
-            return super().trained()
+            return super().trained_parameters()
         head = [(f"{HEAD_NAME}.{name}", parameter) for name, parameter in self.model.head.named_parameters()]
-        return sorted([*super().trained(), *head])
+        return sorted([*super().trained_parameters(), *head])
 
     def weights_digest(self) -> tuple[str, dict[str, str]]:
         return digest_tensors(self.weights(), base=self.base.digest)

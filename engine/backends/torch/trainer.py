@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class TorchTrainer:
-    """Implements engine.backends.protocol.Trainer for one `CausalLM`. It trains and owns all of the model's weights."""
+    """Implements engine.backends.protocol.Trainer for one `CausalLM`. It trains the weights that require a gradient."""
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
@@ -53,31 +53,31 @@ class TorchTrainer:
 
     # -- what is trained --------------------------------------------------------------------------------------
 
-    def trained(self) -> list[tuple[str, nn.Parameter]]:
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The trained parameters with their names, in a fixed order."""
         return [(name, p) for name, p in self.model.module.named_parameters() if p.requires_grad]
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self.trained()]
+    def _trained_parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.trained_parameters()]
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights in a checkpoint, sorted by name: those that only this trainer owns."""
+        """The weights that only this trainer owns, sorted by name. A checkpoint stores these."""
         return self.model.named_weights()
 
-    def in_use(self) -> AbstractContextManager[object]:
+    def with_own_weights(self) -> AbstractContextManager[object]:
         """A context within which the model computes with this trainer's weights."""
         return nullcontext()
 
     def nbytes(self, *, training: bool = True) -> int:
-        """Bytes of the weights that only this trainer owns, plus gradients or moments.
+        """Bytes of the weights that only this trainer owns, plus gradients and moments if training.
 
         With `training`, this is the peak of an update: one gradient and two moments per trained weight, whether they
         are allocated now or not. Without it, only the moments that are allocated now are added. Activations, buffers
         that are in no file, and a sampler's copy are not included."""
         weights = sum(tensor.nbytes for _, tensor in self.weights())
         if training:
-            return weights + 3 * sum(parameter.nbytes for parameter in self._parameters())
-        return weights + sum(tensor.nbytes for tensor in self._moments().values())
+            return weights + 3 * sum(parameter.nbytes for parameter in self._trained_parameters())
+        return weights + sum(tensor.nbytes for tensor in self._optimizer_tensors().values())
 
     @property
     def weights_nbytes(self) -> int:
@@ -106,6 +106,7 @@ class TorchTrainer:
         max_tokens: int,
         on_micro_batch: Callable[[], None] = lambda: None,
     ) -> UpdateReport:
+        """Makes one optimizer update over `samples`: sums the gradients of the micro-batches and takes one step."""
         # Check everything before anything changes.
         loss = objective.loss
         check_loss_fits_head(loss, scalar=self.model.scalar, name=type(self.model.module).__name__)
@@ -116,27 +117,26 @@ class TorchTrainer:
         with_gradient = [sample for sample in samples if has_gradient(sample, objective)]
         validate_batch(with_gradient, objective)
 
-        # Sum the gradients over micro-batches.
         def accumulate(max_tokens: int) -> Accumulated:
             accumulated = Accumulated(max_tokens)
             for indices in micro_batches(with_gradient, max_tokens=max_tokens, whole_groups=loss.pairwise):
-                self._backward([with_gradient[index] for index in indices], objective, totals, accumulated)
+                micro_batch = [with_gradient[index] for index in indices]
+                self._accumulate_micro_batch(micro_batch, objective, totals, accumulated)
                 accumulated.micro_batches += 1
                 on_micro_batch()
             return accumulated
 
-        with self.in_use():
+        with self.with_own_weights():
             accumulated = self._retry_on_out_of_memory(
                 accumulate, with_gradient, max_tokens, whole_groups=loss.pairwise
             )
 
-        # If no sample had a gradient, the step is still taken with zeros, since the moments have an effect.
-        parameters = self._parameters()
+        # A parameter without a gradient gets zeros, because its moments still change it.
+        parameters = self._trained_parameters()
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-        # Take the step, unless the gradient is not finite.
         norm = float(nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm))
         if isfinite(norm):
             self._step(adamw)
@@ -144,21 +144,22 @@ class TorchTrainer:
             raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
         adamw.zero_grad(set_to_none=True)
         return UpdateReport(
-            metrics=update_metrics(accumulated.sums, passed=with_gradient, totals=totals, grad_norm=norm),
+            metrics=update_metrics(accumulated.sums, forward_samples=with_gradient, totals=totals, grad_norm=norm),
             skipped=not isfinite(norm),
             micro_batches=accumulated.micro_batches,
             max_tokens=accumulated.max_tokens,
         )
 
     def _step(self, adamw: torch.optim.AdamW) -> None:
-        """Steps the optimizer. The first step allocates the moments, and smaller micro-batches would not make room for
-        them."""
+        """Takes one optimizer step. The first step allocates the moments.
+
+        If memory runs out, it raises OutOfMemory: smaller micro-batches do not help."""
         try:
             adamw.step()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            moments = 2 * sum(parameter.nbytes for parameter in self._parameters())
+            moments = 2 * sum(parameter.nbytes for parameter in self._trained_parameters())
             raise OutOfMemory(
                 f"AdamW's moments, {moments / 2**30:.2f} GiB, do not fit {self.model.device} memory: "
                 f"{str(error).splitlines()[0]}. Train a smaller model or a LoRA adapter, or use a larger device"
@@ -173,7 +174,7 @@ class TorchTrainer:
         whole_groups: bool = False,
     ) -> T:
         def drop_gradients() -> None:
-            for parameter in self._parameters():
+            for parameter in self._trained_parameters():
                 parameter.grad = None
 
         return retry_on_out_of_memory(
@@ -185,7 +186,7 @@ class TorchTrainer:
             whole_groups=whole_groups,
         )
 
-    def _backward(
+    def _accumulate_micro_batch(
         self, samples: Sequence[Sample], objective: Objective, totals: Totals, accumulated: Accumulated
     ) -> None:
         forward = make_forward(self.model, objective)
@@ -194,28 +195,30 @@ class TorchTrainer:
         accumulated.add(loss, sums)
 
     def _adamw(self, spec: OptimizerSpec) -> torch.optim.AdamW:
-        """The optimizer, created if there is none, with the settings of this step."""
+        """Returns the optimizer. Creates it if there is none, and always applies `spec`."""
         if self._optimizer is None:
-            self._optimizer = torch.optim.AdamW(adamw_groups(self._parameters()), fused=True)
+            self._optimizer = torch.optim.AdamW(adamw_groups(self._trained_parameters()), fused=True)
         set_adamw(self._optimizer.param_groups, spec)
         return self._optimizer
 
-    # -- reading ----------------------------------------------------------------------------------------------
+    # -- forward passes ---------------------------------------------------------------------------------------
 
     def logprobs(
         self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
     ) -> list[list[float]]:
         """Logprobs of every trained token in nats, per sequence, in the order of the sequences."""
         check_gives("logprobs", scalar=self.scalar, name=type(self.model.module).__name__)
-        return self._read(sequences, lambda packed: self.model.logprobs(packed, temperature=temperature), max_tokens)
+        return self._forward_per_sequence(
+            sequences, lambda packed: self.model.logprobs(packed, temperature=temperature), max_tokens
+        )
 
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
         """The scalar head's number before every trained token, per sequence, in the order of the sequences."""
         check_gives("values", scalar=self.scalar, name=type(self.model.module).__name__)
-        return self._read(sequences, self.model.values, max_tokens)
+        return self._forward_per_sequence(sequences, self.model.values, max_tokens)
 
     @torch.no_grad()
-    def _read(
+    def _forward_per_sequence(
         self, sequences: Sequence[TokenSequence], forward: Callable[[Packed], Tensor], max_tokens: int
     ) -> list[list[float]]:
         self._check(sequences)
@@ -228,7 +231,7 @@ class TorchTrainer:
                     values[index] = sequence_values
             return values
 
-        with self.in_use():
+        with self.with_own_weights():
             return self._retry_on_out_of_memory(run, sequences, max_tokens)
 
     def _check(self, sequences: Sequence[Packable]) -> None:
@@ -249,32 +252,33 @@ class TorchTrainer:
         folder.mkdir(parents=True, exist_ok=True)
         files = {WEIGHTS_FILE: folder / WEIGHTS_FILE}
         write_tensors(files[WEIGHTS_FILE], self.weights())
-        moments = self._moments()
+        moments = self._optimizer_tensors()
         if moments:
             files[OPTIMIZER_FILE] = folder / OPTIMIZER_FILE
             write_tensors(files[OPTIMIZER_FILE], moments.items())
         return files
 
-    def _moments(self) -> dict[str, Tensor]:
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
         """AdamW's own tensors: `step.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`. Empty before the first update."""
         if self._optimizer is None:
             return {}
         moments: dict[str, Tensor] = {}
-        for name, parameter in self.trained():
+        for name, parameter in self.trained_parameters():
             for moment, value in self._optimizer.state.get(parameter, {}).items():
                 moments[f"{moment}.{name}"] = value
         return moments
 
     def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> None:
-        """Copies the files into the weights in place, and creates the moments. After a BadSpec, both are as they were.
-        """
+        """Loads the weights in place, and with `optimizer` the moments. Without it, the old moments are discarded.
+
+        If it raises BadSpec, nothing has changed."""
         # Check everything before anything changes.
         weights = dict(self.weights())
         checkpoint = open_checkpoint(files)
         check_shapes(checkpoint.weights.shapes(), shapes_of_tensors(weights.items()), "checkpoint")
         moments = checkpoint.moments if optimizer else None
         if moments is not None:
-            expected = moment_shapes(shapes_of_tensors(self.trained()), MOMENTS)
+            expected = moment_shapes(shapes_of_tensors(self.trained_parameters()), MOMENTS)
             check_shapes(moments.shapes(), expected, "optimizer's checkpoint")
 
         # Copy the weights in place, then create the moments that the checkpoint has.
@@ -283,12 +287,12 @@ class TorchTrainer:
         self.reset_optimizer()
         if moments is not None:
             for key in moments.shapes():
-                moments.read_into(key, self._new_moment(key))
+                moments.read_into(key, self._add_optimizer_tensor(key))
 
-    def _new_moment(self, key: str) -> Tensor:
+    def _add_optimizer_tensor(self, key: str) -> Tensor:
         """An uninitialised tensor in AdamW's state, for the moment or step count that a checkpoint names `key`."""
         moment, name = key.split(".", 1)
-        parameter = dict(self.trained())[name]
+        parameter = dict(self.trained_parameters())[name]
         weight = parameter.detach()
         if moment in MOMENTS:
             tensor = torch.empty_like(weight)
@@ -305,15 +309,17 @@ class TorchTrainer:
             module.generation_config.save_pretrained(folder)
 
     def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[Path]:
-        """Writes the model's own weights. An adapter in use is not merged into them."""
+        """Writes the model's own weights for a sampler. An adapter in use is not merged into them."""
         path = folder / STAGED_FILE
         write_tensors(path, self.model.exported_weights(), floating=dtype)
         return [path]
 
     def export(self, folder: Path) -> dict[str, Path]:
+        """Writes a Hugging Face model folder without a tokenizer. Returns the files by name."""
         return self.export_merged(folder)
 
     def export_merged(self, folder: Path) -> dict[str, Path]:
+        """Does the same as `export`, since there is no adapter to merge."""
         folder.mkdir(parents=True, exist_ok=True)
         self.model.module.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
         return files_in(folder)

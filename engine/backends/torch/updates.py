@@ -189,12 +189,13 @@ def split_by_sequence(values_N: Tensor, packed: Packed) -> list[list[float]]:
 
 
 def update_metrics(
-    sums: Mapping[str, float], *, passed: Sequence[Sample], totals: Totals, grad_norm: float
+    sums: Mapping[str, float], *, forward_samples: Sequence[Sample], totals: Totals, grad_norm: float
 ) -> dict[str, float]:
-    """The metrics of an update. `passed` are the samples that had a forward pass. TokenLoss explains the names in
-    `sums`."""
+    """The metrics of an update. `forward_samples` are the samples that had a forward pass.
+
+    TokenLoss explains the names in `sums`."""
     # The ending of a sum's name says what it is a sum over, and thus which count makes it a mean.
-    counts = {"_sum": _trained_tokens(passed), "_per_pair": _group_count(passed)}
+    counts = {"_sum": _trained_tokens(forward_samples), "_per_pair": _group_count(forward_samples)}
     means: dict[str, float] = {}
     for name, value in sums.items():
         for ending, count in counts.items():

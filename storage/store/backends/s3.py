@@ -1,7 +1,7 @@
 """s3://: any S3 server that supports `If-None-Match: *` on PUT (AWS, seaweedfs, MinIO, moto, …), through s3fs.
 
-A request may be repeated by the store, by botocore, and by aiohttp, which repeats a PUT whose connection was cut
-without telling the other two. So a conditional put stores an attempt id in the object's metadata. When the server
+The store, botocore and aiohttp may each repeat a request. If a connection breaks, aiohttp repeats the PUT, and the
+other two do not know. So a conditional put stores an attempt id in the object's metadata. When the server
 refuses the put, that id tells whether the existing object was written by an earlier try of the same call.
 """
 
@@ -26,7 +26,7 @@ from storage.store.retry import RetryPolicy, with_retries
 
 READ_AHEAD_BYTES = 1 << 20
 _UPLOAD = "?upload="  # no key holds a question mark
-_CONTINUE = {
+_NEXT_PAGE_ARGUMENTS = {
     "NextContinuationToken": "ContinuationToken", "NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker",
 }  # fmt: skip
 """Field of a listing's page -> the argument with which the next page is requested."""
@@ -45,9 +45,9 @@ class S3Backend:
         self.page_size = 1000
         self.part_bytes, self.part_retry = PART_BYTES, PART_RETRY
         # fsspec caches instances by arguments, but the endpoint and the credentials may come from the environment
-        fixed = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
-        self._fs = S3FileSystem(**(options | fixed))
-        self._conditional = threading.Lock()
+        backend_options = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
+        self._fs = S3FileSystem(**(options | backend_options))
+        self._conditional_lock = threading.Lock()
         self._conditional_checked = False
 
     def get(self, key: str) -> bytes:
@@ -77,7 +77,7 @@ class S3Backend:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         where = {"Prefix": self._prefix + prefix, "MaxKeys": self.page_size}
-        for item in self._pages("list_objects_v2", "Contents", **where):
+        for item in self._list_items("list_objects_v2", "Contents", **where):
             key = item["Key"][len(self._prefix) :]
             # leave out temporary objects and those of other programs
             if is_key(key):
@@ -119,7 +119,7 @@ class S3Backend:
         return None
 
     def now(self) -> float:
-        # the server stamps every new object with its time
+        """Returns the server's time: writes a small object, reads its time, deletes it."""
         name = f"{self._prefix}{HIDDEN_PREFIX}clock-{uuid4().hex}"
         with translated_errors("the store's clock", self.url):
             self._call("put_object", Key=name, Body=b"")
@@ -128,11 +128,11 @@ class S3Backend:
         return float(now)
 
     def leftovers(self) -> Iterator[Leftover]:
-        """Returns objects that `now` did not remove, and multipart uploads that were neither completed nor aborted."""
-        for item in self._pages("list_objects_v2", "Contents", Prefix=f"{self._prefix}{HIDDEN_PREFIX}clock-"):
+        """Yields the clock objects that exist, and the unfinished multipart uploads, including those that still run."""
+        for item in self._list_items("list_objects_v2", "Contents", Prefix=f"{self._prefix}{HIDDEN_PREFIX}clock-"):
             name = item["Key"][len(self._prefix) :]
             yield Leftover(name, "temporary file", item["Size"], item["LastModified"].timestamp())
-        for upload in self._pages("list_multipart_uploads", "Uploads", Prefix=self._prefix):
+        for upload in self._list_items("list_multipart_uploads", "Uploads", Prefix=self._prefix):
             name = f"{upload['Key'][len(self._prefix) :]}{_UPLOAD}{upload['UploadId']}"
             yield Leftover(name, "multipart upload", 0, upload["Initiated"].timestamp())
 
@@ -152,16 +152,15 @@ class S3Backend:
     def _transfer(self) -> Transfer:
         return Transfer(self._fs, self.bucket, self.url, self.part_bytes, self.part_retry)
 
-    def _pages(self, method: str, items: str, **where: Any) -> Iterator[dict[str, Any]]:
+    def _list_items(self, method: str, items_field: str, **where: Any) -> Iterator[dict[str, Any]]:
         """Yields the items of all pages of a listing."""
         while True:
             with translated_errors(where["Prefix"], self.url):
                 page = self._call(method, **where)
-            yield from page.get(items) or ()
+            yield from page.get(items_field) or ()
             if not page.get("IsTruncated"):
                 return
-            # the next page begins where this one ended
-            for token, argument in _CONTINUE.items():
+            for token, argument in _NEXT_PAGE_ARGUMENTS.items():
                 if page.get(token):
                     where[argument] = page[token]
 
@@ -192,26 +191,26 @@ class S3Backend:
             if status == 412:
                 return False
             if status == 501:
-                raise UnsupportedFilesystem(self._no_conditional_puts()) from error
+                raise UnsupportedFilesystem(self._no_conditional_puts_message()) from error
             raise
         return True
 
     def _check_conditional_puts(self) -> None:
-        """Tests once per process that the server refuses the second of two conditional puts.
+        """Tests once per backend object that the server refuses the second of two conditional puts.
 
         Some servers (rclone serve s3, s3rver) accept `If-None-Match` and let both writers win.
         """
-        with self._conditional:
+        with self._conditional_lock:
             if self._conditional_checked:
                 return
             # the probe object stays, so that later processes make only one request
             probe = f"{HIDDEN_PREFIX}conditional-put"
             with translated_errors(probe, self.url):
                 if self._put_new(probe, b"1", "") and self._put_new(probe, b"2", ""):
-                    raise UnsupportedFilesystem(self._no_conditional_puts())
+                    raise UnsupportedFilesystem(self._no_conditional_puts_message())
             self._conditional_checked = True
 
-    def _no_conditional_puts(self) -> str:
+    def _no_conditional_puts_message(self) -> str:
         return (
             f"the server of {self.url} does not honour `If-None-Match: *`, so two writers of a key could both win; "
             "use AWS S3, MinIO, seaweedfs, or a file:// store"

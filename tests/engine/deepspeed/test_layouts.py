@@ -179,7 +179,7 @@ def test_bfloat16_computes_on_float32_masters(
     facts = trainer.call("facts")
     assert all(rank["masters"] == rank["moments"] == {"torch.float32"} for rank in facts)
     assert {rank["computes"] for rank in facts} == {"torch.float32" if stage == 0 else "torch.bfloat16"}
-    total = sum(parameter.numel() for _, parameter in reference.trained())
+    total = sum(parameter.numel() for _, parameter in reference.trained_parameters())
     assert sum(rank["elements"] for rank in facts) == (2 if stage == 0 else 1) * total
 
 

@@ -41,7 +41,9 @@ async def three_steps(engine: LocalEngine, folder: Path) -> Chain:
 def new_materialiser(store: ObjectStore, **changes: Any) -> Materialiser:
     """The materialiser of an engine that has just started. `changes` are changes of its spec."""
     spec = LocalEngineSpec(**(DETERMINISTIC.model_dump() | changes))
-    policies = LoadedPolicies(budget=1 << 40, residency=0, frozen=spec.frozen_policies, save=lambda slot: None)
+    policies = LoadedPolicies(
+        budget=1 << 40, protection_seconds=0, max_frozen=spec.frozen_policies, save=lambda slot: None
+    )
     backend = TorchBackend(spec)
     rebaser = Rebaser(store, backend, Saver(store), spec)
     return Materialiser(store, backend, create_sampler_backend(spec, backend), policies, rebaser=rebaser)

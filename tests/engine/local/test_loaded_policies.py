@@ -40,7 +40,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.loaded_policies = LoadedPolicies(
-            budget=20, residency=0, frozen=1, save=lambda slot: self.saved.append(slot.policy.run)
+            budget=20, protection_seconds=0, max_frozen=1, save=lambda slot: self.saved.append(slot.policy.run)
         )
 
     def hold(self, run: str, *, training: bool = True, step: int = 0) -> tuple[LoadedPolicy, Drawer]:
@@ -48,7 +48,7 @@ class Engine:
         slot = LoadedPolicy(policy, cast(Any, Weights()), training=training)
         drawer = Drawer()
         slot.sampler = cast(Any, drawer)
-        return self.loaded_policies.use(slot), drawer
+        return self.loaded_policies.add_or_touch(slot), drawer
 
 
 def test_a_slot_that_makes_room() -> None:
@@ -79,12 +79,12 @@ def test_a_slot_whose_process_died() -> None:
     engine = Engine()
     slot, drawer = engine.hold("first")
     cast(Any, slot.trainer).alive = False
-    assert engine.loaded_policies.training(slot.policy) is None
+    assert engine.loaded_policies.training_policy_of(slot.policy) is None
     assert drawer.closed == 1
 
 
 def test_a_slot_that_is_used_again_keeps_its_sampler() -> None:
     engine = Engine()
     slot, drawer = engine.hold("first")
-    assert engine.loaded_policies.use(slot) is slot
+    assert engine.loaded_policies.add_or_touch(slot) is slot
     assert drawer.closed == 0

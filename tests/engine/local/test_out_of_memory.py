@@ -42,10 +42,10 @@ class SmallMemory(TorchTrainer):
         self.room, self.error, self.good = room, ERRORS[error], good
         self.seen: list[int] = []
 
-    def _backward(self, samples: Sequence[Sample], *rest: Any) -> None:
+    def _accumulate_micro_batch(self, samples: Sequence[Sample], *rest: Any) -> None:
         tokens = sum(len(sample.token_ids) for sample in samples)
         self.seen.append(tokens)
-        super()._backward(samples, *rest)
+        super()._accumulate_micro_batch(samples, *rest)
         if tokens > self.room:
             self.good -= 1
             if self.good < 0:
@@ -84,7 +84,7 @@ def test_a_second_failure_is_permanent_and_says_what_to_lower(tiny_folder: Path)
     for part in ("12 packed tokens", "longest sequence 6", "CUDA out of memory", "max_tokens_per_forward", "now 24"):
         assert part in message
     assert trainer.weights_digest() == digest
-    assert all(parameter.grad is None for _, parameter in trainer.trained())
+    assert all(parameter.grad is None for _, parameter in trainer.trained_parameters())
 
 
 def test_half_is_never_less_than_the_longest_sequence(tiny_folder: Path) -> None:

@@ -196,7 +196,7 @@ async def test_a_failed_step_keeps_no_weights(
     roomy: LocalEngine, store: ObjectStore, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = await step(roomy, store, await new_policy(roomy, tiny_folder))
-    held = weakref.ref(roomy.loaded_policies.training(policy).trainer.model.module)
+    held = weakref.ref(roomy.loaded_policies.training_policy_of(policy).trainer.model.module)
 
     def unavailable(*_: object) -> None:
         raise StorageUnavailable("the store is away")

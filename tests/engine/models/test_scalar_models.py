@@ -171,7 +171,7 @@ def test_an_adapter_starts_with_the_values_of_the_whole_model(tiny_folder: Path,
         whole = backend().load(folder, head="scalar", init_seed=5)
         adapter = backend().adapter(backend().load_base(folder), SCALAR_LORA, init_seed=5)
         assert values(adapter) == values(whole)
-        assert [name for name, _ in adapter.trained() if "lora" not in name] == ["score.weight"]
+        assert [name for name, _ in adapter.trained_parameters() if "lora" not in name] == ["score.weight"]
 
 
 def test_scalar_and_language_adapters_share_one_base(tiny_folder: Path, tmp_path: Path) -> None:

@@ -133,7 +133,8 @@ def test_a_base_in_lower_precision_holds_its_linear_layers_once(tiny_folder: Pat
 
 def test_a_is_drawn_by_seed_and_name_and_b_is_zero(base: SharedBase, tiny_folder: Path) -> None:
     def draw(seed: int, spec: LoraSpec = LORA, on: SharedBase = base) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in backend().adapter(on, spec, init_seed=seed).trained()}
+        adapter = backend().adapter(on, spec, init_seed=seed)
+        return {name: p.detach().clone() for name, p in adapter.trained_parameters()}
 
     first, again, other = draw(0), draw(0, on=backend().load_base(tiny_folder)), draw(1)
     assert len(first) == 2 * 7 * 4  # A and B of the seven linear layers of four blocks
@@ -166,9 +167,9 @@ def peft_model(module: nn.Module, spec: LoraSpec, adapter: AdapterTrainer) -> nn
     )
     wrapped = get_peft_model(module, config, autocast_adapter_dtype=False)
     theirs = peft_parameters(wrapped)
-    assert theirs.keys() == dict(adapter.trained()).keys()
+    assert theirs.keys() == dict(adapter.trained_parameters()).keys()
     with torch.no_grad():
-        for name, parameter in adapter.trained():
+        for name, parameter in adapter.trained_parameters():
             theirs[name].copy_(parameter)
     return wrapped.eval()
 
@@ -181,7 +182,7 @@ def peft_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 @contextmanager
 def caught_gradients(trainer: TorchTrainer) -> Iterator[dict[str, Tensor]]:
     """The gradients that the optimizer is given, by name."""
-    names = {id(p): name for name, p in trainer.trained()}
+    names = {id(p): name for name, p in trainer.trained_parameters()}
     caught: dict[str, Tensor] = {}
 
     def catch(adamw: torch.optim.Optimizer, *_: Any) -> None:
@@ -301,7 +302,7 @@ def test_a_call_within_a_call_has_its_own_adapter_and_gives_the_outer_one_back(b
     train(wide, 60)
     train(narrow, 80)
     alone = [logprobs(trainer) for trainer in (off, wide, narrow)]
-    with wide.in_use():
+    with wide.with_own_weights():
         assert [logprobs(trainer) for trainer in (off, narrow)] == [alone[0], alone[2]]
         assert {name: layer.pair for name, layer in base.layers.items()} == wide.pairs
     assert logprobs(off) == alone[0]
@@ -343,7 +344,7 @@ def test_three_adapters_cost_less_than_half_a_base(tiny_folder: Path, dtype: str
     assert base.nbytes() + sum(adapter.nbytes() for adapter in adapters) < 1.5 * base.nbytes()
     held = sum(adapter.nbytes(training=False) for adapter in adapters)  # no gradient between updates
     assert together - alone == pytest.approx(held, rel=0.01)
-    weights = sum(p.nbytes for _, p in adapters[0].trained())
+    weights = sum(p.nbytes for _, p in adapters[0].trained_parameters())
     assert adapters[0].nbytes() == 4 * weights  # and a gradient and two moments
     adapters[0].reset_optimizer()
     assert adapters[0].nbytes(training=False) == weights

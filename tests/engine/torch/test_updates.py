@@ -240,7 +240,7 @@ def test_memory_that_fails_never_splits_a_pair(
     samples = [*pair("a", 6, 8), *pair("b", 6, 8)]
     longest = longest_unit(samples, whole_groups=True)
     trainer, left = TorchTrainer(model), failures
-    inner = trainer._backward
+    inner = trainer._accumulate_micro_batch
 
     def small(*args: Any) -> None:
         nonlocal left
@@ -249,7 +249,7 @@ def test_memory_that_fails_never_splits_a_pair(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         inner(*args)
 
-    monkeypatch.setattr(trainer, "_backward", small)
+    monkeypatch.setattr(trainer, "_accumulate_micro_batch", small)
     if failures == 1:
         report = trainer.update(samples, DPO, OptimizerSpec(lr=0), max_tokens=2 * longest - 2)
         assert (report.micro_batches, report.max_tokens) == (2, longest)
@@ -281,7 +281,7 @@ def test_means_are_over_tokens_and_over_pairs() -> None:
     totals = count_totals(samples)
     assert (totals.tokens, totals.sequences, totals.groups) == (8, 4, 2)
     sums = {"kl_sum": 4.0, "accuracy_per_pair": 1.0, "loss": 0.25}
-    metrics = update_metrics(sums, passed=samples, totals=totals, grad_norm=2.0)
+    metrics = update_metrics(sums, forward_samples=samples, totals=totals, grad_norm=2.0)
     assert metrics == {"kl_mean": 0.5, "accuracy_mean": 0.5, "loss": 0.25, "grad_norm": 2.0, "tokens": 8.0}
 
 

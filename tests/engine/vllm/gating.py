@@ -31,7 +31,7 @@ def spec_of(**changes: Any) -> LocalEngineSpec:
 def move(trainer: Any, *, seed: int = 0, by: float = 0.05) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, parameter in trainer.trained():
+        for _, parameter in trainer.trained_parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * by)
 
 

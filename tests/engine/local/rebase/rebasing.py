@@ -72,7 +72,7 @@ async def read(engine: LocalEngine, policy: PolicyRef) -> None:
 
 def loaded_digest(engine: LocalEngine, policy: PolicyRef) -> str:
     """The digest of the weights that the engine holds for training."""
-    slot = engine.loaded_policies.training(policy)
+    slot = engine.loaded_policies.training_policy_of(policy)
     assert slot is not None and slot.policy == policy
     return slot.trainer.weights_digest()[0]
 

@@ -137,10 +137,10 @@ async def test_policies_before_a_rebase_are_redone_under_their_own_numerics(chai
     await double.close(checkpoint=False)
     single = LocalEngine(url, SINGLE)
     await read(single, chain.policy(2))
-    slot = single.loaded_policies.find_state(chain.policy(2).state)
+    slot = single.loaded_policies.find_by_state(chain.policy(2).state)
     assert slot is not None and slot.trainer.weights_digest()[0] == record_of(chain, 2).weights_digest
     await read(single, chain.policy(3))  # at the rebase: its checkpoint, not a redo
-    slot = single.loaded_policies.find_state(chain.policy(3).state)
+    slot = single.loaded_policies.find_by_state(chain.policy(3).state)
     assert slot is not None and slot.rebase == only_rebase(chain).mark
     await single.close(checkpoint=False)
 

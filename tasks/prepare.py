@@ -9,7 +9,7 @@ from tasks.batches.episode_values import episode_value_batch
 from tasks.batches.episodes import trajectory_batch
 from tasks.batches.pairs import pair_batch, rating_batch
 from tasks.batches.ppo import ValuePlan, value_batch
-from tasks.batches.rl import BatchPlan, completion_batch, rollout_batch
+from tasks.batches.rl import BatchPlan, rollout_batch, sft_batch
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan
 from tasks.task_runs import durable_task
 
@@ -88,7 +88,7 @@ async def prepare_completions(
     step: int,
 ) -> ArtifactRef:
     """The `batch` table of an SFT step: the tokenised rows of the dataset, with weights on the assistant turns."""
-    return await completion_batch(workspace, policy, base, dataset, rows, lengths=lengths, step=step)
+    return await sft_batch(workspace, policy, base, dataset, rows, lengths=lengths, step=step)
 
 
 @durable_task("prepare", "batch-{step:06d}")

@@ -4,9 +4,9 @@ Prefect draws the form from the JSON schema of the config. The schema here accep
 the form is easier to read: titles are words, a union is a choice (the form supports anyOf, and shows a JSON editor
 for oneOf), a constant is a menu with one entry, and the fields are in the order that a person fills them in.
 
-A form shows unfolded what most runs set: fields without a default, FLOW_GROUPS and SHOWN. The other groups of a flow
-are optional, and the other fields of a group are in an optional object, "further settings". `FormConfig` accepts both
-this nesting and the flat layout of a config file.
+A form always shows the fields without a default, FLOW_FIELDS_SHOWN and GROUP_FIELDS_SHOWN. It hides the rest until a
+person opens it: the other groups of a flow are optional, and the other fields of a group are in an optional object,
+"further settings". `FormConfig` accepts both this nesting and the flat layout of a config file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from storage.serialization import Frozen
 
 Schema = dict[str, Any]
 REQUIRED_IN_FORM: dict[str, JsonValue] = {"required_in_form": True}
-"""`Field(None, json_schema_extra=REQUIRED_IN_FORM)`: the form asks for a value, and None is one."""
+"""`Field(None, json_schema_extra=REQUIRED_IN_FORM)`: the form requires this field, and None is allowed."""
 
 WORDS = {
     "adamw": "AdamW",
@@ -41,7 +41,7 @@ WORDS = {
     "ids": "IDs",
     "kl": "KL",
     "lora": "LoRA",
-    "lr": "Learning rate",
+    "lr": "learning rate",
     "mib": "MiB",
     "nan": "NaN",
     "ppo": "PPO",
@@ -50,12 +50,12 @@ WORDS = {
     "url": "URL",
     "vllm": "vLLM",
 }
-"""Parts of names that are not written as their letters are."""
-FLOW_GROUPS = frozenset({
+"""Words with a special spelling in titles."""
+FLOW_FIELDS_SHOWN = frozenset({
     "run", "seed", "model", "data", "grader", "environment", "sampling", "algorithm", "sft", "gspo", "optimizer",
 })  # fmt: skip
 """Fields of a flow's config that a form shows unfolded, although they have a default."""
-SHOWN = frozenset({
+GROUP_FIELDS_SHOWN = frozenset({
     "kind", "heldout", "max_new_tokens", "algorithm", "steps", "samples_per_batch", "completions_per_sample",
     "optimizer", "lr",
 })  # fmt: skip
@@ -63,8 +63,8 @@ SHOWN = frozenset({
 FURTHER = "further settings"
 """Key of the object with the other fields of a group. Because of the space, no field can have this name."""
 MAX_DEPTH = 16
-"""Levels of nesting of a config. Deeper values are arguments of the user's code, which may even contain themselves."""
-FLOW_FIELDS = frozenset({"engine", "storage"})
+"""Levels of nesting of a config. Deeper values are arguments of the user's code, which may be recursive."""
+MARKS_OF_A_FLOW = frozenset({"engine", "storage"})
 """Fields by which the config of a flow is recognised within the config of another flow."""
 _SUFFIXES = ("Config", "Spec")
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*|[a-z0-9]+")
@@ -79,35 +79,37 @@ class FormConfig(Frozen):
         schema = handler.resolve_ref_schema(reference)
         definitions = [schema, *_definitions_in(schema, handler.resolve_ref_schema, seen=set())]
         for definition in definitions:
+            # A definition with FURTHER was folded before.
             if "properties" in definition and FURTHER not in definition["properties"]:
-                _set_titles(definition)
-                is_flow = definition is schema or definition["properties"].keys() >= FLOW_FIELDS
+                _adapt_fields(definition)
+                is_flow = definition is schema or definition["properties"].keys() >= MARKS_OF_A_FLOW
                 _fold(definition, handler.resolve_ref_schema, is_flow=is_flow)
         return reference
 
     @model_validator(mode="before")
     @classmethod
     def _from_form(cls, values: Any) -> Any:
-        """Merges the further settings of a form into their groups, and leaves out the groups that were not unfolded."""
+        """Merges the further settings of a form into their groups. Drops a group that is None, so that it has its
+        default."""
         if not isinstance(values, dict):
             return values
-        flat = _without_further(values)
+        flat = _merge_further(values)
         for name, field in cls.model_fields.items():
             if flat.get(name, field.default) is None and isinstance(field.default, Frozen):
                 del flat[name]
         return flat
 
 
-def _without_further(values: Any, depth: int = 0) -> Any:
+def _merge_further(values: Any, depth: int = 0) -> Any:
     """Merges the further settings of every group into the group. What is deeper than MAX_DEPTH stays as it is."""
     if depth > MAX_DEPTH:
         return values
     if isinstance(values, list):
-        return [_without_further(value, depth + 1) for value in values]
+        return [_merge_further(value, depth + 1) for value in values]
     if not isinstance(values, dict):
         return values
-    flat = {name: _without_further(value, depth + 1) for name, value in values.items() if name != FURTHER}
-    return flat | (_without_further(values.get(FURTHER), depth + 1) or {})
+    flat = {name: _merge_further(value, depth + 1) for name, value in values.items() if name != FURTHER}
+    return flat | (_merge_further(values.get(FURTHER), depth + 1) or {})
 
 
 def _definitions_in(schema: Any, resolve: Callable[[Schema], Schema], *, seen: set[str]) -> list[Schema]:
@@ -127,7 +129,8 @@ def _definitions_in(schema: Any, resolve: Callable[[Schema], Schema], *, seen: s
     return definitions
 
 
-def _set_titles(definition: Schema) -> None:
+def _adapt_fields(definition: Schema) -> None:
+    """Gives the definition and its fields readable titles, and shows constants as menus and unions as choices."""
     definition["title"] = class_title(definition["title"])
     for field, body in definition["properties"].items():
         _adapt_value(body)
@@ -140,9 +143,10 @@ def _fold(definition: Schema, resolve: Callable[[Schema], Schema], *, is_flow: b
     """Folds the fields of a definition that the form does not show at once."""
     fields: dict[str, Schema] = definition["properties"]
     _require_marked(definition)
-    always_shown = {*definition.get("required", ()), *(FLOW_GROUPS if is_flow else SHOWN)}
+    always_shown = {*definition.get("required", ()), *(FLOW_FIELDS_SHOWN if is_flow else GROUP_FIELDS_SHOWN)}
     shown = {name: body for name, body in fields.items() if name in always_shown}
     folded = {name: body for name, body in fields.items() if name not in always_shown}
+    # A group with nothing to show but its kind stays flat.
     if not shown.keys() - {"kind"}:
         return
     for body in shown.values():
@@ -165,7 +169,7 @@ def _require_marked(definition: Schema) -> None:
 
 
 def _further_settings(fields: dict[str, Schema]) -> Schema:
-    """An optional object with these fields. None: the default of each."""
+    """An optional object with these fields. None means that every field has its default."""
     title = "Further settings"
     names = ", ".join(body["title"] for body in fields.values())
     record = {"type": "object", "title": title, "properties": fields, "additionalProperties": False}
@@ -173,15 +177,15 @@ def _further_settings(fields: dict[str, Schema]) -> Schema:
 
 
 def _keep_shown_defaults(body: Schema, resolve: Callable[[Schema], Schema]) -> None:
-    """Reduces the default of a group to the fields that are shown."""
+    """Reduces the default of a group to its fields in GROUP_FIELDS_SHOWN."""
     default = body.get("default")
     if "$ref" in body and isinstance(default, dict):
-        shown = resolve(body)["properties"].keys() & SHOWN
+        shown = resolve(body)["properties"].keys() & GROUP_FIELDS_SHOWN
         body["default"] = {name: value for name, value in default.items() if name in shown and value is not None}
 
 
 def _optional(body: Schema, resolve: Callable[[Schema], Schema]) -> Schema:
-    """The schema of a group, with None for its defaults. The schema of anything else, as it is."""
+    """Makes a group optional: None means its defaults. Other schemas are returned unchanged."""
     if not isinstance(body.get("default"), dict):
         return body
     labels: Schema = {name: body[name] for name in ("title", "description") if name in body}
@@ -200,15 +204,15 @@ def class_title(name: str) -> str:
     for suffix in _SUFFIXES:
         if name != suffix:
             name = name.removesuffix(suffix)
-    return _sentence(_PARTS.findall(name.replace("DeepSpeed", "Deepspeed")))
+    return _title(_PARTS.findall(name.replace("DeepSpeed", "Deepspeed")))
 
 
 def field_title(name: str) -> str:
     """samples_per_batch -> Samples per batch, kl_beta -> KL beta, lr -> Learning rate."""
-    return _sentence(name.split("_"))
+    return _title(name.split("_"))
 
 
-def _sentence(parts: list[str]) -> str:
+def _title(parts: list[str]) -> str:
     words = [WORDS.get(part.lower(), part.lower()) for part in parts if part]
     return " ".join([words[0][:1].upper() + words[0][1:] if words[0].islower() else words[0], *words[1:]])
 
@@ -222,14 +226,14 @@ def _adapt_value(schema: Schema) -> None:
     if "anyOf" in schema:
         options: list[Schema] = []
         for option in schema["anyOf"]:
-            options.extend(_without_nesting(option))
+            options.extend(_adapted_options(option))
         schema["anyOf"] = options
     for inner in (schema.get("items"), schema.get("additionalProperties")):
         if isinstance(inner, dict):
             _adapt_value(inner)
 
 
-def _without_nesting(option: Schema) -> list[Schema]:
+def _adapted_options(option: Schema) -> list[Schema]:
     """The options of a union within a union: `A | B | None` is one choice of three."""
     _adapt_value(option)
     only_a_union = "anyOf" in option and not option.keys() - {"anyOf", "discriminator"}

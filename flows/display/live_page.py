@@ -148,7 +148,9 @@ class RunPage:
         earlier_steps: list[StepMetrics] = []
         self._try(lambda: earlier_steps.extend(read_metrics(self._store, policy.run, policy.stage, steps=policy.step)))
         earlier: list[Validation] = []
-        self._try(lambda: earlier.extend(read_validations(self._store, policy.run, policy.stage, steps=policy.step)))
+        self._try(
+            lambda: earlier.extend(read_validations(self._store, policy.run, policy.stage, last_step=policy.step))
+        )
         with self._lock:
             self._steps = thinned([*earlier_steps, *self._steps], MAX_STEPS)
             self._validations = [*earlier, *self._validations]

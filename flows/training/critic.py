@@ -10,7 +10,7 @@ from engine.losses.values import MSESpec, TrustRegionMSESpec
 from flows.configs.ppo import CreditConfig, ValueModelConfig
 from flows.training.optimizer import AdamW
 from flows.training.options import CriticOptions, PPOOptions, read_options
-from flows.training.schedules import CosineScheduler, is_fixed
+from flows.training.schedules import CosineScheduler, are_endless
 from storage.chain.records import Chain, PolicyRef
 from tasks.batches.ppo import ValuePlan
 
@@ -36,7 +36,7 @@ class Critic:
     @property
     def follows_progress(self) -> bool:
         """Whether something depends on the length of the run: a schedule, or the share in which it is trained alone."""
-        return self.credit.value_only_fraction > 0 or not is_fixed(self.schedule, self.optimizer.weight_decay)
+        return self.credit.value_only_fraction > 0 or not are_endless(self.schedule, self.optimizer.weight_decay)
 
     async def open(self, policy_start: PolicyRef, policy_chain: Chain, *, restarted: bool) -> None:
         """Opens the stage that the policy has opened at `policy_start`.

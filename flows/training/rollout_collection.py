@@ -20,7 +20,7 @@ from engine.handles import TrainingModel
 from flows.configs.reinforcement import RefillEnd
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
-from tasks.batches.rl import informative_prompts
+from tasks.batches.rl import count_informative_prompts
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.order import DataCursor, repetitions, take
 from tasks.sampling.completions import PromptShard, Truncation
@@ -145,7 +145,7 @@ class RolloutCollector:
     async def _count_informative_prompts(self, graded: list[ArtifactRef]) -> int:
         """The number of prompts whose completions have different rewards."""
         store = self.source.model.workspace.open_store()
-        return await asyncio.to_thread(informative_prompts, store, graded)
+        return await asyncio.to_thread(count_informative_prompts, store, graded)
 
 
 @dataclass

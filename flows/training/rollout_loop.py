@@ -27,7 +27,7 @@ from flows.training.rollout_collection import (
     RolloutLookahead,
     SampleAndGrade,
 )
-from flows.training.schedules import is_fixed
+from flows.training.schedules import are_endless
 from flows.training.training_loop import TrainingLoop
 from flows.training.training_steps import TrainingSteps
 from storage.chain.records import MinibatchPlan, PolicyRef, StepRequest
@@ -100,7 +100,7 @@ class RolloutLoop(TrainingLoop):
         self.minibatches = MinibatchPlan(size=size, epochs=algorithm.mini_epochs_per_batch)
         # fractions of the run need a length
         by_fraction = self.checkpoints.config.frequency is not None and self.checkpoints.config.every_steps is None
-        if by_fraction or not is_fixed(self.schedule, self.optimizer.weight_decay):
+        if by_fraction or not are_endless(self.schedule, self.optimizer.weight_decay):
             self.end_with_the_data()
 
     async def run(self) -> PolicyRef:

@@ -1,14 +1,15 @@
 """Schedules of the learning rate and of the weight decay. They are functions of the step and have no state, so a
 resumed run has nothing to restore.
 
-`at(step, total)` is exact for 0-based `step` of `total`. The training classes use it, and a hand-written loop that
-knows its length can use it too. A warm-up of W steps gives lr (k + 1) / W at step k < W, so that no step has a rate of
-0. The shape of the schedule covers the steps after the warm-up. W is `warmup_steps` if it is given, else
-max(1, round(warmup_ratio x total)), or 0 if warmup_ratio is 0.
+`at(step, total)` returns the value of a step of a run with `total` steps. Steps count from 0. The training classes
+use it, and a hand-written loop that knows its length can use it too. A warm-up of W steps gives lr (k + 1) / W at step
+k < W, so that no step has a rate of 0. The shape of the schedule covers the steps after the warm-up. W is
+`warmup_steps` if it is given, else max(1, round(warmup_ratio x total)), or 0 if warmup_ratio is 0.
 
-Calling a schedule with a progress in [0, 1], which is k / total before step k, is the continuous form, for loops that
-do not know their length. Its warm-up is that of a run of 100 steps: min(lr, lr (100 progress + 1) / W), with W for 100
-steps. With the default warm-up of a tenth the first step has lr / 10.
+`schedule(progress)` is for loops that do not know their length. The progress is in [0, 1]. Before step k it is
+k / total. A schedule with `warmup_steps` above 0 raises ValueError in this form. The warm-up is that of a run of 100
+steps: min(lr, lr (100 progress + 1) / W), with W for 100 steps. With the default warm-up of a tenth the first step has
+lr / 10.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 WARMUP_RATIO = 0.1
-"""Default length of a warm-up, as a share of the run."""
+"""Default warmup_ratio of CosineScheduler, WSDScheduler and InverseSqrtScheduler."""
 FINAL_RATIO = 0.1
-"""Default rate of the last step, as a share of the highest rate."""
+"""Default min_lr_ratio of CosineScheduler and WSDScheduler."""
 STEPS_OF_PROGRESS = 100
-"""Assumed number of steps in the continuous form."""
+"""Assumed number of steps of a run in `schedule(progress)`."""
 
 
 class Schedule(Protocol):
-    """A value for each step of a run."""
+    """A value for each step of a run. A schedule whose values do not depend on the length of the run has an attribute
+    `endless` that is True."""
 
     def at(self, step: int, total: int) -> float:
         """The value in 0-based `step` of `total`."""
@@ -42,11 +44,11 @@ def is_endless(schedule: Schedule) -> bool:
     return bool(getattr(schedule, "endless", False))
 
 
-def is_fixed(schedule: Schedule, weight_decay: float | Schedule) -> bool:
+def are_endless(learning_rate: Schedule, weight_decay: float | Schedule) -> bool:
     """Whether neither the rate nor the weight decay depends on the length of the run."""
     if isinstance(weight_decay, float | int):
-        return is_endless(schedule)
-    return is_endless(schedule) and is_endless(weight_decay)
+        return is_endless(learning_rate)
+    return is_endless(learning_rate) and is_endless(weight_decay)
 
 
 @dataclass(frozen=True)
@@ -88,26 +90,26 @@ class _WarmupSchedule:
                 f"a warm-up of {self.warmup_steps} steps is no share of a run; ask at(step, total), or give "
                 "warmup_ratio"
             )
-        ratio = 0.0 if self.warmup_steps == 0 else self.warmup_ratio
-        if progress < ratio:
+        warmup_ratio = 0.0 if self.warmup_steps == 0 else self.warmup_ratio
+        if progress < warmup_ratio:
             return self.lr * min(1.0, (progress * STEPS_OF_PROGRESS + 1) / self.warmup(STEPS_OF_PROGRESS))
-        return self._progress_rate(progress, ratio)
+        return self._progress_rate(progress, warmup_ratio)
 
-    def _step_rate(self, step: int, total: int, warmup: int) -> float:
-        """The rate of 0-based `step` of the `total` steps after the warm-up."""
+    def _step_rate(self, step: int, steps_after_warmup: int, warmup: int) -> float:
+        """The rate of a step after the warm-up. `step` counts from 0 at the end of the warm-up."""
         raise NotImplementedError
 
-    def _progress_rate(self, progress: float, ratio: float) -> float:
-        """The rate at a progress of the whole run, after a warm-up over `ratio` of the run."""
+    def _progress_rate(self, progress: float, warmup_ratio: float) -> float:
+        """The rate at a progress of the whole run that is after the warm-up."""
         raise NotImplementedError
 
 
-def _progress_after_warmup(progress: float, ratio: float) -> float:
+def _progress_after_warmup(progress: float, warmup_ratio: float) -> float:
     """The progress since the end of the warm-up, in [0, 1]."""
     # the whole run is the warm-up
-    if ratio == 1:
+    if warmup_ratio == 1:
         return 0.0
-    return (progress - ratio) / (1 - ratio)
+    return (progress - warmup_ratio) / (1 - warmup_ratio)
 
 
 def _check_floor(min_lr_ratio: float) -> None:
@@ -117,8 +119,8 @@ def _check_floor(min_lr_ratio: float) -> None:
 
 @dataclass(frozen=True)
 class CosineScheduler(_WarmupSchedule):
-    """Linear warm-up over a tenth of the run, then a cosine to a tenth of `lr`. With `cycles` above 1, as many cosines
-    follow each other, each from `lr` (warm restarts, arXiv:1608.03983).
+    """Linear warm-up over a tenth of the run, then a cosine to a tenth of `lr`. With `cycles` above 1, the run has
+    that many cosines, one after the other, each from `lr` (warm restarts, arXiv:1608.03983).
 
     The first step of N has lr / W, where W = max(1, round(N / 10)) steps warm up. Called with a progress, the schedule
     takes N to be 100: `CosineScheduler(lr)(0.0)` is lr / 10.
@@ -134,23 +136,24 @@ class CosineScheduler(_WarmupSchedule):
         if self.cycles < 1:
             raise ValueError(f"cycles={self.cycles}, expected 1 or more")
 
-    def _step_rate(self, step: int, total: int, warmup: int) -> float:
-        # cycle c has the steps from ceil(c total / cycles) to the next cycle; its last step has the lowest rate
-        cycle = step * self.cycles // total
-        first_step = math.ceil(cycle * total / self.cycles)
-        next_cycle = math.ceil((cycle + 1) * total / self.cycles)
+    def _step_rate(self, step: int, steps_after_warmup: int, warmup: int) -> float:
+        # Cycle c has the steps from ceil(c steps_after_warmup / cycles) to the next cycle. Its last step has the lowest
+        # rate, unless it is the only one.
+        cycle = step * self.cycles // steps_after_warmup
+        first_step = math.ceil(cycle * steps_after_warmup / self.cycles)
+        next_cycle = math.ceil((cycle + 1) * steps_after_warmup / self.cycles)
         return self._cosine((step - first_step) / max(1, next_cycle - first_step - 1))
 
-    def _progress_rate(self, progress: float, ratio: float) -> float:
-        cycles_done = _progress_after_warmup(progress, ratio) * self.cycles
+    def _progress_rate(self, progress: float, warmup_ratio: float) -> float:
+        cycles_done = _progress_after_warmup(progress, warmup_ratio) * self.cycles
         # at progress 1 the last cycle is complete, and no further one begins
         cycle = min(int(cycles_done), self.cycles - 1)
         return self._cosine(cycles_done - cycle)
 
-    def _cosine(self, q: float) -> float:
-        """The rate at `q` in [0, 1] of a cosine from `lr` to the lowest rate."""
-        low = self.min_lr_ratio
-        return low * self.lr + (1 - low) * self.lr * (1 + math.cos(math.pi * q)) / 2
+    def _cosine(self, share_done: float) -> float:
+        """The rate at `share_done` in [0, 1] of a cosine from `lr` to the lowest rate."""
+        low_ratio = self.min_lr_ratio
+        return low_ratio * self.lr + (1 - low_ratio) * self.lr * (1 + math.cos(math.pi * share_done)) / 2
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ class CosineSchedulerWithoutWarmup(CosineScheduler):
 
 @dataclass(frozen=True)
 class LinearScheduler(_WarmupSchedule):
-    """A straight line from `lr` to `min_lr_ratio` of it, reached after the last step."""
+    """A straight line from `lr` to `min_lr_ratio` of it. The last step is still above that value."""
 
     min_lr_ratio: float = 0.0
 
@@ -170,14 +173,14 @@ class LinearScheduler(_WarmupSchedule):
         super().__post_init__()
         _check_floor(self.min_lr_ratio)
 
-    def _step_rate(self, step: int, total: int, warmup: int) -> float:
-        return self._line(step / total)
+    def _step_rate(self, step: int, steps_after_warmup: int, warmup: int) -> float:
+        return self._line(step / steps_after_warmup)
 
-    def _progress_rate(self, progress: float, ratio: float) -> float:
-        return self._line(_progress_after_warmup(progress, ratio))
+    def _progress_rate(self, progress: float, warmup_ratio: float) -> float:
+        return self._line(_progress_after_warmup(progress, warmup_ratio))
 
-    def _line(self, q: float) -> float:
-        return self.lr * (1 - (1 - self.min_lr_ratio) * q)
+    def _line(self, share_done: float) -> float:
+        return self.lr * (1 - (1 - self.min_lr_ratio) * share_done)
 
 
 @dataclass(frozen=True)
@@ -188,10 +191,10 @@ class ConstantScheduler(_WarmupSchedule):
     def endless(self) -> bool:
         return self.warmup_steps is not None or not self.warmup_ratio
 
-    def _step_rate(self, step: int, total: int, warmup: int) -> float:
+    def _step_rate(self, step: int, steps_after_warmup: int, warmup: int) -> float:
         return self.lr
 
-    def _progress_rate(self, progress: float, ratio: float) -> float:
+    def _progress_rate(self, progress: float, warmup_ratio: float) -> float:
         return self.lr
 
 
@@ -199,8 +202,8 @@ class ConstantScheduler(_WarmupSchedule):
 class WSDScheduler(_WarmupSchedule):
     """Warm-up, stable, decay (arXiv:2404.06395).
 
-    The rate is `lr` from the warm-up to the last `decay_ratio` of the run, and then falls linearly to `min_lr_ratio` of
-    `lr` in the last step. The decay is shorter if it would overlap with the warm-up.
+    The rate stays `lr` after the warm-up. In the last part of the run, whose share is `decay_ratio`, it falls linearly
+    to `min_lr_ratio` of `lr`, which the last step has. The decay is shorter if it would overlap with the warm-up.
     """
 
     warmup_ratio: float = WARMUP_RATIO
@@ -213,23 +216,23 @@ class WSDScheduler(_WarmupSchedule):
         if not 0 < self.decay_ratio <= 1:
             raise ValueError(f"decay_ratio={self.decay_ratio}, expected a share of the run above 0, at most 1")
 
-    def _step_rate(self, step: int, total: int, warmup: int) -> float:
+    def _step_rate(self, step: int, steps_after_warmup: int, warmup: int) -> float:
         # decay_ratio is a share of the whole run, including the warm-up
-        decay = min(max(1, round(self.decay_ratio * (total + warmup))), total)
+        decay_steps = min(max(1, round(self.decay_ratio * (steps_after_warmup + warmup))), steps_after_warmup)
         # a run of one step does not decay
-        if total == 1 and not warmup:
+        if steps_after_warmup == 1 and not warmup:
             return self.lr
-        return self._line((step - (total - decay) + 1) / decay)
+        return self._line((step - (steps_after_warmup - decay_steps) + 1) / decay_steps)
 
-    def _progress_rate(self, progress: float, ratio: float) -> float:
-        decay = min(self.decay_ratio, 1 - ratio)
+    def _progress_rate(self, progress: float, warmup_ratio: float) -> float:
+        decay_share = min(self.decay_ratio, 1 - warmup_ratio)
         # the whole run is the warm-up
-        if decay == 0:
+        if decay_share == 0:
             return self.lr
-        return self._line((progress - (1 - decay)) / decay)
+        return self._line((progress - (1 - decay_share)) / decay_share)
 
-    def _line(self, q: float) -> float:
-        return self.lr * (1 - (1 - self.min_lr_ratio) * max(0.0, q))
+    def _line(self, share_done: float) -> float:
+        return self.lr * (1 - (1 - self.min_lr_ratio) * max(0.0, share_done))
 
 
 @dataclass(frozen=True)
@@ -250,11 +253,11 @@ class InverseSqrtScheduler(_WarmupSchedule):
     def endless(self) -> bool:
         return self.warmup_steps is not None
 
-    def _step_rate(self, step: int, total: int, warmup: int) -> float:
+    def _step_rate(self, step: int, steps_after_warmup: int, warmup: int) -> float:
         return self._root(warmup / (warmup + step + 1))
 
-    def _progress_rate(self, progress: float, ratio: float) -> float:
-        return self._root(ratio / progress)
+    def _progress_rate(self, progress: float, warmup_ratio: float) -> float:
+        return self._root(warmup_ratio / progress)
 
     def _root(self, share: float) -> float:
         return self.lr * max(self.min_lr_ratio, math.sqrt(share))
@@ -279,10 +282,10 @@ class Ramp:
         _check_progress(progress)
         return self._between(progress)
 
-    def _between(self, q: float) -> float:
-        share = q
+    def _between(self, share_done: float) -> float:
+        share = share_done
         if self.shape == "cosine":
-            share = (1 - math.cos(math.pi * q)) / 2
+            share = (1 - math.cos(math.pi * share_done)) / 2
         return self.start + (self.end - self.start) * share
 
 
@@ -301,7 +304,6 @@ class CombinedSchedule:
 
     def at(self, step: int, total: int) -> float:
         _check_step(step, total)
-        # each schedule has at least one step, if there are two
         switch_step = min(max(1, round(self.switch_at * total)), max(1, total - 1))
         if step < switch_step:
             return self.first.at(step, switch_step)

@@ -29,7 +29,7 @@ class Grades:
         rewards = pc.if_else(valid, table.column("reward"), pa.scalar(None, pa.float64()))
         self.rewards: pa.Array = _in_one_chunk(rewards)
         """Null where the grade is masked or ignored."""
-        self.shaped_N = self.rewards.to_numpy(zero_copy_only=False).astype(np.float64)
+        self.rewards_after_penalty_N = self.rewards.to_numpy(zero_copy_only=False).astype(np.float64)
         """The rewards minus the penalties, from which advantages are computed; NaN where there is no reward."""
         self.masked_N = np.zeros(len(self.rewards), dtype=bool)
         """True for completions that are left out of the batch. Their rewards still count in their groups."""
@@ -37,7 +37,7 @@ class Grades:
 
     def advantages(self, estimator: str) -> np.ndarray:
         """float32 [N]: the advantage of each completion; NaN where the grade is masked or ignored."""
-        shaped = [None if np.isnan(reward) else reward for reward in self.shaped_N.tolist()]
+        shaped = [None if np.isnan(reward) else reward for reward in self.rewards_after_penalty_N.tolist()]
         return group_advantages(self._prompts, shaped, estimator)
 
     def mask_equal_groups(self) -> None:
@@ -46,9 +46,9 @@ class Grades:
         groups = group_N.max(initial=-1) + 1
         # A group without a valid reward keeps low = inf and high = -inf, so it counts as equal and is masked.
         low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
-        valid_N = ~np.isnan(self.shaped_N)
-        np.minimum.at(low, group_N[valid_N], self.shaped_N[valid_N])
-        np.maximum.at(high, group_N[valid_N], self.shaped_N[valid_N])
+        valid_N = ~np.isnan(self.rewards_after_penalty_N)
+        np.minimum.at(low, group_N[valid_N], self.rewards_after_penalty_N[valid_N])
+        np.maximum.at(high, group_N[valid_N], self.rewards_after_penalty_N[valid_N])
         self.masked_N |= ~(low < high)[group_N]
 
     @property
@@ -72,7 +72,7 @@ class Grades:
 
         # Choose the rows that are trained.
         has_tokens_N = _lengths(_in_one_chunk(rollouts.column("completion_ids"))) > 0
-        trained_N = has_tokens_N & ~np.isnan(self.shaped_N[part]) & ~self.masked_N[part]
+        trained_N = has_tokens_N & ~np.isnan(self.rewards_after_penalty_N[part]) & ~self.masked_N[part]
         self._in_batch_N[part] = trained_N
         mask = pa.array(trained_N)
         return batch_columns(rollouts.filter(mask), advantages_N[part][trained_N], self.rewards[part].filter(mask))

@@ -23,7 +23,7 @@ from tasks.batches.columns import trained_lengths
 from tasks.batches.committed import find_batch
 from tasks.batches.episodes import check_graded, graded_chunks
 from tasks.batches.ppo import ValuePlan, commit_credited, penalties, values_before, with_credit
-from tasks.batches.rl import BatchPlan, scored
+from tasks.batches.rl import BatchPlan, score_shards
 from tasks.reports.clock import timed
 from tasks.sampling.trajectories import Trajectory, read_trajectories
 
@@ -56,7 +56,7 @@ async def episode_value_batch(
     tables = []
     prompts: set[str] = set()
     for columns in graded_chunks(store, trajectories, graded, no_advantages):
-        table = await scored(workspace, policy, [columns], plan)
+        table = await score_shards(workspace, policy, [columns], plan)
         values_T = await values_before(workspace, values.value, table)
         tables.append(credited_episodes(table, graded, values_T, plan, values))
         prompts.update(table["group"].to_pylist())

@@ -20,7 +20,7 @@ from storage.store.objects import ObjectStore
 from storage.store.tables import SCHEMAS, TableWriter
 from tasks.batches.columns import LogprobGap
 from tasks.batches.committed import find_batch
-from tasks.batches.rl import CHUNK_TOKENS, BatchPlan, scored
+from tasks.batches.rl import CHUNK_TOKENS, BatchPlan, score_shards
 from tasks.credit.advantages import ESTIMATORS
 from tasks.reports.clock import timed
 from tasks.sampling.shards import read_tables
@@ -67,7 +67,7 @@ async def trajectory_batch(
         gap = LogprobGap()
         for columns in graded_chunks(store, trajectories, finished, advantages):
             prompts.update(columns["group"].to_pylist())
-            table = await scored(workspace, policy, [columns], plan)
+            table = await score_shards(workspace, policy, [columns], plan)
             gap.add(table)
             with timed("storage"):
                 writer.write(table)

@@ -22,11 +22,11 @@ from tasks.batches.columns import Grades, LogprobGap, trained_lengths, with_toke
 from tasks.batches.committed import find_batch
 from tasks.batches.rl import (
     BatchPlan,
+    apply_rules,
     check_gradable,
     kl_per_token,
-    scored,
+    score_shards,
     sequences_of,
-    shape_rewards,
     trained_chunks,
 )
 from tasks.credit.gae import advantages_and_returns
@@ -68,18 +68,18 @@ async def value_batch(
     store = workspace.open_store()
     with timed("storage"):
         grades = Grades(pa.concat_tables(read_tables(store, graded, ["prompt_id", "completion", "reward", "status"])))
-        shape_rewards(store, rollouts, grades, plan)
+        apply_rules(store, rollouts, grades, plan)
 
     # The rows start with zeros as advantages. GAE replaces them, for it needs the values of all tokens of a row.
     no_advantages_N = np.zeros(len(grades.rewards), np.float32)
     tables: list[pa.Table] = []
     first = 0
     for columns in trained_chunks(store, rollouts, graded, grades, no_advantages_N):
-        table = await scored(workspace, policy, columns, plan)
+        table = await score_shards(workspace, policy, columns, plan)
         rows = grades.batch_rows[first : first + table.num_rows]
         first += table.num_rows
         old_values = await values_before(workspace, values.value, table)
-        tables.append(credited(table, grades.shaped_N[rows], old_values, plan, values))
+        tables.append(credited(table, grades.rewards_after_penalty_N[rows], old_values, plan, values))
     check_gradable(bool(tables), grades, step)
 
     # Commit all rows as one batch.
@@ -134,7 +134,7 @@ def penalties(table: pa.Table, plan: BatchPlan) -> np.ndarray:
     """(T,) float64: the KL penalty of each trained token; zeros without a KL penalty in the reward."""
     if plan.reward_kl is None:
         return np.zeros(int(trained_lengths(table).sum()))
-    return plan.reward_kl.beta * kl_per_token(table, plan.reward_kl, plan)
+    return plan.reward_kl.beta * kl_per_token(table, plan.reward_kl, plan.old_logprobs)
 
 
 def with_credit(

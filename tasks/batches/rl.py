@@ -71,7 +71,7 @@ class BatchPlan(Frozen):
 
     @property
     def rules(self) -> dict[str, JsonValue]:
-        """The rules, for the batch's manifest, that explain missing completions and an older sampling policy."""
+        """The manifest's entry `rules`. It tells why completions are missing or the sampling policy is older."""
         names = {"mask_truncated", "drop_equal_groups", "max_staleness"}
         rules = self.model_dump(include=names, exclude_defaults=True)
         return {"rules": rules} if rules else {}
@@ -99,7 +99,7 @@ async def rollout_batch(
     with timed("storage"):
         columns = ["prompt_id", "completion", "reward", "status"]
         grades = Grades(pa.concat_tables(read_tables(store, graded, columns)))
-        shape_rewards(store, rollouts, grades, plan)
+        apply_rules(store, rollouts, grades, plan)
 
     # Compute the advantages now, or write zeros and replace them after the whole batch was scored.
     if plan.needs_whole_batch:
@@ -108,12 +108,13 @@ async def rollout_batch(
         advantages_N = grades.advantages(plan.advantage_estimator)
 
     # Score the rows chunk by chunk, so that memory does not grow with the number of rollouts.
+    # Advantages of a whole batch need all scored tables at once, so these are kept.
     scored_tables: list[pa.Table] = []
     extra: dict[str, JsonValue] = {}
     with TableWriter("batch") as writer:
         gap = LogprobGap()
         for shards in trained_chunks(store, rollouts, graded, grades, advantages_N):
-            table = await scored(workspace, policy, shards, plan)
+            table = await score_shards(workspace, policy, shards, plan)
             gap.add(table)
             _check_not_nan(gap, policy, step)
             if plan.needs_whole_batch:
@@ -122,7 +123,7 @@ async def rollout_batch(
             with timed("storage"):
                 writer.write(table)
         if scored_tables:
-            table, extra = batch_level_advantages(pa.concat_tables(scored_tables), grades, plan)
+            table, extra = with_batch_advantages(pa.concat_tables(scored_tables), grades, plan)
             with timed("storage"):
                 writer.write(table)
         check_gradable(bool(writer.rows), grades, step)
@@ -157,14 +158,14 @@ def check_gradable(has_rows: bool, grades: Grades, step: int) -> None:
     """Raises BadSpec if no completion of a step is left to train."""
     if not has_rows:
         raise BadSpec(
-            f"step {step} has no gradable completion: all {len(grades.rewards)} sampled completions are empty, masked, "
-            "ignored or left out by the rules of the batch; look at the reasons in the step's graded table"
+            f"step {step + 1} has no gradable completion: all {len(grades.rewards)} sampled completions are empty, "
+            "masked, ignored or left out by the rules of the batch; look at the reasons in the step's graded table"
         )
 
 
-def shape_rewards(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grades, plan: BatchPlan) -> None:
-    """Applies the rules that need no logprobs: dropped groups, the length penalty, masked truncated answers."""
-    # Compare rewards before any penalty, as `informative_prompts` does.
+def apply_rules(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grades, plan: BatchPlan) -> None:
+    """Changes `grades` by the rules that need no logprobs: dropped groups, length penalty, masked truncated answers."""
+    # Compare rewards before any penalty, as `count_informative_prompts` does.
     if plan.drop_equal_groups:
         grades.mask_equal_groups()
     if not plan.overlong and not plan.mask_truncated:
@@ -172,14 +173,14 @@ def shape_rewards(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grade
     tables = list(read_tables(store, rollouts, ["completion_ids", "stop_reason"]))
     if plan.overlong:
         lengths = [pc.list_value_length(table["completion_ids"]).to_numpy() for table in tables]
-        grades.shaped_N -= plan.overlong.of(np.concatenate(lengths))
+        grades.rewards_after_penalty_N -= plan.overlong.of(np.concatenate(lengths))
     if plan.mask_truncated:
         truncated = [pc.equal(table["stop_reason"], "length").to_numpy() for table in tables]
         grades.masked_N |= np.concatenate(truncated)
 
 
-def batch_level_advantages(table: pa.Table, grades: Grades, plan: BatchPlan) -> tuple[pa.Table, dict[str, JsonValue]]:
-    """Computes the advantages that depend on the whole batch.
+def with_batch_advantages(table: pa.Table, grades: Grades, plan: BatchPlan) -> tuple[pa.Table, dict[str, JsonValue]]:
+    """Computes the advantages that depend on the whole batch. Subtracts KL penalties from the rewards in `grades`.
 
     Returns:
         The batch with its advantages, and what to add to its manifest: `reward_kl`, the mean KL per token in nats, if
@@ -189,35 +190,36 @@ def batch_level_advantages(table: pa.Table, grades: Grades, plan: BatchPlan) -> 
     extra: dict[str, JsonValue] = {}
     penalties_T = np.zeros(int(lengths_N.sum()))
     if plan.reward_kl is not None:
-        kl_T = kl_per_token(table, plan.reward_kl, plan)
+        kl_T = kl_per_token(table, plan.reward_kl, plan.old_logprobs)
         penalties_T = plan.reward_kl.beta * kl_T
         extra = {"reward_kl": float(kl_T.mean())}
 
     # This estimator credits the penalty of a token to the tokens before it.
     if plan.advantage_estimator == "reinforce_plus_plus":
-        advantages_T = reinforce_plus_plus(grades.shaped_N[rows], penalties_T, lengths_N)
+        advantages_T = reinforce_plus_plus(grades.rewards_after_penalty_N[rows], penalties_T, lengths_N)
         return with_token_column(table, "advantages", advantages_T), extra
 
     # The others have one advantage per completion: subtract the sum of its penalties from its reward.
-    grades.shaped_N[rows] -= np.add.reduceat(penalties_T, np.cumsum(lengths_N) - lengths_N)
+    grades.rewards_after_penalty_N[rows] -= np.add.reduceat(penalties_T, np.cumsum(lengths_N) - lengths_N)
     if plan.advantage_estimator == "reinforce_plus_plus_baseline":
-        valid = ~np.isnan(grades.shaped_N)
-        centred_N = np.full(len(grades.shaped_N), np.nan)
-        centred_N[valid] = subtract_group_mean(grades.shaped_N[valid], grades.prompts_N[valid])
+        valid = ~np.isnan(grades.rewards_after_penalty_N)
+        centred_N = np.full(len(grades.rewards_after_penalty_N), np.nan)
+        centred_N[valid] = subtract_group_mean(grades.rewards_after_penalty_N[valid], grades.prompts_N[valid])
         advantages_T = whiten(np.repeat(centred_N[rows], lengths_N))
     else:
         advantages_T = np.repeat(grades.advantages(plan.advantage_estimator)[rows], lengths_N)
     return with_token_column(table, "advantages", advantages_T), extra
 
 
-def kl_per_token(table: pa.Table, reward_kl: RewardKL, plan: BatchPlan) -> np.ndarray:
+def kl_per_token(table: pa.Table, reward_kl: RewardKL, old_logprobs: OldLogprobs) -> np.ndarray:
     """(T,) float64: the KL to the reference at each trained token, in nats, by the estimator of `reward_kl`."""
-    old_column = "old_logprobs" if plan.old_logprobs == "trainer" else "sampler_logprobs"
+    old_column = "old_logprobs" if old_logprobs == "trainer" else "sampler_logprobs"
     return KL_OF_GAP[reward_kl.estimator](gap_to_reference(table, old_column))
 
 
-def informative_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:
-    """Number of prompts whose valid rewards differ. The completions of other prompts have advantage 0."""
+def count_informative_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:
+    """Number of prompts whose valid rewards differ. Compared within a group, the completions of other prompts have
+    advantage 0, unless a length penalty makes their rewards differ."""
     table = pa.concat_tables(read_tables(store, graded, ["prompt_id", "reward", "status"]))
     # Arrow finds the smallest and the largest reward of each prompt without Python objects.
     valid = table.filter(pc.equal(table["status"], "ok"))
@@ -232,8 +234,10 @@ def trained_chunks(
     grades: Grades,
     advantages_N: np.ndarray,
 ) -> Iterator[list[dict[str, pa.Array]]]:
-    """Yields the columns of the rows that are trained, per shard: whole shards in order, about CHUNK_TOKENS at a time.
-    Raises BadSpec if a shard and its grades have different rows."""
+    """Yields the columns of the rows that are trained, per shard.
+
+    Each chunk is a list of whole shards, in order, with at least CHUNK_TOKENS tokens (the last may have fewer). Raises
+    BadSpec if a shard and its grades have different rows."""
     tables = read_tables(store, rollouts, ROLLOUT_COLUMNS)
     start, chunk, tokens = 0, [], 0
     for ref, grade_ref in zip(rollouts, graded, strict=True):
@@ -256,16 +260,15 @@ def trained_chunks(
         yield chunk
 
 
-async def scored(
+async def score_shards(
     workspace: Workspace, policy: PolicyRef, shards: list[dict[str, pa.Array]], plan: BatchPlan
 ) -> pa.Table:
     """The rows of some shards as one table, with the old and the reference logprobs that the loss needs."""
-    # Join the shards column by column.
     columns = {}
     for name in shards[0]:
         columns[name] = pa.concat_arrays([shard[name] for shard in shards])
 
-    # Score the rows, unless the loss needs no other logprobs than the sampler's.
+    # Score the rows if the loss needs the trainer's or the reference's logprobs.
     old_policy = policy if plan.old_logprobs == "trainer" else None
     sequences = sequences_of(columns) if old_policy or plan.reference else []
 
@@ -302,7 +305,7 @@ async def _logprobs(
         return await workspace.connect().logprobs(request, epoch=workspace.epoch)
 
 
-async def completion_batch(
+async def sft_batch(
     workspace: Workspace,
     policy: PolicyRef,
     base: ArtifactRef,
@@ -326,7 +329,6 @@ async def completion_batch(
     with timed("storage"):
         records = read_rows(store, dataset, rows)
 
-    # Tokenise the conversations.
     renderer = renderer_of(store, base)
     limit = lengths.limit(workspace, base)
     table_rows, truncated, dropped = [], 0, 0
@@ -344,7 +346,6 @@ async def completion_batch(
             "assistant turn to train on" + _why_nothing(truncated, dropped)
         )
 
-    # Commit the rows.
     schema = table_schema("batch", ["images"] if renderer.tokenizer.images else [])
     extra: dict[str, JsonValue] = {"prompts": len({row["group"] for row in table_rows}), "logprob_gap": None}
     if truncated:
@@ -365,7 +366,7 @@ async def completion_batch(
 
 
 def sequence_row(renderer: Renderer, sequence: TokenSequence, group: str, *, completion: int = 0) -> dict[str, Any]:
-    """The batch row of a tokenised conversation. If the model takes images, it has the column `images`, too."""
+    """The batch row of a tokenised conversation. If the model takes images, the row has the column `images`, too."""
     row: dict[str, Any] = dict.fromkeys(SCHEMAS["batch"].names)
     row |= {"group": group, "completion": completion, "token_ids": sequence.token_ids, "weights": sequence.weights}
     if renderer.tokenizer.images:
@@ -374,7 +375,7 @@ def sequence_row(renderer: Renderer, sequence: TokenSequence, group: str, *, com
 
 
 def _why_nothing(truncated: int, dropped: int) -> str:
-    """The end of the error about a batch without trained tokens: what to do."""
+    """Ends the error message about a batch without trained tokens with advice."""
     if not truncated and not dropped:
         return "; SFT needs completions"
     return f"; {truncated} were truncated and {dropped} dropped: raise algorithm.max_tokens (max_batch_size)"

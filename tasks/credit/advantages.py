@@ -43,6 +43,7 @@ def centred(rewards_G: Rewards) -> Advantages:
 
 def leave_one_out(rewards_G: Rewards) -> Advantages:
     """r - mean of the others   (RLOO, arXiv:2402.14740)."""
+    # r - mean of the others = (r - mean) n / (n - 1)
     return _over_valid(rewards_G, lambda valid: (valid - valid.mean()) * np.float32(len(valid) / (len(valid) - 1)))
 
 
@@ -55,17 +56,18 @@ ESTIMATORS: dict[str, Callable[[Rewards], Advantages]] = {
 
 
 def _over_valid(rewards_G: Rewards, estimate: Callable[[np.ndarray], np.ndarray]) -> Advantages:
-    """Applies the estimator to the valid rewards. All advantages are exactly 0 if there is only one valid reward or all
-    are equal, since such a group has no gradient. Raises ValueError for a reward that is too large or not finite."""
+    """Applies the estimator to the valid rewards. The advantage of a masked grade stays None.
+
+    The valid advantages are exactly 0 if there is only one valid reward or all are equal, since such a group has no
+    gradient. Raises ValueError for a reward that is too large or not finite."""
     with np.errstate(over="ignore"):  # an overflow becomes infinity, which the check below refuses
         valid = np.array([reward for reward in rewards_G if reward is not None], dtype=np.float32)
     if not (np.abs(valid) <= LARGEST_REWARD).all():
         raise ValueError(
-            f"rewards are {list(rewards_G)}; expected of each {REWARD_RANGE}; mask a grade that is none with None"
+            f"rewards are {list(rewards_G)}; each must be {REWARD_RANGE}; give None for a missing grade"
         )
     if len(valid) < 2 or (valid == valid[0]).all():
         advantages = iter([0.0] * len(valid))
     else:
         advantages = iter(estimate(valid).astype(np.float32).tolist())
-    # Put None back where the reward is None.
     return [None if reward is None else next(advantages) for reward in rewards_G]

@@ -15,7 +15,7 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef, find_artifact
 from storage.store.tables import SCHEMAS, commit_table, read_rows
 from tasks.datasets.naming import row_name
-from tasks.evaluation.validation_curve import mean_reward, means_by_source, sums_by_source, validation_entry
+from tasks.evaluation.validation_curve import mean_over_prompts, means_by_source, sums_by_source, validation_entry
 from tasks.reports.clock import timed
 from tasks.sampling.completions import PromptShard, generate_request, prompt_limit, render_prompts, rollout_table
 from tasks.sampling.grading import Grading, check_masked, grade_texts
@@ -81,7 +81,7 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
             kind="evaluation",
             parents=(policy.uri, shard.dataset.uri),
             provenance=workspace.provenance,
-            extra=validation_entry(plan.label, {"reward": mean_reward(graded)} | _by_source(graded)),
+            extra=validation_entry(plan.label, {"reward": mean_over_prompts(graded)} | _by_source(graded)),
         )
 
 

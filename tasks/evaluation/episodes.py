@@ -18,7 +18,7 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef, find_artifact
 from storage.store.tables import SCHEMAS, commit_table
 from tasks.environments.episodes import Episode
-from tasks.evaluation.validation_curve import mean_reward, validation_entry
+from tasks.evaluation.validation_curve import mean_over_prompts, validation_entry
 from tasks.reports.clock import timed
 from tasks.sampling.completions import PromptShard
 from tasks.sampling.episodes import EpisodePlan, play
@@ -61,7 +61,7 @@ async def evaluate_episodes(workspace: Workspace, policy: PolicyRef, plan: Episo
             kind="evaluation",
             parents=(policy.uri, shard.dataset.uri),
             provenance=workspace.provenance,
-            extra=validation_entry("held-out", {"reward": mean_reward(rows)}),
+            extra=validation_entry("held-out", {"reward": mean_over_prompts(rows)}),
         )
 
 

@@ -1,4 +1,5 @@
-"""Reads the measurements on held-out rows that a run committed during training, and makes curves of them.
+"""Reads the measurements on held-out rows that a run committed during training, and makes curves of them. Also computes
+the mean rewards per prompt and per data source that such a measurement has.
 
 The measurements are in the manifests of the evaluation tables, so a resumed run shows the same curves.
 """
@@ -21,10 +22,10 @@ _TABLE_NAME = re.compile(r"(\d{6,})-(.+)", re.ASCII)
 
 
 class Validation(Frozen):
-    """One measurement of one policy."""
+    """The result of one evaluation of one policy."""
 
     name: str
-    """Name of the evaluation. The measurements of one name in a stage are one curve."""
+    """Name of the evaluation. Each measure of one name is one curve of the stage."""
     step: int
     """Number of steps that the policy was trained in the stage."""
     measures: dict[str, float] = {}
@@ -43,13 +44,13 @@ def validation_of(store: ObjectStore, ref: ArtifactRef) -> Validation | None:
     return None if step is None else _read_validation(store, ref.key, step)
 
 
-def read_validations(store: ObjectStore, run: str, stage: str, *, steps: int | None = None) -> list[Validation]:
-    """The measurements of a stage, up to the policy after `steps` steps, in the order of steps and names."""
+def read_validations(store: ObjectStore, run: str, stage: str, *, last_step: int | None = None) -> list[Validation]:
+    """The measurements of a stage, by step and name, up to the policy after `last_step` steps (None: all)."""
     validations = {}
     for key in evaluation_keys(store, run, stage):
         # Look at the step before reading the manifest: a read is a request to the store.
         step = _step_of(key)
-        if step is None or (steps is not None and step > steps):
+        if step is None or (last_step is not None and step > last_step):
             continue
         validation = _read_validation(store, key, step)
         if validation is not None:
@@ -66,8 +67,8 @@ def evaluation_keys(store: ObjectStore, run: str, stage: str) -> Iterator[str]:
 
 
 def _step_of(key: str) -> int | None:
-    name = _TABLE_NAME.fullmatch(key.rpartition("/")[2])
-    return None if name is None else int(name[1])
+    match = _TABLE_NAME.fullmatch(key.rpartition("/")[2])
+    return None if match is None else int(match[1])
 
 
 def _read_validation(store: ObjectStore, key: str, step: int) -> Validation | None:
@@ -76,7 +77,8 @@ def _read_validation(store: ObjectStore, key: str, step: int) -> Validation | No
 
 
 def curves(validations: Iterable[Validation]) -> dict[str, list[tuple[int, float]]]:
-    """"name: measure" -> (step, value) in the order of the steps."""
+    """Returns the points (step, value) of each curve, in the order of the steps. The name of a curve is
+    `name: measure`."""
     points: dict[str, list[tuple[int, float]]] = {}
     for validation in sorted(validations, key=lambda validation: validation.step):
         for measure, value in validation.measures.items():
@@ -84,20 +86,20 @@ def curves(validations: Iterable[Validation]) -> dict[str, list[tuple[int, float
     return points
 
 
-def reward_by_prompt(rows: Iterable[Mapping[str, Any]], by: str = "prompt_id") -> dict[Any, float | None]:
-    """The mean reward of each prompt's completions; None if none of them has a grade. `by` is the column that
-    identifies the prompt."""
+def reward_by_prompt(rows: Iterable[Mapping[str, Any]], prompt_column: str = "prompt_id") -> dict[Any, float | None]:
+    """The mean reward of each prompt's completions; None if none of them has a grade. `prompt_column` is
+    the column that identifies the prompt."""
     rewards_of: dict[Any, list[float]] = {}
     for row in rows:
-        rewards = rewards_of.setdefault(row[by], [])
+        rewards = rewards_of.setdefault(row[prompt_column], [])
         if row["reward"] is not None:
             rewards.append(row["reward"])
     return {prompt: _mean(rewards) for prompt, rewards in rewards_of.items()}
 
 
-def mean_reward(rows: Iterable[Mapping[str, Any]]) -> float | None:
-    """The mean over the prompts of their mean rewards. Prompts without a grade are left out; None if there is no
-    other."""
+def mean_over_prompts(rows: Iterable[Mapping[str, Any]]) -> float | None:
+    """The mean over the prompts of their mean rewards. Prompts without a grade are left out. None if no prompt
+    has a grade."""
     rewards = reward_by_prompt(rows, "prompt_index").values()
     return _mean([reward for reward in rewards if reward is not None])
 

@@ -36,7 +36,7 @@ class Loggers:
         if self._sinks:
             for metrics in read_metrics(store, policy.run, policy.stage, steps=policy.step):
                 self.step(metrics)
-            for validation in read_validations(store, policy.run, policy.stage, steps=policy.step):
+            for validation in read_validations(store, policy.run, policy.stage, last_step=policy.step):
                 self.validation(validation)
 
     def step(self, metrics: StepMetrics) -> None:

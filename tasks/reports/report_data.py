@@ -41,7 +41,7 @@ def collect_report(
         title=f"{keys.stage_kind(policy.stage).replace('_', ' ').upper()} of {policy.model}",
         run=policy.run,
         steps=tuple(read_metrics(store, policy.run, policy.stage, steps=policy.step)),
-        validations=tuple(read_validations(store, policy.run, policy.stage, steps=policy.step)),
+        validations=tuple(read_validations(store, policy.run, policy.stage, last_step=policy.step)),
         before=_summaries(store, before),
         after=_summaries(store, after),
         samples_before=_samples(store, before, samples_shown),

@@ -54,7 +54,7 @@ class TestEveryEstimator:
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e308, 1e30])
     def test_a_reward_that_is_no_number_is_refused(self, estimator, bad: float) -> None:
-        with pytest.raises(ValueError, match="mask a grade"):
+        with pytest.raises(ValueError, match="give None for a missing grade"):
             estimator([1.0, bad])
 
 

@@ -66,26 +66,26 @@ class DecisionInputs:
     champion: AliasEntry | None
     data: LoadedDataset
     suite: LoadedSuite
-    further_data: tuple[LoadedDataset, ...] = ()
+    other_datasets: tuple[LoadedDataset, ...] = ()
     """Other datasets of the training, such as the prompts of `sft_to_gspo`."""
 
     @property
-    def training_key(self) -> str:
+    def training_digest(self) -> str:
         """Identifies the training run. It does not depend on the gate and the suite."""
         body = self.config.training.config.semantic()
         body["model"] = body["model"] | {"key": self.start}
-        further = [dataset.ref.sha256 for dataset in self.further_data]
+        further = [dataset.ref.sha256 for dataset in self.other_datasets]
         return digest(canonical_json([self.config.training.kind, body, self.data.ref.sha256, *further]))[:16]
 
     @property
     def key(self) -> str:
         """The id of the decision."""
-        judged_by = [self.suite.semantic(), self.config.gate.model_dump(mode="json")]
+        suite_and_gate = [self.suite.semantic(), self.config.gate.model_dump(mode="json")]
         champion = self.champion.version if self.champion else None
-        return digest(canonical_json([self.training_key, champion, judged_by]))[:16]
+        return digest(canonical_json([self.training_digest, champion, suite_and_gate]))[:16]
 
     @property
-    def champion_key(self) -> str | None:
+    def champion_model(self) -> str | None:
         """The champion as `name@version`, or None if the model has no champion."""
         return f"{self.config.model}@{self.champion.version}" if self.champion else None
 
@@ -95,12 +95,12 @@ class DecisionInputs:
         base = self.config.training.config.model.key
         if self.config.start_from == "base":
             return base
-        return self.champion_key or base
+        return self.champion_model or base
 
     @property
     def run(self) -> str:
         """The key of the training run."""
-        return f"recurring-{self.config.model}/{self.training_key}"
+        return f"recurring-{self.config.model}/{self.training_digest}"
 
 
 @flow(name="recurring", flow_run_name="recurring {config.model}", **ON_END)
@@ -117,9 +117,9 @@ async def recurring(config: RecurringConfig) -> dict[str, Any]:
         check_attempts(f"recurring-{config.model}")
         # train and evaluate only if the stored decisions do not give the outcome
         inputs = _load_inputs(config)
-        outcome = _outcome_without_training(inputs)
+        outcome = _finish_earlier_work(inputs)
         if outcome is None:
-            outcome = await _train_and_decide(inputs, logger)
+            outcome = await _train_and_commit_decision(inputs, logger)
         # show the outcome
         logger.note(f"{config.model}: {outcome['outcome']}: {'; '.join(outcome['reasons'])}")
         await put_markdown("recurring", _outcome_page(config.model, outcome))
@@ -127,7 +127,7 @@ async def recurring(config: RecurringConfig) -> dict[str, Any]:
 
 
 def _load_inputs(config: RecurringConfig) -> DecisionInputs:
-    """Loads data and graders. Uses the store only, not the engine."""
+    """Loads the datasets, the champion and the suite. Uses the store only, not the engine."""
     workspace = workspace_of(config.place, f"recurring-{config.model}")
     data, *further = (load_prompts(workspace, *source) for source in training_inputs(config.training).values())
     champion = champion_of(workspace.open_store(), config.model)
@@ -135,14 +135,15 @@ def _load_inputs(config: RecurringConfig) -> DecisionInputs:
     return DecisionInputs(config, workspace, champion, data, suite, tuple(further))
 
 
-def _outcome_without_training(inputs: DecisionInputs) -> dict[str, Any] | None:
-    """The outcome if there is no new data or the decision is known, else None."""
+def _finish_earlier_work(inputs: DecisionInputs) -> dict[str, Any] | None:
+    """Completes what an earlier process left undone. Returns the outcome if no training is needed, else None: there is
+    no new data, or the same inputs were decided on before."""
     store, data = inputs.workspace.open_store(), inputs.data.ref
-    champion = inputs.champion_key
+    champion = inputs.champion_model
     _finish_last_promotion(inputs)
     # no dataset is new to the champion
     trained_on = set() if champion is None else training_datasets(store, champion)
-    if trained_on.issuperset(dataset.ref.sha256 for dataset in (inputs.data, *inputs.further_data)):
+    if trained_on.issuperset(dataset.ref.sha256 for dataset in (inputs.data, *inputs.other_datasets)):
         reason = f"no new data: the champion {champion} was trained on dataset {data.sha256[:12]} already"
         return _outcome(inputs, "unchanged", [reason])
     # the same inputs were decided on before
@@ -150,7 +151,7 @@ def _outcome_without_training(inputs: DecisionInputs) -> dict[str, Any] | None:
     if decision is None:
         return None
     try:
-        # a process that ended after the commit has not moved the alias
+        # an earlier process may have stopped between the commit and the move of the alias
         apply_decision(store, decision)
     except AliasMoved as error:
         return _outcome(inputs, "overtaken", [str(error)], decision)
@@ -166,35 +167,33 @@ def _outcome_without_training(inputs: DecisionInputs) -> dict[str, Any] | None:
     return _outcome(inputs, "decided before", [reason, *decision.reasons], decision)
 
 
-async def _train_and_decide(inputs: DecisionInputs, logger: TerminalProgress) -> dict[str, Any]:
+async def _train_and_commit_decision(inputs: DecisionInputs, logger: TerminalProgress) -> dict[str, Any]:
     """Trains a challenger, evaluates it, applies the gate and decides. A retry repeats no part that is complete."""
     config, rows = inputs.config, inputs.data.rows
     logger.note(f"{config.model}: new data, {rows} rows; training run {inputs.run} starts from {inputs.start}")
-    # train
-    trained = await _train(inputs)
-    # A new string: Prefect would record the child run as an input of the evaluation, and its page shows that as an
-    # error.
-    challenger = trained["model"].encode().decode()
+    training_result = await _train(inputs)
+    # Copy the string. Otherwise Prefect records the child run as an input of the evaluation and shows an error on its
+    # page.
+    challenger = training_result["model"].encode().decode()
     version = challenger.partition("@")[2]
-    if challenger == inputs.champion_key:
-        return _decide(inputs, version, "hold", ["the training gave the champion again, byte for byte"], None)
-    # evaluate
-    baseline = inputs.champion_key or inputs.start
+    if challenger == inputs.champion_model:
+        return _commit_decision(inputs, version, "hold", ["the training gave the champion again, byte for byte"], None)
+    baseline = inputs.champion_model or inputs.start
     place = config.place
-    evaluated = await evaluation(
+    evaluation_result = await evaluation(
         EvaluationFlowConfig(
             models=(baseline, challenger), suite=config.suite, engine=place.engine, storage=place.storage
         )
     )
-    comparison = Comparison.model_validate({name: evaluated[name] for name in Comparison.model_fields})
-    # decide
+    comparison = Comparison.model_validate({name: evaluation_result[name] for name in Comparison.model_fields})
     verdict = judge(config.gate, comparison.differences, config.suite.cells())
     action, reasons = _apply_gate(inputs, verdict)
     author = FLOW_AUTHOR
     if action == "promote" and config.approval.required:
         action, reasons, author = await _ask_for_approval(inputs, challenger, reasons, comparison)
     evidence = {"checks": [check.model_dump(mode="json") for check in verdict.checks]}
-    return _decide(inputs, version, action, reasons, evaluated["table"], author=author, evidence=evidence)
+    table = evaluation_result["table"]
+    return _commit_decision(inputs, version, action, reasons, table, author=author, evidence=evidence)
 
 
 async def _train(inputs: DecisionInputs) -> dict[str, Any]:
@@ -215,13 +214,12 @@ def _apply_gate(inputs: DecisionInputs, verdict: GateVerdict) -> tuple[Action, l
 async def _ask_for_approval(
     inputs: DecisionInputs, challenger: str, reasons: list[str], comparison: Comparison
 ) -> tuple[Action, list[str], str]:
-    """Asks a person whether a challenger that passed the gate is promoted. Returns action, reasons and author."""
+    """Asks a person whether a challenger that may be promoted is promoted. Returns action, reasons and author."""
     # the page that the person reads
     seconds = inputs.config.approval.timeout_seconds
-    title = f"## Promote `{challenger}` over `{inputs.champion_key or 'no champion'}`?\n\n"
+    title = f"## Promote `{challenger}` over `{inputs.champion_model or 'no champion'}`?\n\n"
     gate = "\n".join(f"- {reason}" for reason in reasons)
     answer = await request_approval(f"{title}{gate}\n\n{comparison_sentences(comparison)}", timeout_seconds=seconds)
-    # the answer
     if answer is None:
         return "hold", [*reasons, f"there was no approval within {seconds:g} s"], FLOW_AUTHOR
     approval_reasons = [answer.reason] if answer.reason else []
@@ -230,7 +228,7 @@ async def _ask_for_approval(
     return "hold", [f"{answer.your_name} declined", *approval_reasons], answer.your_name
 
 
-def _decide(
+def _commit_decision(
     inputs: DecisionInputs,
     version: str,
     action: Action,
@@ -267,7 +265,7 @@ def _complete_promotion(inputs: DecisionInputs, decision: Decision) -> dict[str,
 
 
 def _finish_last_promotion(inputs: DecisionInputs) -> None:
-    """Completes the promotion of the present champion, for a process that ended right after it moved the alias."""
+    """Completes the champion's promotion if an earlier process stopped after it moved the alias."""
     champion = inputs.champion
     if champion is None or not champion.decision:
         return

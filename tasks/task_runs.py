@@ -28,27 +28,27 @@ from tasks.retries import DURABLE
 P = ParamSpec("P")
 R = TypeVar("R")
 
-RESULTS_KEPT = 10_000
+MAX_REFS = 10_000
 """Most refs whose task run is remembered. The ref that was not used for the longest time is forgotten first, and a task
 that reads it later has no edge to the task that returned it."""
 
 
 class _Result:
-    """The result of a task run, which read the results in `after`.
+    """The value that a task run returned, and the results that the run read (`inputs`).
 
     A plain class: Prefect looks into collections, dataclasses and models only."""
 
     _ids = count()
 
-    def __init__(self, value: Any, after: list[_Result]) -> None:
+    def __init__(self, value: Any, inputs: list[_Result]) -> None:
         self.value, self.id = value, next(self._ids)
         origins: set[int] = set()
-        for result in after:
+        for result in inputs:
             # A result without origins is one itself.
             origins |= result.origins or {result.id}
         self.origins: frozenset[int] = frozenset(origins)
         """Ids of the tasks that precede this one and read nothing from other tasks, such as loading a dataset."""
-        self.before = self.origins | {result.id for result in after}
+        self.predecessors = self.origins | {result.id for result in inputs}
         """Ids of the tasks that are known to precede this one: the origins, and those whose results it read itself."""
 
 
@@ -74,7 +74,7 @@ _results: OrderedDict[tuple[str, str], _Result] = OrderedDict()
 
 
 def durable_task(kind: str, name: str, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function, plain or async, a Prefect task that is retried as `DURABLE` says and tagged with `kind`.
+    """Turns a plain or async function into a Prefect task. `DURABLE` sets its retries, and `kind` is its tag.
 
     `name` is the name of its task runs, a format string over the arguments. `options` replace those of DURABLE.
     """
@@ -123,9 +123,9 @@ def durable_task(kind: str, name: str, **options: Any) -> Callable[[Callable[P, 
 
 
 def link_stage_start(start: PolicyRef, earlier: PolicyRef) -> None:
-    """Tasks that read `start`, the first policy of a stage, come after the task that returned `earlier`, the policy of
-    an earlier stage that `start` was made from."""
-    result = _results.get((_flow_run(), earlier.uri))
+    """Draws an edge from the task that returned `earlier` to each task that reads `start`. `start` is the first policy
+    of a stage, and was made from `earlier`, a policy of an earlier stage."""
+    result = _results.get((_flow_run_id(), earlier.uri))
     if result is not None:
         _remember(start, result)
 
@@ -146,12 +146,12 @@ def _remember_refs(result: _Result) -> Any:
 
 
 def _remember(ref: ArtifactRef | PolicyRef, result: _Result) -> None:
-    key = (_flow_run(), ref.uri)
+    key = (_flow_run_id(), ref.uri)
     _results[key] = result
     # Otherwise an overwritten ref keeps its old place and is forgotten too early.
     _results.move_to_end(key)
     # A worker process runs many flow runs, so the memory must be bounded.
-    while len(_results) > RESULTS_KEPT:
+    while len(_results) > MAX_REFS:
         _results.popitem(last=False)
 
 
@@ -159,7 +159,7 @@ def _results_read_by(arguments: Any) -> list[_Result]:
     """The results of this flow run whose refs the arguments contain, each once."""
     results: dict[int, _Result] = {}
     for ref in _refs(arguments):
-        key = (_flow_run(), ref.uri)
+        key = (_flow_run_id(), ref.uri)
         result = _results.get(key)
         if result is not None:
             # The least recently used refs are forgotten first.
@@ -169,8 +169,8 @@ def _results_read_by(arguments: Any) -> list[_Result]:
 
 
 def _without_earlier(results: list[_Result]) -> list[_Result]:
-    """Leaves out each result that another one of them is known to come after (`_Result.before`): it needs no edge."""
-    return [result for result in results if not any(result.id in other.before for other in results)]
+    """Removes each result that precedes another result in the list: it needs no edge of its own."""
+    return [result for result in results if not any(result.id in other.predecessors for other in results)]
 
 
 def _refs(value: Any) -> Iterator[ArtifactRef | PolicyRef]:
@@ -187,6 +187,6 @@ def _refs(value: Any) -> Iterator[ArtifactRef | PolicyRef]:
             yield from _refs(part)
 
 
-def _flow_run() -> str:
+def _flow_run_id() -> str:
     """The id of the flow run; "" outside of one."""
     return str(flow_run.id or "")

@@ -14,13 +14,13 @@ from engine.cluster.inventory import take_inventory
 from engine.errors import BadSpec, EngineBusy
 
 SHARED_GPU = 0.5
-"""Part of a GPU that a rank of the trainer takes, and a replica of vLLM, if they share the GPU."""
+"""Fraction of a GPU for each of a trainer rank and a vLLM replica that share it."""
 _placement_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Resources of one actor, all of them on one machine."""
+    """Resources on one machine, for one actor or for two that share the GPUs."""
 
     cpus: float = 1.0
     gpus: float = 0.0
@@ -32,7 +32,7 @@ class Bundle:
 
 
 class Placement:
-    """A placement group: one bundle of resources per actor, all reserved together.
+    """A placement group: bundles of resources that are reserved together.
 
     Ray keeps the reservation until `remove`. When a machine is lost, Ray moves its bundles to machines with room.
     """
@@ -48,7 +48,7 @@ class Placement:
         self._group = ray.util.placement_group(resources, strategy="PACK", name=self.name)
 
     def wait(self, timeout: float) -> None:
-        """Returns when every bundle is reserved. After an error Ray continues to try until `remove`.
+        """Returns when every bundle is reserved. After an error, Ray still tries to reserve them until `remove`.
 
         Args:
             timeout: seconds.
@@ -59,17 +59,17 @@ class Placement:
         """
         # The resources of a private Ray never change, so waiting cannot help.
         if self._cluster.is_private:
-            shortage = self._shortage(_total_resources(), "in all")
+            shortage = self._shortage_text(_total_resources(), "in all")
             if shortage:
                 raise BadSpec(f"{shortage} on this machine; ask for less, or give cluster.address of a larger cluster")
 
         # Otherwise other runs may free resources, or an autoscaler may add machines.
         if not self._group.wait(timeout_seconds=max(0.0, timeout)):
             # The sums may suffice while no single machine has room for a bundle.
-            shortage = self._shortage(_free_resources(), "free")
-            shortage = shortage or f"{self._needs()}, and no machine has a whole bundle free"
+            shortage = self._shortage_text(_free_resources(), "free")
+            shortage = shortage or f"{self._needs_text()}, and no machine has a whole bundle free"
             raise EngineBusy(
-                f"{shortage} after {timeout:.0f} s; {_holders()}: add machines to the Ray cluster, or ask for less"
+                f"{shortage} after {timeout:.0f} s; {_holders_text()}: add machines to the Ray cluster, or ask for less"
             )
 
     def options(self, index: int, *, share: float = 1.0) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Placement:
 
         ray.util.remove_placement_group(self._group)
 
-    def _needs(self) -> str:
+    def _needs_text(self) -> str:
         return f"{self.name} needs {_amounts_text(self._required_resources())}"
 
     def _required_resources(self) -> Counter[str]:
@@ -100,7 +100,7 @@ class Placement:
             required.update(bundle.resources())  # type: ignore[arg-type]
         return required
 
-    def _shortage(self, available: Mapping[str, float], label: str) -> str:
+    def _shortage_text(self, available: Mapping[str, float], label: str) -> str:
         """A sentence with the required and the available amounts; empty if the sums suffice.
 
         Args:
@@ -110,7 +110,7 @@ class Placement:
         if all(available.get(name, 0.0) >= amount for name, amount in required.items()):
             return ""
         present = {name: available.get(name, 0.0) for name in required}
-        return f"{self._needs()}, and there are {_amounts_text(present)} {label}"
+        return f"{self._needs_text()}, and there are {_amounts_text(present)} {label}"
 
 
 def _total_resources() -> dict[str, float]:
@@ -125,7 +125,7 @@ def _free_resources() -> dict[str, float]:
     return dict(ray.available_resources())
 
 
-def _holders() -> str:
+def _holders_text() -> str:
     """A sentence that names the placement groups that hold resources now."""
     names = set[str]()
     for node in take_inventory().nodes:

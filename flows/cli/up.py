@@ -37,7 +37,7 @@ from flows.ops.state import HOME, UpError, UpOptions, UpState, forget_state, loa
 from flows.ops.supervisor import Supervisor, deploy_by_command, describe_log_end
 
 DETACH_TIMEOUT_SECONDS = 600.0
-"""Longest start of a detached `up`."""
+"""Seconds that `up --detach` waits for the services."""
 DOWN_TIMEOUT_SECONDS = 180.0
 """Seconds for the supervisor to end everything: flows release their runs, and the engine writes checkpoints."""
 
@@ -57,7 +57,7 @@ def up(
     as_json: AsJson = False,
 ) -> None:
     """Starts Prefect server, work pool, worker and engine on this machine, and restarts them when they end. If they
-    are running already, shows them. Any of the processes may be killed at any time."""
+    are running already, shows them. It is safe to kill any of these processes."""
     home = HOME.absolute()
     try:
         if show:
@@ -65,7 +65,7 @@ def up(
         options = _options(storage, with_s3=with_s3, database=database, port=port, engine_config=engine_config)
         exit_status = _up_detached(home, options) if detach else _up(home, options)
     except UpError as error:
-        raise _failed(error) from None
+        raise _print_error(error) from None
     raise typer.Exit(exit_status)
 
 
@@ -75,7 +75,7 @@ def down() -> None:
     try:
         state = load_state(home)
     except UpError as error:
-        raise _failed(error) from None
+        raise _print_error(error) from None
     if state is None:
         print("no process that `ostinato up` started in this folder is running")
         return
@@ -131,7 +131,7 @@ def deploy_command(
     except ConfigError as error:
         raise usage_error(str(error)) from error
     except UpError as error:
-        raise _failed(error) from None
+        raise _print_error(error) from None
     print(f"deployed to {url}: {', '.join(names)}")
 
 
@@ -140,7 +140,7 @@ def _up(home: Path, options: UpOptions) -> int:
     log = _log_to(messages())
     with supervising(home) as is_only_supervisor:
         if not is_only_supervisor:
-            return _already_running(home, options)
+            return _show_running(home, options)
         state = _take_over(home, options, log) or _new_state(options)
         save_state(home, state)
         supervisor = Supervisor(home, state, log, deploy_by_command)
@@ -167,7 +167,7 @@ def _up_detached(home: Path, options: UpOptions) -> int:
     """Runs the same command without --detach in a new process, and returns when its services are ready."""
     with supervising(home) as is_only_supervisor:
         if not is_only_supervisor:
-            return _already_running(home, options)
+            return _show_running(home, options)
 
     # start the process
     command = [sys.executable, "-m", "flows.cli.main", "up", "--storage", options.storage, "--port", str(options.port)]
@@ -197,7 +197,7 @@ def _up_detached(home: Path, options: UpOptions) -> int:
     raise UpError(f"`ostinato up` is not ready after {DETACH_TIMEOUT_SECONDS:.0f} s; {describe_log_end(log)}")
 
 
-def _already_running(home: Path, options: UpOptions) -> int:
+def _show_running(home: Path, options: UpOptions) -> int:
     """Shows the services that run already. Raises UpError if they were started with other options."""
     state = load_state(home)
     if state is None:
@@ -290,6 +290,6 @@ def _log_to(to: Console) -> Callable[[str], None]:
     return lambda text: print_plain(to, f"{time.strftime('%H:%M:%S')} {text}")
 
 
-def _failed(error: UpError) -> typer.Exit:
+def _print_error(error: UpError) -> typer.Exit:
     print_plain(messages(), str(error))
     return typer.Exit(1)

@@ -46,10 +46,9 @@ COUNTS = ("samples_per_batch", "samples_per_mini_batch", "completions_per_sample
 class RolloutLoop(TrainingLoop):
     """A training class that trains on rollouts of prompts.
 
-    Without a number of steps and without `epochs`, the run ends with the data, after one pass over `dataset`: the rate
-    and `checkpoint_frequency` follow this progress. If nothing follows the progress
-    (lr_scheduler=ConstantScheduler(lr), and checkpoint_every_steps or checkpoint_frequency=None), the run continues
-    until it is cancelled.
+    If neither a number of steps nor `epochs` is given, the run makes one pass over `dataset`. If also no setting
+    depends on the run's progress (lr_scheduler=ConstantScheduler(lr), and checkpoint_every_steps or
+    checkpoint_frequency=None), the run has no end and must be cancelled.
     """
 
     length: ClassVar[str]
@@ -98,9 +97,10 @@ class RolloutLoop(TrainingLoop):
         if algorithm.samples_per_mini_batch >= algorithm.samples_per_batch:
             size = None
         self.minibatches = MinibatchPlan(size=size, epochs=algorithm.mini_epochs_per_batch)
-        # fractions of the run need a length
-        by_fraction = self.checkpoints.config.frequency is not None and self.checkpoints.config.every_steps is None
-        if by_fraction or not are_endless(self.schedule, self.optimizer.weight_decay):
+        # settings that depend on the run's progress need a length
+        config = self.checkpoints.config
+        checkpoints_follow_progress = config.frequency is not None and config.every_steps is None
+        if checkpoints_follow_progress or not are_endless(self.schedule, self.optimizer.weight_decay):
             self.end_with_the_data()
 
     async def run(self) -> PolicyRef:
@@ -108,12 +108,12 @@ class RolloutLoop(TrainingLoop):
         raise NotImplementedError
 
     def end_with_the_data(self) -> None:
-        """Makes a run whose length was not given one pass over the dataset, because something follows its progress."""
+        """Sets the length to one pass over the dataset if none was given. For settings that depend on the progress."""
         if self.max_steps is None and self.epochs is None:
             self.epochs, self.ends_with_the_data = 1, True
 
     def load_dataset(self) -> LoadedDataset:
-        """The prompts, in the store."""
+        """Returns the dataset. A list of prompts is stored first."""
         if isinstance(self.dataset, LoadedDataset):
             return self.dataset
         return load_prompts(self.model.workspace, InlineDataset.of(self.dataset), "prompt")
@@ -137,7 +137,8 @@ class RolloutLoop(TrainingLoop):
     def lookahead(
         self, data: LoadedDataset, steps: TrainingSteps, sample_and_grade: SampleAndGrade
     ) -> RolloutLookahead:
-        """Collects the rollouts of the steps, in the order of the dataset, with dynamic sampling and staleness."""
+        """Creates the object that collects the rollouts of the steps, in the order of the dataset, with dynamic
+        sampling and staleness."""
         source = PromptSource(
             model=self.model,
             data=data,
@@ -192,8 +193,8 @@ class RolloutLoop(TrainingLoop):
         total_steps: int | None,
         value_only_steps: int = 0,
     ) -> StepRequest:
-        """The step of the policy after `policy`. The first `value_only_steps` leave its weights as they are, and its
-        schedules run over the others."""
+        """Returns the request for the step that starts from `policy`. The first `value_only_steps` steps do not train
+        it. Its schedules start after them."""
         # the schedules of the policy run over the steps that train it
         step = policy.step
         trained_steps = None if total_steps is None else total_steps - value_only_steps
@@ -202,7 +203,7 @@ class RolloutLoop(TrainingLoop):
             batch=batch,
             reference=plan.reference,
             old_logprobs=self.algorithm.old_logprobs,
-            loss=self._loss_at(kl_beta),
+            loss=self._loss_settings(kl_beta),
             controllers_in=self.kl.state(kl_beta),
             optimizer=self.optimizer.at(max(0, step - value_only_steps), trained_steps, self.schedule),
             minibatches=self.minibatches_of(step, updates=step >= value_only_steps),
@@ -241,7 +242,7 @@ class RolloutLoop(TrainingLoop):
             return plan
         return plan.model_copy(update={"epochs": 0})
 
-    def _loss_at(self, kl_beta: float) -> dict[str, JsonValue]:
+    def _loss_settings(self, kl_beta: float) -> dict[str, JsonValue]:
         """The loss with the coefficient of this step, if the KL term is in the loss."""
         if self.loss.kl_beta == 0:
             return self.loss.model_dump()
@@ -251,7 +252,8 @@ class RolloutLoop(TrainingLoop):
 def _algorithm(
     algorithm_type: type[GRPOAlgorithm], options: PolicyOptions, max_steps: int | None, epochs: int | None
 ) -> GRPOAlgorithm:
-    """The settings of the algorithm. Raises ValueError for a count that is no whole number, else ValidationError."""
+    """The settings of the algorithm. Raises ValueError if a count is not a whole number, ValidationError if an option
+    is invalid."""
     values: Mapping[str, Any] = options
     counts = {name: whole_number(name, values[name]) for name in COUNTS if name in values}
     return read_options(algorithm_type, options, **counts, steps=max_steps, epochs=epochs)

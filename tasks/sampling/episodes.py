@@ -112,6 +112,7 @@ async def play(
 
     Raises:
         TooManyMasked: more than `plan.max_masked_fraction` of the episodes could not be played.
+        BadSpec: the plan asks for more tokens than the model's context has.
     """
     # Read the prompts and create an episode for each completion.
     store = workspace.open_store()
@@ -222,7 +223,7 @@ def trajectory_table(renderer: Renderer, policy: PolicyRef, episodes: list[Episo
 def _row(
     renderer: Renderer, policy: PolicyRef, episode: Episode, index: int, segment: EpisodeSegment | None
 ) -> dict[str, Any]:
-    """The table row of a segment; None: of an episode that has no tokens to train."""
+    """Returns the row of a segment. If `segment` is None, the episode has no tokens to train."""
     row: dict[str, Any] = {
         "token_ids": [],
         "weights": [],

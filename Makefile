@@ -60,7 +60,7 @@ bench: $(VENV)/.test
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=2 $(BIN)/mypy
 	$(BIN)/lint-imports
 
 clean:

@@ -329,6 +329,7 @@ async def sft_batch(
     with timed("storage"):
         records = read_rows(store, dataset, rows)
 
+    # Tokenize the conversations, and apply the limit on their length.
     renderer = renderer_of(store, base)
     limit = lengths.limit(workspace, base)
     table_rows, truncated, dropped = [], 0, 0
@@ -346,6 +347,7 @@ async def sft_batch(
             "assistant turn to train on" + _why_nothing(truncated, dropped)
         )
 
+    # The manifest names only counts above zero.
     schema = table_schema("batch", ["images"] if renderer.tokenizer.images else [])
     extra: dict[str, JsonValue] = {"prompts": len({row["group"] for row in table_rows}), "logprob_gap": None}
     if truncated:

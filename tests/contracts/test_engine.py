@@ -36,6 +36,7 @@ class TestLocalEngine(EngineContract):
             await engine.close()
 
 
+@pytest.mark.slow
 class TestLocalEngineInMemory(TestLocalEngine):
     @pytest.fixture
     def store_url(self, tmp_path: Path) -> str:

@@ -107,7 +107,7 @@ def place(shared_folder: Up) -> Up:
 
 def test_a_deployed_run_survives_kill_nine_of_engine_server_and_worker(place: Up) -> None:
     before = place.state.services
-    assert "nothing is changed" in place.up()
+    assert "nothing was changed" in place.up()
     assert place.state.services == before
     restarts = place.restarts
     run = place.start("killed", steps=30)

@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The tests start hundreds of processes. Each would compile all of our modules if Python could not store the bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up demo demo-torch demo-vllm test suite test-slow test-vllm test-browser chaos lint bench parity clean
+.PHONY: up demo demo-torch demo-vllm test test-slow test-vllm test-browser chaos lint bench parity clean
 
 # SAMPLER=vllm: the same run, sampled by vLLM
 demo: demo-$(SAMPLER)
@@ -30,12 +30,8 @@ up: $(VENV)/.demo
 	$(BIN)/ostinato demo --only-model
 	$(BIN)/ostinato up
 
-# both at once: mypy computes while tests wait for processes and timeouts
-test: $(VENV)/.test
-	$(MAKE) --no-print-directory --jobs=2 lint suite
-
 # two processes of one thread; a file's tests share their fixtures, and the files with the longest come early
-suite: $(VENV)/.test
+test: $(VENV)/.test lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/.test

@@ -167,7 +167,7 @@ class _ChainVerification:
         segments = self._segments(until)
         total = sum(end - start for start, end in segments)
         self._check_other_batches(segments, until)
-        self.published = published_models(self.chain.store)
+        self.published = self._published_models()
 
         # Between two rebases the numerics do not change, so the segments there share one backend.
         borders = sorted({0, *self.rebases, until + 1})
@@ -225,6 +225,22 @@ class _ChainVerification:
                 read_bytes(self.chain.store, record.request.batch)
             except StorageError as error:
                 self.findings.error(record.request.batch.key, str(error), RESTORE)
+
+    def _published_models(self) -> dict[str, list[Manifest]]:
+        """The manifests of the store's models, by the URI of each policy that a model was made from. A manifest that
+        cannot be read is reported, and does not stop the verification."""
+        manifests: dict[str, list[Manifest]] = {}
+        for name in list_models(self.chain.store):
+            for version in list_versions(self.chain.store, name):
+                key = keys.model_version(name, version)
+                try:
+                    manifest = read_manifest(self.chain.store, key)
+                except StorageError as error:
+                    self.findings.error(key, str(error), RESTORE)
+                    continue
+                for parent in manifest.parents:
+                    manifests.setdefault(parent, []).append(manifest)
+        return manifests
 
     # -- comparing ---------------------------------------------------------------------------------------------
 
@@ -337,17 +353,6 @@ class _ChainVerification:
         elif not path.is_file():
             raise ObjectNotFound(f"{entry.key} is gone")
         return path
-
-
-def published_models(store: ObjectStore) -> dict[str, list[Manifest]]:
-    """The manifests of all published models, by the URI of each policy that a model was made from."""
-    manifests: dict[str, list[Manifest]] = {}
-    for name in list_models(store):
-        for version in list_versions(store, name):
-            manifest = read_manifest(store, keys.model_version(name, version))
-            for parent in manifest.parents:
-                manifests.setdefault(parent, []).append(manifest)
-    return manifests
 
 
 def first_differing(record: CommitRecord, tensor_digests: dict[str, str]) -> str | None:

@@ -113,6 +113,15 @@ def test_the_first_tensor_of_a_broken_published_model_is_named(broken: ToyRun) -
     assert f"the first tensor of model.safetensors that differs is {first}" in problem
 
 
+def test_an_unreadable_manifest_of_a_model_is_reported_and_stops_nothing(broken: ToyRun) -> None:
+    (version,) = list_versions(broken.store, "toy")
+    key = keys.model_version("toy", version)
+    (broken.folder / keys.manifest_of_files(key)).write_bytes(b"{")
+    report = verify_run(broken.store, "toy")
+    assert only(report).startswith(key)
+    assert (report.chains[0].redone, report.chains[0].checkpoints, report.chains[0].models) == (4, 2, 0)
+
+
 def test_moments_are_compared_too(broken: ToyRun) -> None:
     path = checkpoint_file(broken, 4, "optimizer.safetensors")
     tensor = next(name for name in tensors_of(path) if name.startswith("exp_avg_sq."))

@@ -135,12 +135,7 @@ async def rollout_batch(
                 key,
                 parents=(policy.uri, *(ref.uri for ref in (*rollouts, *graded))),
                 provenance=workspace.provenance,
-                extra={
-                    "prompts": grades.prompts_in_batch(),
-                    "logprob_gap": gap.mean,
-                    **plan.rules,
-                    **extra,
-                },
+                extra={"prompts": grades.prompts_in_batch(), "logprob_gap": gap.mean, **plan.rules, **extra},
             )
     return require_parent(committed, policy.uri)
 

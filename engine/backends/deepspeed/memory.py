@@ -66,9 +66,7 @@ def state_bytes(
     weights = parameters * compute_bytes
     if stage != 3:
         weights *= ranks
-    weights_on_host = 0
-    if spec.offload_parameters != "none":
-        weights_on_host = weights
+    weights_on_host = weights if spec.offload_parameters != "none" else 0
     weights_on_device = weights - weights_on_host + all_buffers
 
     # Stage 1 holds a whole gradient on every rank until the step. In bfloat16 the micro-batches add up in a second

@@ -86,8 +86,7 @@ def open_pool(
     # Reserve a place for each replica, and choose how weights reach them. After an error nothing stays reserved.
     try:
         if trainer_placement is not None:
-            for index in range(spec.replicas):
-                places.append(ReplicaPlace(trainer_placement, index, SHARED_GPU))
+            places.extend(ReplicaPlace(trainer_placement, index, SHARED_GPU) for index in range(spec.replicas))
         else:
             _reserve(places, connection, spec, options.tensor_parallel, on_gpus=device.type == "cuda")
         delivery = _weight_delivery(spec, device)

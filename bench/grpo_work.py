@@ -142,7 +142,7 @@ def commit_batch(
                 "group": sequence.group,
                 "completion": n % shape.completions,
                 "token_ids": sequence.token_ids,
-                "weights": sequence.weights,
+                "loss_mask": sequence.loss_mask,
                 "advantages": [rewards[n] - mean] * len(completion.token_ids),
                 "old_logprobs": old[n],
                 "reference_logprobs": reference[n],

@@ -122,7 +122,7 @@ def step_after(bench: Bench, policy: PolicyRef) -> StepRequest:
     """Commits a batch of eight sequences of 400 tokens, and returns the request of a step on it."""
     import pyarrow as pa
 
-    row = {"group": "", "completion": 0, "token_ids": [10] * 400, "weights": [0.0] + [1.0] * 399}
+    row = {"group": "", "completion": 0, "token_ids": [10] * 400, "loss_mask": [False] + [True] * 399}
     table = pa.Table.from_pylist([row] * 8, schema=SCHEMAS["batch"])
     key = f"runs/{policy.run}/bench-batch"
     batch = commit_table(

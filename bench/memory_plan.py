@@ -69,10 +69,9 @@ def measure(folder: Path, dtype: str, tokens: int, *, sampler: bool) -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401 - part of the process, not of the model
 
     from engine.backends.protocol import Objective
-    from engine.backends.torch.causal_lm import CausalLM, frozen_copy
     from engine.backends.torch.loading import load_model
-    from engine.backends.torch.sampler import TorchSampler
     from engine.backends.torch.trainer import TorchTrainer
+    from engine.backends.torch.trainer_samplers import WholeModelSampler
     from engine.losses.likelihood import CrossEntropySpec
     from engine.models.samples import Sample
     from engine.protocol import SamplingParams
@@ -88,10 +87,7 @@ def measure(folder: Path, dtype: str, tokens: int, *, sampler: bool) -> None:
     # reset the peak, which does not count what loading takes
     Path("/proc/self/clear_refs").write_text("5")
     if sampler:
-        model = trainer.model
-        if compute != torch.float32:
-            model = CausalLM(frozen_copy(model.module, compute), compute_dtype=compute)
-        draws = TorchSampler(model, max_rows=ROWS, max_prefill_tokens=tokens)
+        draws = WholeModelSampler(trainer, compute, max_rows=ROWS, max_prefill_tokens=tokens)
 
     # sample and train
     ids = [list(range(5 + n, 5 + n + SEQUENCE)) for n in range(2 * tokens // SEQUENCE)]
@@ -100,6 +96,7 @@ def measure(folder: Path, dtype: str, tokens: int, *, sampler: bool) -> None:
         if sampler:
             params = SamplingParams(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
             prompts = [sequence[: SEQUENCE // 4] for sequence in ids[:ROWS]]
+            draws.sync(trainer, "state")
             draws.sample(prompts, list(range(len(prompts))), params)
         report = trainer.update(samples, Objective(CrossEntropySpec()), OptimizerSpec(lr=0.0), max_tokens=tokens)
         assert report.micro_batches == 2, report

@@ -166,8 +166,8 @@ def call_milliseconds(pool_engine: Any) -> list[float]:
     return runtime._thread.run(call())
 
 
-def measure(arms: Arms, pairs: int) -> None:
-    """Runs the rounds of all arms in alternating order, and prints the figures."""
+def measure(arms: Arms, pairs: int) -> dict[str, list[Round]]:
+    """Runs the rounds of all arms in alternating order, and prints the figures. Returns the rounds of each arm."""
     # warm up: the engine's first call also syncs the weights to vLLM
     names = arms.names
     for arm in names:
@@ -211,6 +211,21 @@ def measure(arms: Arms, pairs: int) -> None:
         calls = call_milliseconds(arms.pool)
         quantiles = statistics.quantiles(calls, n=20)
         print(f"a call to an actor: median {statistics.median(calls):.2f} ms, 95th percentile {quantiles[-1]:.2f} ms")
+    return results
+
+
+def save_rounds(results: dict[str, list[Round]], shape: Shape, path: Path) -> None:
+    """Writes the rounds of the engine and of bare vLLM as a result of bench/speed. Both ran in this process."""
+    from bench.speed.report import result_of, save
+    from bench.speed.turns import Turn, peak_gb
+
+    turns: dict[str, list[Turn]] = {}
+    for arm, name in (("engine", "ostinato"), ("bare", "vLLM")):
+        turns[name] = []
+        for measured in results[arm]:
+            turns[name].append(Turn(sum(map(len, measured.tokens)), measured.cpu, measured.wall, peak_gb()))
+    rows = shape.prompts * shape.completions
+    save(result_of(path.stem, f"rollout with vLLM, {rows} x {shape.new_tokens} tokens", turns), path.parent)
 
 
 def main() -> None:
@@ -221,7 +236,8 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each completion")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
-    parser.add_argument("--replicas", type=int, default=0, help="replicas of the arm \"pool\"; 0: no such arm")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures, as bench/speed writes them")
+    parser.add_argument("--replicas", type=int, default=0, help='replicas of the arm "pool"; 0: no such arm')
     options = parser.parse_args()
     require_model(options.model)
     # OpenMP's setting is per thread: the bare arms compute in this thread, the engine in its own
@@ -241,12 +257,14 @@ def main() -> None:
             arms.pool = connect(f"file://{folder}/pool", pool_spec)
             arms.pool_policy = loop.run_until_complete(new_policy(arms.pool, options.model.resolve(), "bench"))
         try:
-            measure(arms, options.pairs)
+            results = measure(arms, options.pairs)
         finally:
             for opened in (arms.pool, engine):
                 if opened is not None:
                     loop.run_until_complete(opened.close())
             loop.close()
+    if options.out:
+        save_rounds(results, shape, options.out)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class SimulatedEngine:
         self.clock.advance(
             len(request.sequences) * self.model.nominal_tokens / self.model.score_tokens_per_second
         )
-        trained = [sequence.weights.count(1.0) for sequence in request.sequences]
+        trained = [sequence.trained for sequence in request.sequences]
         drawn = (-np.random.default_rng(0).exponential(1.0, sum(trained))).astype(np.float32)
         scored = [part.tolist() for part in np.split(drawn, np.cumsum(trained)[:-1])]
         self.cpu_seconds += time.process_time() - began

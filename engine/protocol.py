@@ -7,15 +7,16 @@ than the newest epoch of the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Annotated, Literal, Protocol
 
+import numpy as np
 from pydantic import AfterValidator, Field
 
 from engine.errors import BadSpec
 from engine.models.images import Images, check_images
+from engine.models.token_arrays import LossMask, TokenArray, as_loss_mask, as_token_ids
 from storage.chain.records import CommitRecord, Numerics, PolicyRef, Root, StepRequest
 from storage.number_types import MAX_TEMPERATURE, MIN_TEMPERATURE
 from storage.serialization import Frozen
@@ -106,41 +107,41 @@ class Completion:
     stop_reason: StopReason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenSequence:
-    """A sequence whose trained tokens (weight > 0) are scored. Both lists have length L.
+    """A sequence of L tokens whose trained tokens are scored.
 
-    Raises BadSpec for a sequence without tokens, for weights that `check_weights` rejects, and for images outside the
+    Lists become arrays. `loss_mask` may be given as weights: tokens of a weight above 0 are trained. Raises BadSpec for
+    a sequence without tokens, for what `as_token_ids` and `as_loss_mask` reject, and for images outside the
     sequence."""
 
-    token_ids: TokenIds
-    weights: list[float]
+    token_ids: TokenArray
+    loss_mask: LossMask
     group: str = ""
     """Sequences of one group start with the same prompt, which the engine computes once."""
     images: Images = ()
 
     def __post_init__(self) -> None:
-        if not self.token_ids:
+        # The class is frozen, so its fields are set this way.
+        token_ids = as_token_ids(self.token_ids, "a sequence")
+        if len(token_ids) == 0:
             raise BadSpec("a sequence has no tokens; give at least one, or leave the sequence out")
-        check_weights(self.token_ids, self.weights, "a sequence")
+        object.__setattr__(self, "token_ids", token_ids)
+        object.__setattr__(self, "loss_mask", as_loss_mask(self.loss_mask, len(token_ids), "a sequence"))
         if self.images:
-            check_images(self.images, len(self.token_ids))
+            check_images(self.images, len(token_ids))
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenSequence):
+            return NotImplemented
+        same_ids = np.array_equal(self.token_ids, other.token_ids)
+        same_mask = np.array_equal(self.loss_mask, other.loss_mask)
+        return same_ids and same_mask and (self.group, self.images) == (other.group, other.images)
 
-def check_weights(token_ids: Sequence[int], weights: Sequence[float], name: str) -> None:
-    """Raises BadSpec unless there is one finite weight >= 0 per token, and the weight of the first token is 0.
-
-    `name` names the owner of the tokens in the message."""
-    if len(weights) != len(token_ids):
-        raise BadSpec(f"{name} has {len(token_ids)} tokens and {len(weights)} weights; give one weight per token")
-    if not weights:
-        return
-    # Check all at once, which is faster for a long sequence. The bad weight is looked up only for the message.
-    if not all(map(isfinite, weights)) or min(weights) < 0:
-        bad_weight = next(weight for weight in weights if not isfinite(weight) or weight < 0)
-        raise BadSpec(f"{name} has a token of weight {bad_weight}; give finite weights of at least 0")
-    if weights[0] > 0:
-        raise BadSpec(f"the first token of {name} has a weight above 0, but nothing predicts it; give it weight 0")
+    @property
+    def trained(self) -> int:
+        """Number of trained tokens."""
+        return int(np.count_nonzero(self.loss_mask))
 
 
 @dataclass(frozen=True, slots=True)

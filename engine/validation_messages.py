@@ -47,12 +47,17 @@ def describe_errors(errors: Iterable[Mapping[str, Any]], document: Any = None) -
 
 
 def field_path(error: Mapping[str, Any], document: Any) -> str:
-    """The path of the field in the document, such as "messages.0.content"; empty for the whole document.
+    """The path of the field in the document, such as "messages.0.content"; empty for the whole document."""
+    return ".".join(field_keys(error, document))
+
+
+def field_keys(error: Mapping[str, Any], document: Any) -> list[str]:
+    """The keys and indices that lead to the field in the document.
 
     Pydantic's location of an error also has names of classes, validators and branches of a union. Parts that the
     document does not have are left out, except a required field that is missing. Without a document, all parts stay."""
     if document is None:
-        return ".".join(map(str, error["loc"]))
+        return [str(part) for part in error["loc"]]
     parts, value = [], document
     for part in error["loc"]:
         # A part that the document has is a key or an index. Any other part is a name of pydantic's.
@@ -63,7 +68,7 @@ def field_path(error: Mapping[str, Any], document: Any) -> str:
         elif error["type"] != "missing" or part != error["loc"][-1]:
             continue
         parts.append(str(part))
-    return ".".join(parts)
+    return parts
 
 
 def message_of(error: Mapping[str, Any]) -> str:

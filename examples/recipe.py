@@ -1,6 +1,6 @@
 """A recipe of one's own: reward a property of the text with a plain function.
 
-    .venv/bin/python examples/recipe.py      (after `make demo`, which brings the model)
+    python examples/recipe.py      (in the environment of `make demo` or `ostinato demo`, which brings the model)
 """
 
 from __future__ import annotations

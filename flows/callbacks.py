@@ -25,6 +25,7 @@ from flows.configs.validation import Every
 from flows.training.arguments import grading_of
 from storage.chain.records import PolicyRef
 from storage.inspect.accounting import step_inputs
+from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan
 from tasks.datasets.load import LoadedDataset
@@ -61,13 +62,6 @@ class Cadence:
             raise ValueError(f"every={self.every}, expected a share of the run above 0, at most 1")
         if self.every_steps is not None and self.every_steps < 1:
             raise ValueError(f"every_steps={self.every_steps}, expected 1 or more")
-
-    @classmethod
-    def between(cls, config: Every) -> Self | None:
-        """The cadence during training, without its beginning and end; None when the config has no interval."""
-        if config.every is None and config.every_steps is None:
-            return None
-        return cls(config.every, config.every_steps, at_start=False, at_end=False)
 
     @classmethod
     def of(cls, config: Every) -> Self:
@@ -116,6 +110,25 @@ class Moment:
     graded: tuple[ArtifactRef, ...] = ()
     show: Callable[[Table], Awaitable[None]] | None = None
     """Shows a table in the terminal, the loggers and Prefect."""
+    note: Callable[[str], None] | None = None
+    """Adds a line to the terminal and to the log of the flow run."""
+
+    def announce(self, rows: str) -> None:
+        """Adds a line that an evaluation begins. `rows` says on what, such as "64 held-out prompts"."""
+        if self.note is not None:
+            self.note(f"evaluating {rows} {when(self.policy, self.total_steps)} …")
+
+
+def when(policy: PolicyRef, total_steps: int | None) -> str:
+    """The time of a measurement of the policy in words: before training, after step 12, after training."""
+    if policy.step not in (0, total_steps):
+        return f"after step {policy.step}"
+    return f"{'after' if policy.step else 'before'} {training_name(policy)}"
+
+
+def training_name(policy: PolicyRef) -> str:
+    """The word "training" in the first stage of a run. A later stage is named, such as "gspo"."""
+    return "training" if policy.stage.startswith("0-") else keys.stage_kind(policy.stage)
 
 
 class Callback(Protocol):
@@ -135,8 +148,11 @@ class HeldoutEvaluation:
 
     evaluate: Callable[[PolicyRef], Awaitable[ArtifactRef | None]]
     cadence: Cadence
+    prompts: int
+    """Number of held-out prompts."""
 
     async def at(self, moment: Moment) -> ArtifactRef | None:
+        moment.announce(f"{self.prompts} held-out prompts")
         return await self.evaluate(moment.policy)
 
 
@@ -152,22 +168,21 @@ class ValidationLoss:
 
     async def at(self, moment: Moment) -> ArtifactRef | None:
         """Raises ValueError in a class of reinforcement learning, which has no loss of rows."""
-        model = moment.model
-        # reward models
-        if isinstance(moment.loss, RankingSpec | MSESpec):
-            score_plan = ScoreValidationPlan(
-                base=model.base, dataset=self._load(moment).ref, loss=moment.loss, lengths=self.lengths
-            )
-            return await validate_scores(model.workspace, moment.policy, score_plan)
-        # SFT and DPO
-        if not isinstance(moment.loss, CrossEntropySpec | DPOSpec):
+        model, loss = moment.model, moment.loss
+        if not isinstance(loss, CrossEntropySpec | DPOSpec | RankingSpec | MSESpec):
             raise ValueError(
                 "ValidationLoss works with SFT, DPO and RewardModelling, and this class is none of them; leave it out"
             )
+        data = self._load(moment)
+        moment.announce(f"{data.rows} held-out rows")
+        # reward models
+        if isinstance(loss, RankingSpec | MSESpec):
+            score_plan = ScoreValidationPlan(base=model.base, dataset=data.ref, loss=loss, lengths=self.lengths)
+            return await validate_scores(model.workspace, moment.policy, score_plan)
+        # SFT and DPO
         plan = ValidationLossPlan(
-            base=model.base, dataset=self._load(moment).ref, loss=moment.loss, reference=moment.reference,
-            lengths=self.lengths,
-        )  # fmt: skip
+            base=model.base, dataset=data.ref, loss=loss, reference=moment.reference, lengths=self.lengths
+        )
         return await validate_loss(model.workspace, moment.policy, plan)
 
     def _load(self, moment: Moment) -> LoadedDataset:
@@ -197,9 +212,10 @@ class GraderEvaluation:
     """Completions per prompt."""
 
     async def at(self, moment: Moment) -> ArtifactRef:
-        model = moment.model
+        model, prompts = moment.model, _prompts(moment, self.dataset, self.completions)
+        moment.announce(f"{len(prompts.rows)} held-out prompts")
         plan = EvaluationPlan(
-            prompts=_prompts(moment, self.dataset, self.completions),
+            prompts=prompts,
             sampling=self.sampling or model.sampling.model_copy(update=GREEDY),
             grading=grading_of(self.grader),
             label=self.name,
@@ -219,9 +235,10 @@ class EnvironmentValidation:
     """How answers are sampled. None: as for training, but greedy."""
 
     async def at(self, moment: Moment) -> ArtifactRef:
-        model = moment.model
+        model, prompts = moment.model, _prompts(moment, self.dataset, 1)
+        moment.announce(f"{len(prompts.rows)} held-out prompts")
         plan = EpisodeEvaluationPlan(
-            prompts=_prompts(moment, self.dataset, 1),
+            prompts=prompts,
             sampling=self.sampling or model.sampling.model_copy(update=GREEDY),
             episodes=self.episodes,
         )
@@ -258,7 +275,7 @@ class SamplesTable:
         # episodes have no tables of grades: the grades are in the table of the episodes
         tables = inputs.graded or inputs.rollouts
         for drawn, graded in zip(inputs.rollouts, tables, strict=True):
-            rows += sample_rows(store, policy.step - 1, drawn, graded, count=each)
+            rows += sample_rows(store, drawn, graded, count=each)
         await moment.show(Table(name=self.name, step=policy.step, rows=tuple(rows[: self.samples])))
 
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from prefect import flow
-
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.configs.preferences import DPOAlgorithm, DPOConfig, PreferenceOptimizer
 from flows.display.terminal import TerminalProgress
-from flows.ops.hooks import ON_END
+from flows.ops.run_names import flow_run_title
+from flows.runs.checked_flow import checked_flow
 from flows.runs.session import open_run
 from flows.training.aliases import accept_aliases
 from flows.training.options import DPOOptions
@@ -75,7 +74,7 @@ class DPO(SupervisedLoop):
         return start
 
 
-@flow(name="dpo", flow_run_name="{config.title}", **ON_END)
+@checked_flow(name="dpo", flow_run_name=flow_run_title)
 async def dpo(config: DPOConfig) -> dict[str, Any]:
     """Trains a model on preferences, publishes it and reports.
 

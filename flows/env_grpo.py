@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Unpack
 
-from prefect import flow
-
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.configs.environments import ENVGRPOAlgorithm, ENVGRPOConfig, EpisodeRegularisation
 from flows.display.terminal import TerminalProgress
-from flows.ops.hooks import ON_END
+from flows.ops.run_names import flow_run_title
+from flows.runs.checked_flow import checked_flow
 from flows.runs.session import open_run
 from flows.training.aliases import accept_aliases
 from flows.training.options import EpisodeOptions, check_episode_options, check_turn_options, episode_plan
@@ -88,7 +87,7 @@ class ENVGRPO(RolloutLoop):
             async for step in steps:
                 # episodes: calls play, with max_staleness for later steps as well
                 collected = await lookahead.rollouts_for(step.policy)
-                # the batch: advantages, and the log-probabilities of the old policy and the reference
+                # the batch: advantages, and the log-probabilities that are needed before the step
                 kl_beta = self.next_kl_beta(steps)
                 plan = self.batch_plan(start, kl_beta)
                 batch = await prepare_trajectories(
@@ -104,7 +103,7 @@ class ENVGRPO(RolloutLoop):
         return steps.policy
 
 
-@flow(name="env_grpo", flow_run_name="{config.title}", **ON_END)
+@checked_flow(name="env_grpo", flow_run_name=flow_run_title)
 async def env_grpo(config: ENVGRPOConfig) -> dict[str, Any]:
     """Trains a model with GRPO on episodes with an environment, evaluates it before and after on held-out prompts,
     publishes it and reports.

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from prefect import flow
-
 from engine.handles import TrainingModel
 from engine.losses.policy_gradient import GSPOSpec
 from engine.text.threads import StringThread
@@ -20,7 +18,8 @@ from flows.configs.environments import ENVGSPOAlgorithm, ENVGSPOConfig
 from flows.configs.gspo import check_has_gspo
 from flows.display.terminal import TerminalProgress
 from flows.env_grpo import ENVGRPO
-from flows.ops.hooks import ON_END
+from flows.ops.run_names import flow_run_title
+from flows.runs.checked_flow import checked_flow
 from flows.runs.session import open_run
 from flows.training.aliases import accept_aliases
 from flows.training.options import EpisodeOptions
@@ -57,7 +56,7 @@ class ENVGSPO(ENVGRPO):
         super().__init__(dataset, model, environment_factory, max_num_grpo_steps=max_num_gspo_steps, **options)
 
 
-@flow(name="env_gspo", flow_run_name="{config.title}", **ON_END)
+@checked_flow(name="env_gspo", flow_run_name=flow_run_title)
 async def env_gspo(config: ENVGSPOConfig) -> dict[str, Any]:
     """Trains a model with GSPO on episodes with an environment, evaluates it before and after on held-out prompts,
     publishes it and reports.

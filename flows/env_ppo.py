@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from prefect import flow
-
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.configs.env_ppo import ENVPPOAlgorithm, ENVPPOConfig, ENVPPORegularisation
 from flows.display.terminal import TerminalProgress
-from flows.ops.hooks import ON_END
+from flows.ops.run_names import flow_run_title
+from flows.runs.checked_flow import checked_flow
 from flows.runs.session import open_run
 from flows.training.aliases import PPO_ALIASES, accept_aliases
 from flows.training.critic import Critic, check_ppo_options
@@ -94,7 +93,7 @@ class ENVPPO(RolloutLoop):
                 policy, value = step.policies
                 # episodes: calls play, with max_staleness for later steps as well
                 collected = await lookahead.rollouts_for(policy)
-                # the batch: advantages, and the log-probabilities of the old policy and the reference
+                # the batch: advantages, and the log-probabilities that are needed before the step
                 kl_beta = self.next_kl_beta(steps)
                 plan = self.batch_plan(start, kl_beta)
                 batch = await prepare_ppo_episode_batch(
@@ -112,7 +111,7 @@ class ENVPPO(RolloutLoop):
         return steps.policy
 
 
-@flow(name="env_ppo", flow_run_name="{config.title}", **ON_END)
+@checked_flow(name="env_ppo", flow_run_name=flow_run_title)
 async def env_ppo(config: ENVPPOConfig) -> dict[str, Any]:
     """Trains a model with PPO and a value model on episodes with an environment, evaluates it before and after on
     held-out prompts, publishes it and reports.

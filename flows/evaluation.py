@@ -12,8 +12,6 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from prefect import flow
-
 from engine.handles import Model
 from engine.workspace import Workspace
 from flows.configs.evaluation import EvaluationFlowConfig, Suite, semantic
@@ -21,12 +19,14 @@ from flows.display.artifacts import put_markdown, put_table
 from flows.display.terminal import TerminalProgress
 from flows.ops.attempts import check_attempts
 from flows.ops.deployment_settings import with_deployment_settings
-from flows.ops.hooks import ON_END
 from flows.ops.run_keys import EVALUATION_KEY_PREFIX
+from flows.ops.run_names import flow_run_title
 from flows.ops.termination import reraise_termination
 from flows.recipe import RecipeContext
+from flows.runs.checked_flow import checked_flow
 from flows.runs.code_version import code_version
 from flows.runs.events import emit_eval_regressed
+from flows.runs.input_checks import check_inputs
 from flows.runs.session import read_result, release_engine, release_run, take_lease, write_result
 from storage.chain.listing import EVALUATED
 from storage.chain.run_record import create_or_check_run
@@ -37,6 +37,7 @@ from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.tables import read_table
 from tasks.compare import compare_models
 from tasks.datasets.load import LoadedDataset
+from tasks.datasets.registered import resolve
 from tasks.evaluation.model_comparison import Cell, Comparison, compare, comparison_markdown, score_table
 from tasks.grade import grade_rollouts
 from tasks.load import load_prompts
@@ -56,6 +57,12 @@ class LoadedSuite:
     @classmethod
     def load(cls, workspace: Workspace, suite: Suite) -> LoadedSuite:
         """Loads the prompts into the store, and the graders. Raises DatasetError, GraderSpecError."""
+        # the suite gets the full versions of registered datasets, so that it is the same wherever it is used next
+        store = workspace.open_store()
+        resolved = []
+        for dataset in suite.datasets:
+            resolved.append(dataset.model_copy(update={"source": resolve(store, dataset.source, "prompt")}))
+        suite = suite.model_copy(update={"datasets": tuple(resolved)})
         datasets = {dataset.name: load_prompts(workspace, dataset.source, "prompt") for dataset in suite.datasets}
         return cls(suite, datasets, {grader.name: grader.grading() for grader in suite.graders})
 
@@ -69,7 +76,7 @@ class LoadedSuite:
         )
 
 
-@flow(name="evaluation", flow_run_name="{config.title}", **ON_END)
+@checked_flow(name="evaluation", flow_run_name=flow_run_title)
 async def evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     """Evaluates models on fixed prompts, and compares them in pairs on the same prompts.
 
@@ -83,8 +90,9 @@ async def evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
 async def _run_evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     check_attempts(config.run or config.title)
     config, logger = with_deployment_settings(config), TerminalProgress()
-    # load the inputs, whose digest identifies the run
     workspace = _workspace(config)
+    check_inputs(config, workspace.open_store())
+    # load the inputs, whose digest identifies the run
     loaded = LoadedSuite.load(workspace, config.suite)
     models = await _load_models(workspace, config.models)
     body = loaded.semantic(models={name: ref.sha256 for name, ref in models.items()})
@@ -113,6 +121,9 @@ async def _run_evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
         await release_run(workspace)
     # publish the comparison
     comparison = read_comparison(workspace, table)
+    for score in comparison.scores:
+        mean = "no grade" if score.mean is None else f"mean {score.mean:.3f}"
+        logger.note(f"{score.model} on {score.dataset}, graded by {score.grader}: {mean}, {score.prompts} prompts")
     await put_table("evaluation", score_table(comparison), description=f"Evaluation `{run}`")
     await put_markdown("comparison", comparison_markdown(comparison))
     _announce_regressions(comparison, next(iter(models)))
@@ -192,6 +203,7 @@ async def _evaluate(
     cells = []
     try:
         for dataset, data in loaded.datasets.items():
+            logger.note(f"evaluating {name} on {dataset}: {data.rows} prompts …")
             # the completions are sampled once and shared by all graders
             stage, rollouts = await _sample(model_workspace, base, loaded.suite, data)
             for grader, grading in loaded.gradings.items():
@@ -199,7 +211,6 @@ async def _evaluate(
                 cells.append(
                     Cell(model=name, dataset=dataset, grader=grader, rollouts=tuple(rollouts), graded=tuple(graded))
                 )
-            logger.note(f"{name} is evaluated on {dataset}: {data.rows} prompts, {len(rollouts)} shards")
     finally:
         await release_engine(model_workspace)
     return cells

@@ -1,7 +1,8 @@
 """GRPO (arXiv:2402.03300) as a chain of committed steps. The loop is `GRPO.run`; the flow around it is `grpo`.
 
 Departures from the paper: the loss is a mean over the tokens of the whole minibatch (`loss_norm`), and the old
-log-probabilities are recomputed by the trainer, so that a sampler in another precision cannot bias the ratio.
+log-probabilities are the trainer's, so that a sampler in another precision cannot bias the ratio. With one update per
+batch, they come from the update's own forward pass (`old_logprobs_of_step`).
 
     ostinato run grpo --config examples/demo.yaml --set algorithm.steps=30
 """
@@ -10,13 +11,12 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from prefect import flow
-
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.configs.common import GRPOConfig
 from flows.display.terminal import TerminalProgress
-from flows.ops.hooks import ON_END
+from flows.ops.run_names import flow_run_title
+from flows.runs.checked_flow import checked_flow
 from flows.runs.session import open_run
 from flows.training.aliases import accept_aliases
 from flows.training.arguments import grading_of
@@ -24,7 +24,7 @@ from flows.training.options import GRPOOptions
 from flows.training.rollout_collection import RolloutsAndGrades
 from flows.training.rollout_flow import reward_arguments, train_on_rewards
 from flows.training.rollout_loop import RolloutLoop
-from flows.training.shards import generate_shards, grade_shards
+from flows.training.shards import sample_and_grade_shards
 from flows.training.training_steps import training_steps
 from storage.chain.records import PolicyRef
 from tasks.datasets.load import LoadedDataset
@@ -72,9 +72,9 @@ class GRPO(RolloutLoop):
         total_steps = self.count_steps(data)
 
         async def sample_and_grade(policy: PolicyRef, shards: list[PromptShard], step: int) -> RolloutsAndGrades:
-            rollouts = await generate_shards(workspace, policy, shards, self.model.sampling, step=step)
-            graded = await grade_shards(workspace, policy, shards, rollouts, self.grading, step=step)
-            return rollouts, graded
+            return await sample_and_grade_shards(
+                workspace, policy, shards, self.model.sampling, self.grading, step=step
+            )
 
         async with (
             training_steps(self, total_steps) as steps,
@@ -83,7 +83,7 @@ class GRPO(RolloutLoop):
             async for step in steps:
                 # sampling and grading: calls sample_and_grade, with max_staleness for later steps as well
                 collected = await lookahead.rollouts_for(step.policy)
-                # the batch: advantages, and the log-probabilities of the old policy and the reference
+                # the batch: advantages, and the log-probabilities that are needed before the step
                 kl_beta = self.next_kl_beta(steps)
                 plan = self.batch_plan(start, kl_beta)
                 batch = await prepare_batch(
@@ -98,7 +98,7 @@ class GRPO(RolloutLoop):
         return steps.policy
 
 
-@flow(name="grpo", flow_run_name="{config.title}", **ON_END)
+@checked_flow(name="grpo", flow_run_name=flow_run_title)
 async def grpo(config: GRPOConfig) -> dict[str, Any]:
     """Trains a model with GRPO, evaluates it before and after on held-out prompts, publishes it and reports.
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from prefect import flow
-
 from engine.handles import TrainingModel
 from engine.losses.policy_gradient import GSPOSpec
 from engine.text.threads import StringThread
 from flows.configs.gspo import GSPOAlgorithm, GSPOConfig, check_has_gspo
 from flows.display.terminal import TerminalProgress
 from flows.grpo import GRPO
-from flows.ops.hooks import ON_END
+from flows.ops.run_names import flow_run_title
+from flows.runs.checked_flow import checked_flow
 from flows.runs.session import open_run
 from flows.training.aliases import accept_aliases
 from flows.training.options import GRPOOptions
@@ -53,7 +52,7 @@ class GSPO(GRPO):
         super().__init__(dataset, model, grader, max_num_grpo_steps=max_num_gspo_steps, **options)
 
 
-@flow(name="gspo", flow_run_name="{config.title}", **ON_END)
+@checked_flow(name="gspo", flow_run_name=flow_run_title)
 async def gspo(config: GSPOConfig) -> dict[str, Any]:
     """Trains a model with GSPO, evaluates it before and after on held-out prompts, publishes it and reports.
 

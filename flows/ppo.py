@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from prefect import flow
-
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.configs.ppo import PPOAlgorithm, PPOConfig, PPORegularisation
 from flows.display.terminal import TerminalProgress
-from flows.ops.hooks import ON_END
+from flows.ops.run_names import flow_run_title
+from flows.runs.checked_flow import checked_flow
 from flows.runs.session import open_run
 from flows.training.aliases import PPO_ALIASES, accept_aliases
 from flows.training.arguments import grading_of
@@ -26,7 +25,7 @@ from flows.training.options import PPOOptions
 from flows.training.rollout_collection import RolloutsAndGrades
 from flows.training.rollout_flow import reward_arguments, train_on_rewards, value_arguments
 from flows.training.rollout_loop import RolloutLoop
-from flows.training.shards import generate_shards, grade_shards
+from flows.training.shards import sample_and_grade_shards
 from flows.training.training_steps import training_steps
 from storage.chain.records import PolicyRef
 from tasks.datasets.load import LoadedDataset
@@ -82,9 +81,9 @@ class PPO(RolloutLoop):
         value_only_steps = critic.value_only_steps(total_steps)
 
         async def sample_and_grade(policy: PolicyRef, shards: list[PromptShard], step: int) -> RolloutsAndGrades:
-            rollouts = await generate_shards(workspace, policy, shards, self.model.sampling, step=step)
-            graded = await grade_shards(workspace, policy, shards, rollouts, self.grading, step=step)
-            return rollouts, graded
+            return await sample_and_grade_shards(
+                workspace, policy, shards, self.model.sampling, self.grading, step=step
+            )
 
         async with (
             training_steps(self, total_steps, further_models=[critic.model]) as steps,
@@ -94,7 +93,7 @@ class PPO(RolloutLoop):
                 policy, value = step.policies
                 # sampling and grading: calls sample_and_grade, with max_staleness for later steps as well
                 collected = await lookahead.rollouts_for(policy)
-                # the batch: advantages, and the log-probabilities of the old policy and the reference
+                # the batch: advantages, and the log-probabilities that are needed before the step
                 kl_beta = self.next_kl_beta(steps)
                 plan = self.batch_plan(start, kl_beta)
                 batch = await prepare_ppo_batch(
@@ -112,7 +111,7 @@ class PPO(RolloutLoop):
         return steps.policy
 
 
-@flow(name="ppo", flow_run_name="{config.title}", **ON_END)
+@checked_flow(name="ppo", flow_run_name=flow_run_title)
 async def ppo(config: PPOConfig) -> dict[str, Any]:
     """Trains a model with PPO and a value model, evaluates it before and after on held-out prompts, publishes it and
     reports.

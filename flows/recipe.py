@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, get_type_hints
 
-from prefect import Flow, flow
+from prefect import Flow
 from pydantic import TypeAdapter
 from pydantic_core import PydanticSerializationError
 
@@ -27,9 +27,10 @@ from flows.configs.common import StorageConfig
 from flows.configs.forms import FormConfig
 from flows.ops.attempts import check_attempts
 from flows.ops.deployment_settings import with_deployment_settings
-from flows.ops.hooks import ON_END
 from flows.ops.run_keys import current_run_key
 from flows.ops.termination import reraise_termination
+from flows.runs.checked_flow import checked_flow
+from flows.runs.input_checks import check_inputs
 from flows.runs.recipe_context import RecipeContext
 from flows.runs.session import read_result, release_run, write_result
 from storage.serialization import canonical_json
@@ -74,17 +75,19 @@ def recipe_main(function: Recipe) -> Flow[..., Any]:
     name = function.__name__
 
     async def run(config: InputConfig) -> Any:
-        with reraise_termination():
+        with reraise_termination() as ending:
             config = with_deployment_settings(config)
             key = config.run or current_run_key(name)
             check_attempts(key)
             semantic, store = {"config": config.semantic()}, config.storage.url
             ctx = RecipeContext.open(key, store=store, seed=config.seed, engine=config.engine, semantic=semantic)
+            ending.workspace = ctx.workspace
             try:
                 # a finished run returns what it returned
                 result = read_result(ctx.workspace)
                 if result is not None:
                     return result["returned"]
+                check_inputs(config, ctx.workspace.open_store())
                 with grading_in(ctx):
                     returned = await function(**{config_name: config} | ({ctx_name: ctx} if ctx_name else {}))
                 return write_result(ctx.workspace, {"run": key, "returned": _as_json(name, returned)})["returned"]
@@ -95,13 +98,13 @@ def recipe_main(function: Recipe) -> Flow[..., Any]:
     run.__name__, run.__qualname__, run.__module__ = name, function.__qualname__, function.__module__
     run.__doc__ = function.__doc__
     run.__annotations__ = {"config": config_type, "return": Any}
-    return flow(name=name, **ON_END)(run)
+    return checked_flow(name=name)(run)
 
 
 def _parameters(function: Recipe) -> tuple[str, type[InputConfig], str | None]:
     """The name and the type of the config's parameter, and the name of the context's parameter, if any."""
     if not inspect.iscoroutinefunction(function):
-        raise TypeError(f"{function!r} is no async function; write `async def` before a recipe")
+        raise TypeError(f"{function!r} is no async function; write 'async def' before a recipe")
     # annotations may be text, which get_type_hints evaluates
     hints = get_type_hints(function)
     config: tuple[str, type[InputConfig]] | None = None

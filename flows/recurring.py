@@ -15,8 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from prefect import flow
-
 from engine.workspace import Workspace
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.recurring import RecurringConfig
@@ -25,14 +23,16 @@ from flows.display.terminal import TerminalProgress
 from flows.evaluation import LoadedSuite, evaluation
 from flows.ops.attempts import check_attempts
 from flows.ops.deployment_settings import with_deployment_settings
-from flows.ops.hooks import ON_END
+from flows.ops.run_names import flow_run_title
 from flows.ops.termination import reraise_termination
 from flows.promotion.approval import request_approval
 from flows.promotion.gate import GateVerdict, judge
 from flows.promotion.model_card import commit_card, find_card
+from flows.runs.checked_flow import checked_flow
 from flows.runs.events import announce_promotion
+from flows.runs.input_checks import check_inputs
 from flows.runs.session import workspace_of
-from flows.training.child_runs import import_flow, training_inputs
+from flows.training.child_runs import import_flow, training_inputs, with_full_versions
 from storage.errors import AliasMoved
 from storage.inspect.lineage import training_datasets
 from storage.registry.decisions import (
@@ -103,7 +103,7 @@ class DecisionInputs:
         return f"recurring-{self.config.model}/{self.training_digest}"
 
 
-@flow(name="recurring", flow_run_name="recurring {config.model}", **ON_END)
+@checked_flow(name="recurring", flow_run_name=flow_run_title)
 async def recurring(config: RecurringConfig) -> dict[str, Any]:
     """Fine-tunes a model again when there is new data, and promotes the result only if it beats the champion.
 
@@ -129,10 +129,24 @@ async def recurring(config: RecurringConfig) -> dict[str, Any]:
 def _load_inputs(config: RecurringConfig) -> DecisionInputs:
     """Loads the datasets, the champion and the suite. Uses the store only, not the engine."""
     workspace = workspace_of(config.place, f"recurring-{config.model}")
-    data, *further = (load_prompts(workspace, *source) for source in training_inputs(config.training).values())
+    training = with_full_versions(workspace.open_store(), config.training)
+    config = config.model_copy(update={"training": training})
     champion = champion_of(workspace.open_store(), config.model)
+    _check_inputs(config, workspace, champion)
+    data, *further = (load_prompts(workspace, *source) for source in training_inputs(config.training).values())
     suite = LoadedSuite.load(workspace, config.suite)
     return DecisionInputs(config, workspace, champion, data, suite, tuple(further))
+
+
+def _check_inputs(config: RecurringConfig, workspace: Workspace, champion: AliasEntry | None) -> None:
+    """Raises ConfigError for an input that is not there. A training that starts from the champion needs no base
+    model."""
+    training = config.training.config
+    if champion is not None and config.start_from == "champion":
+        model = training.model.model_copy(update={"key": f"{config.model}@{champion.version}"})
+        training = training.model_copy(update={"model": model})
+    changes = {"training": config.training.model_copy(update={"config": training})}
+    check_inputs(config.model_copy(update=changes), workspace.open_store())
 
 
 def _finish_earlier_work(inputs: DecisionInputs) -> dict[str, Any] | None:
@@ -182,7 +196,7 @@ async def _train_and_commit_decision(inputs: DecisionInputs, logger: TerminalPro
     place = config.place
     evaluation_result = await evaluation(
         EvaluationFlowConfig(
-            models=(baseline, challenger), suite=config.suite, engine=place.engine, storage=place.storage
+            models=(baseline, challenger), suite=inputs.suite.suite, engine=place.engine, storage=place.storage
         )
     )
     comparison = Comparison.model_validate({name: evaluation_result[name] for name in Comparison.model_fields})

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from prefect import flow
-
 from engine.handles import TrainingModel
 from engine.losses.pairs import RankingSpec
 from engine.losses.values import MSESpec
 from engine.text.threads import StringThread
 from flows.configs.preferences import PreferenceOptimizer, RewardModelAlgorithm, RewardModelConfig
 from flows.display.terminal import TerminalProgress
-from flows.ops.hooks import ON_END
+from flows.ops.run_names import flow_run_title
+from flows.runs.checked_flow import checked_flow
 from flows.runs.session import open_run
 from flows.training.options import SupervisedOptions
 from flows.training.supervised_flow import supervised_arguments, train_on_dataset
@@ -85,7 +84,7 @@ def _ranks(dataset: list[tuple[StringThread, StringThread]] | list[StringThread]
     return kinds != {True}
 
 
-@flow(name="reward_model", flow_run_name="{config.title}", **ON_END)
+@checked_flow(name="reward_model", flow_run_name=flow_run_title)
 async def reward_model(config: RewardModelConfig) -> dict[str, Any]:
     """Trains a reward model on preferences or ratings, publishes it and reports.
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from prefect import flow
-
 from engine.handles import TrainingModel
 from engine.losses.likelihood import CrossEntropySpec
 from engine.text.threads import StringThread
 from flows.configs.common import SFTConfig
 from flows.configs.optimizer import SFTOptimizer
 from flows.display.terminal import TerminalProgress
-from flows.ops.hooks import ON_END
+from flows.ops.run_names import flow_run_title
+from flows.runs.checked_flow import checked_flow
 from flows.runs.session import open_run
 from flows.training.options import SupervisedOptions
 from flows.training.supervised_flow import supervised_arguments, train_on_dataset
@@ -63,7 +62,7 @@ class SFT(SupervisedLoop):
         return load_prompts(self.model.workspace, InlineDataset.of(self.dataset), "completion")
 
 
-@flow(name="sft", flow_run_name="{config.title}", **ON_END)
+@checked_flow(name="sft", flow_run_name=flow_run_title)
 async def sft(config: SFTConfig) -> dict[str, Any]:
     """Fine-tunes a model on conversations, publishes it and reports.
 

@@ -8,27 +8,26 @@ begins with the last policy of SFT and a new optimizer. That policy is also the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from prefect import flow
-
+from flows.callbacks import Cadence
 from flows.configs.common import DatasetSource
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.display.terminal import TerminalProgress
 from flows.gspo import GSPO
-from flows.ops.hooks import ON_END
-from flows.runs.session import RunSession, default_model_name, finish_run, open_run
+from flows.ops.run_names import flow_run_title
+from flows.runs.checked_flow import checked_flow
+from flows.runs.session import RunSession, open_run
 from flows.sft import SFT
+from flows.training.finish import publish_and_report
 from flows.training.held_out import HeldoutEvaluator
 from flows.training.rollout_flow import reward_arguments
 from flows.training.supervised_flow import supervised_arguments
-from storage.registry.models import registered_key
 from tasks.datasets.spec import DatasetUse
-from tasks.publish import publish_model
-from tasks.report import write_report
 
 
-@flow(name="sft_to_gspo", flow_run_name="{config.title}", **ON_END)
+@checked_flow(name="sft_to_gspo", flow_run_name=flow_run_title)
 async def sft_to_gspo(config: SFTToGSPOConfig) -> dict[str, Any]:
     """Fine-tunes a model on conversations, continues with GSPO on graded rollouts, and publishes it. Evaluates it on
     held-out prompts before, between and after the two stages, and writes a report.
@@ -41,28 +40,26 @@ async def sft_to_gspo(config: SFTToGSPOConfig) -> dict[str, Any]:
     async with open_run("sft_to_gspo", config, logger, use="completion", further=further) as session:
         if session.result is not None:
             return session.result
-        workspace = session.workspace
         first, second = await _training_stages(config, session, logger)
-        heldout = HeldoutEvaluator.of_completions(workspace, config.second, session.base, second.grading)
-        second.callbacks += heldout.callbacks(config.evaluation)
-        # train, with an evaluation around each stage
+        heldout = HeldoutEvaluator.of_completions(session.workspace, config.second, session.base, second.grading)
+        # evaluate before SFT, and before, during and after GSPO
+        first.callbacks += heldout.callbacks(Cadence(at_start=config.evaluation.before, at_end=False))
+        second.callbacks += heldout.callbacks(replace(Cadence.of(config.evaluation), at_start=True))
         start = await first.open()
-        before = await heldout.evaluate(start) if config.evaluation.before else None
         await first.run()
-        between = await heldout.evaluate(await second.open())
+        middle = await second.open()
         policy = await second.run()
-        after = await heldout.evaluate(policy)
-        # publish the model and the report
-        published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
-        result = heldout.result(before, after) | {
+        # these return what the loops have committed; a resumed run begins after the first ones
+        before = await heldout.evaluate(start) if config.evaluation.before else None
+        between, after = await heldout.evaluate(middle), await heldout.evaluate(policy)
+        differences = heldout.result(before, after) | {
             "heldout_sft": heldout.result(before, between)["heldout"],
             "heldout_gspo": heldout.result(between, after)["heldout"],
-            "run": session.run,
-            "policy": policy.uri,
-            "model": registered_key(published),
         }
-        report = write_report(workspace, policy, before, after, result, samples_shown=config.evaluation.samples_shown)
-        return finish_run(session, result | {"report": report})
+        return await publish_and_report(
+            session, logger, config.model, policy,
+            before=before, after=after, differences=differences, samples_shown=config.evaluation.samples_shown,
+        )  # fmt: skip
 
 
 async def _training_stages(

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from prefect import flow
-
 from engine.http.report_links import report_url
 from flows.configs.common import TrainingConfig
 from flows.configs.sweep import SweepConfig, TrialsFailed
@@ -19,10 +17,12 @@ from flows.display.artifacts import put_markdown, put_table
 from flows.display.terminal import TerminalProgress
 from flows.ops.attempts import check_attempts
 from flows.ops.deployment_settings import with_deployment_settings
-from flows.ops.hooks import ON_END
+from flows.ops.run_names import flow_run_title
 from flows.ops.termination import reraise_termination
+from flows.runs.checked_flow import checked_flow
 from flows.runs.code_version import code_version
-from flows.training.child_runs import import_flow
+from flows.runs.input_checks import check_inputs
+from flows.training.child_runs import import_flow, with_full_versions
 from storage.chain.run_record import create_or_check_run
 from storage.serialization import canonical_json, digest
 from storage.store import keys
@@ -30,7 +30,7 @@ from storage.store.objects import ObjectStore, open_store
 from tasks.evaluation.run_comparison import Ranked, collect_runs, rank, render_comparison
 
 
-@flow(name="sweep", flow_run_name="sweep {config.name}", **ON_END)
+@checked_flow(name="sweep", flow_run_name=flow_run_title)
 async def sweep(config: SweepConfig) -> dict[str, Any]:
     """Runs every trial of a search as a child run, and compares them on one page.
 
@@ -46,9 +46,14 @@ async def _run_trials(config: SweepConfig) -> dict[str, Any]:
     logger = TerminalProgress()
     check_attempts(config.name)
     training = config.training.model_copy(update={"config": with_deployment_settings(config.training.config)})
+    # all trials use the same version of a registered dataset
+    store = open_store(training.config.storage.url)
+    training = with_full_versions(store, training)
     config = config.model_copy(update={"training": training})
-    # run the trials
     children = config.children()
+    for _, child in children:
+        check_inputs(child, store)
+    # run the trials
     slots = asyncio.Semaphore(config.parallel)
     logger.note(f"sweep {config.name}: {len(children)} runs, {config.parallel} at a time")
     errors = await asyncio.gather(
@@ -60,7 +65,7 @@ async def _run_trials(config: SweepConfig) -> dict[str, Any]:
     completed = [run for run in runs if run not in failed]
     result: dict[str, Any] = {"sweep": config.name, "runs": []}
     if completed:
-        result = _compare(config, open_store(training.config.storage.url), completed)
+        result = _compare(config, store, completed)
     await put_table("sweep", _table_rows(children, failed, result), description=f"Sweep `{config.name}`")
     await put_markdown("sweep-report", _report_link(config.name, result))
     # fail only now, so that one failed trial does not hide the results of the others
@@ -79,7 +84,9 @@ async def _run_trial(
     """Runs one child run. Returns its error message, or None if it completed."""
     async with slots:
         logger.note(f"run {child.run}: {values}")
-        state = await import_flow(kind)(child, return_state=True)
+        # the title says what all child runs share, and the values tell them apart
+        title = ", ".join([child.title, *(f"{key}={value}" for key, value in values.items())])
+        state = await import_flow(kind).with_options(flow_run_name=lambda: title)(child, return_state=True)
         if state.is_completed():
             return None
         return state.message or state.name or "it did not complete"

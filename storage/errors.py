@@ -5,6 +5,7 @@ StorageError
 └── PermanentStorageError      ObjectNotFound  NoSuchBucket  OtherStore  AccessDenied  CorruptArtifact
                                UnsupportedFilesystem  InvalidKey  SchemaMismatch  SemanticMismatch  VersionConflict
                                ArtifactConflict  AliasMoved  ForkRefused  NoSuchCheckpoint  CheckpointInUse
+                               RunInUse  RunBeingDeleted
 """
 
 from __future__ import annotations
@@ -117,3 +118,12 @@ class NoSuchCheckpoint(PermanentStorageError):
 class CheckpointInUse(PermanentStorageError):
     """Raised when a checkpoint is to be removed while a fork, a run in progress, a champion or a rebase refers to
     it."""
+
+
+class RunInUse(PermanentStorageError):
+    """Raised when a run is to be deleted while it may be in progress, or while a fork, another run or a model needs
+    it."""
+
+
+class RunBeingDeleted(PermanentStorageError):
+    """Raised when the run is deleted in part, because its deletion has not ended yet."""

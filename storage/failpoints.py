@@ -35,6 +35,14 @@ FAILPOINTS: frozenset[str] = frozenset(
         "checkpoint.after_manifest",
         "rebase.before_commit",
         "rebase.after_commit",
+        # deletion of a checkpoint
+        "retention.named",
+        "retention.unlisted",
+        # deletion of a run
+        "deletion.marked",
+        "deletion.hidden",
+        "deletion.object",
+        "deletion.emptied",
         # publication of a model
         "model.mid_upload",
         "model.before_manifest",

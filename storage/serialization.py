@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from pydantic import BaseModel, ConfigDict
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a large file that are read into memory at a time."""
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+"""These settings decide every digest: a change would make all stored digests invalid."""
 
 
 class Frozen(BaseModel):
@@ -25,11 +28,23 @@ def canonical_json(obj: Any) -> bytes:
 
     Raises ValueError for NaN and infinities, TypeError for objects that JSON cannot represent.
     """
-    if isinstance(obj, BaseModel):
-        obj = obj.model_dump(mode="json")
-    # these settings decide every digest: a change would make all stored digests invalid
-    text = json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode("utf-8")
+    return canonical_text(obj).encode("utf-8")
+
+
+def canonical_text(obj: Any) -> str:
+    """Returns the text of `canonical_json`."""
+    return _ENCODER.encode(obj.model_dump(mode="json") if isinstance(obj, BaseModel) else obj)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns dotted key -> value of every value in nested mappings. An empty mapping is a value."""
+    leaves: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            leaves |= flatten(value, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
 
 
 def digest(obj: Any) -> str:

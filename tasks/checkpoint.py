@@ -32,5 +32,5 @@ async def save_checkpoint(
             policy, provenance=workspace.provenance, name=name, epoch=workspace.epoch
         )
         # Removing checkpoints loses nothing: any policy can be computed again from the chain, only more slowly.
-        prune_checkpoints(workspace.open_store(), policy, **retention.model_dump())
+        prune_checkpoints(workspace.open_store(), policy, retention)
     return ref

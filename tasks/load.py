@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.workspace import Workspace
-from tasks.datasets.load import LoadedDataset, load_dataset
+from storage.store import keys
+from tasks.datasets.load import LoadedDataset, LoadProgress, load_dataset
+from tasks.datasets.registered import record_version, resolve
 from tasks.datasets.spec import DatasetSpec, DatasetUse
 from tasks.reports.clock import timed
 from tasks.task_runs import durable_task
 
 
 @durable_task("load", "load-{kind}s")
-def load_prompts(workspace: Workspace, spec: DatasetSpec, kind: DatasetUse) -> LoadedDataset:
+def load_prompts(
+    workspace: Workspace,
+    spec: DatasetSpec,
+    kind: DatasetUse,
+    on_progress: Callable[[LoadProgress], None] = lambda progress: None,
+) -> LoadedDataset:
     """The committed table of the dataset's threads or pairs. Its version is a digest of its content, so a repeated call
-    returns the same artifact."""
+    returns the same artifact.
+
+    A run that exists records the version of a registered dataset, and later calls return that version.
+    """
+    store = workspace.open_store()
     with timed("storage"):
-        return load_dataset(workspace.open_store(), spec, kind=kind, provenance=workspace.provenance)
+        source = resolve(store, spec, kind, run=workspace.run)
+        data = load_dataset(
+            store, source, kind=kind, provenance=workspace.provenance, on_progress=on_progress
+        )
+        if store.exists(keys.run_json(workspace.run)):
+            record_version(store, workspace.run, spec, kind, data.ref)
+        return data

@@ -40,7 +40,7 @@ def write_report(
         markdown = f"Run `{workspace.run}`: the report is at `{location}`."
         if link:
             markdown = f"[The report of run `{workspace.run}`]({link}), kept at `{location}`."
-        create_markdown_artifact(key="report", markdown=markdown)
+        create_markdown_artifact(key="report", markdown=markdown, description="The HTML report of the run")
     except httpx.HTTPError as error:
         get_run_logger().warning("no link in Prefect to the report at %s: %s", location, error)
     return location

@@ -34,7 +34,7 @@ that reads it later has no edge to the task that returned it."""
 
 
 class _Result:
-    """The value that a task run returned, and the results that the run read (`inputs`).
+    """The value that a task run returned, until the caller has it, and the results that the run read (`inputs`).
 
     A plain class: Prefect looks into collections, dataclasses and models only."""
 
@@ -76,7 +76,8 @@ _results: OrderedDict[tuple[str, str], _Result] = OrderedDict()
 def durable_task(kind: str, name: str, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Turns a plain or async function into a Prefect task. `DURABLE` sets its retries, and `kind` is its tag.
 
-    `name` is the name of its task runs, a format string over the arguments. `options` replace those of DURABLE.
+    `name` is the name of its task runs, a format string over the arguments. Its `{step}` counts from 1, while the
+    argument `step` counts from 0. `options` replace those of DURABLE.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -87,7 +88,7 @@ def durable_task(kind: str, name: str, **options: Any) -> Callable[[Callable[P, 
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             after = _results_read_by(bound.arguments)
-            call = _Call(lambda: function(*args, **kwargs), kind, name.format(**bound.arguments), after)
+            call = _Call(lambda: function(*args, **kwargs), kind, _run_name(name, bound.arguments), after)
             return [call, *_without_earlier(after)]
 
         # The two variants differ only in `async` and `await`.
@@ -130,6 +131,13 @@ def link_stage_start(start: PolicyRef, earlier: PolicyRef) -> None:
         _remember(start, result)
 
 
+def _run_name(name: str, arguments: Mapping[str, Any]) -> str:
+    """The name that Prefect shows for a task run. People count steps from 1."""
+    if "step" in arguments:
+        arguments = {**arguments, "step": arguments["step"] + 1}
+    return name.format(**arguments)
+
+
 def _as_task(run: Callable[[list[Any]], Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:
     """`run` as a task that has the name and the description of `function`."""
     # Not `functools.wraps`: it would also copy the signature, and Prefect would look for those parameters.
@@ -140,9 +148,11 @@ def _as_task(run: Callable[[list[Any]], Any], function: Callable[..., Any], opti
 
 def _remember_refs(result: _Result) -> Any:
     """Remembers that each ref in the value of the result comes from this result. Returns the value."""
-    for ref in _refs(result.value):
+    # The result is remembered for its edges only, and thousands of values would take tens of MB.
+    value, result.value = result.value, None
+    for ref in _refs(value):
         _remember(ref, result)
-    return result.value
+    return value
 
 
 def _remember(ref: ArtifactRef | PolicyRef, result: _Result) -> None:

@@ -10,7 +10,7 @@ from tasks.task_runs import durable_task
 
 @durable_task("train", "step-{step:06d}")
 async def take_gradient_step(workspace: Workspace, request: StepRequest, *, step: int) -> PolicyRef:
-    """policy[step + 1], committed. A retry, or a second worker, gets the same ref.
+    """The policy after the 0-based `step`, committed. A retry, or a second worker, gets the same ref.
 
     Raises:
         StepConflict: another request was committed for this step.

@@ -12,7 +12,6 @@ pytest_plugins = [
     "tests.fixtures.stores.postgres",
     "tests.fixtures.prefect",
     "tests.fixtures.stores.s3",
-    "tests.fixtures.runs.task_calls",
     "tests.fixtures.runs.toy_run",
     "tests.fixtures.vision",
     "tests.fixtures.worklog",

@@ -120,7 +120,7 @@ def largest_gap(actual: Sequence[Sequence[float]], expected: Sequence[Sequence[f
 
 def _logprobs(name: str, trainer: TorchTrainer, samples: list[Sample], exact: list[list[float]]) -> Row:
     dtype = trainer.model.compute_dtype
-    sequences = [TokenSequence(s.token_ids, s.weights, s.group) for s in samples]
+    sequences = [TokenSequence(s.token_ids, s.loss_mask, s.group) for s in samples]
     gap = largest_gap(trainer.logprobs(sequences, temperature=1.0, max_tokens=4096), exact)
     bound = LOGPROB_TOLERANCE[dtype]
     return Row("correct", f"{name} {_short(dtype)} logprobs", gap, "nats", f"at most {bound:g}", gap <= bound)

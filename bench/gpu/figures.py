@@ -30,7 +30,7 @@ from bench.gpu.setting import (
     wait,
 )
 from engine.backends import machine
-from engine.backends.torch.causal_lm import CHUNK_ELEMENTS, frozen_copy
+from engine.backends.torch.causal_lm import CHUNK_BYTES, frozen_copy
 from engine.backends.torch.packing import micro_batches
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.trainer_samplers import StagedFilesSampler, WholeModelSampler
@@ -119,7 +119,7 @@ def _scoring(
     setting: Setting, part: str, trainer: TorchTrainer, samples: list[Sample], update_seconds: float
 ) -> Iterator[Row]:
     """Measures the forward pass that computes the old logprobs of a step."""
-    sequences = [TokenSequence(s.token_ids, s.weights, s.group) for s in samples]
+    sequences = [TokenSequence(s.token_ids, s.loss_mask, s.group) for s in samples]
     took = seconds(
         lambda: trainer.logprobs(sequences, temperature=1.0, max_tokens=setting.max_tokens),
         setting.device,
@@ -143,7 +143,8 @@ def _rates(
     measured = machine.operations_per_second(setting.device, setting.compute_dtype)
     nominal = nominal_peak(torch.cuda.get_device_name()) if setting.device.type == "cuda" else None
     rate = model_flops(shape, work) / took
-    chunked = _most_trained(setting, samples) > 2 * (CHUNK_ELEMENTS // shape.vocabulary)
+    logit_bytes = setting.compute_dtype.itemsize * shape.vocabulary
+    chunked = _most_trained(setting, samples) > CHUNK_BYTES // logit_bytes
     hardware = hardware_flops(shape, work, chunked_head=chunked) / took
     note = f"{rate / 1e12:.3g} TFLOP/s; {rate / measured:.1%} of the measured matrix product; "
     note += f"{hardware / 1e12:.3g} TFLOP/s with what is computed again"
@@ -188,7 +189,7 @@ def sampling(setting: Setting) -> Iterator[Row]:
     trainer = TorchTrainer(model_of(setting.small, setting))
     prompts, each, prompt_tokens, new_tokens = setting.sampling
     rows = grpo_samples(setting.small, (prompts, each, prompt_tokens, 1, 1))
-    base_prompts = [row.token_ids[:-1] for row in rows]
+    base_prompts = [row.token_ids[:-1].tolist() for row in rows]
     for copies in (1,) if setting.smoke else (1, 4):
         copied_prompts = base_prompts * copies
         seeds = list(range(len(base_prompts))) * copies

@@ -11,7 +11,7 @@ features of a token's queries, A attended pairs (query, key):
                its length.
     hardware = model + what is computed twice
                With recomputation 2 M T + 4 L Q A, so 8 x parameters x tokens in all. If the logits of the head are
-               chunked, 2 V H N (engine.backends.torch.causal_lm.CHUNK_ELEMENTS).
+               chunked, 2 V H N (engine.backends.torch.causal_lm.CHUNK_BYTES).
 
 MFU (arXiv:2204.02311, appendix B) is the model operations per second, divided by the device's peak. What is computed
 twice counts once. A shared prompt is computed once and counts once.

@@ -89,7 +89,7 @@ def _after_two_steps(backend_and_trainer: tuple[Any, Trainer], samples: list[Sam
     try:
         for _ in range(2):
             _update(trainer, samples, 4096, lr=1e-3)
-        sequences = [TokenSequence(s.token_ids, s.weights, s.group) for s in samples]
+        sequences = [TokenSequence(s.token_ids, s.loss_mask, s.group) for s in samples]
         return trainer.logprobs(sequences, temperature=1.0, max_tokens=4096)
     finally:
         backend.close()
@@ -128,7 +128,7 @@ def vllm(setting: Setting) -> Iterator[Row]:
             yield Row("vllm", f"{setting.small} weight sync, proved", time.perf_counter() - start, "s")
             # sampling, with one row for each completion
             rows = grpo_samples(setting.small, (prompts, each, prompt_tokens, 1, 1))
-            row_prompts = [row.token_ids[:-1] for row in rows]
+            row_prompts = [row.token_ids[:-1].tolist() for row in rows]
             params = SamplingParams(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
             start = time.perf_counter()
             sampler.sample(row_prompts, list(range(len(rows))), params)

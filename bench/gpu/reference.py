@@ -28,7 +28,7 @@ def trained_logprobs(module: nn.Module, sample: Sample) -> Tensor:
     ids_1T = torch.tensor([sample.token_ids], device=next(module.parameters()).device)
     logits_TV: Tensor = module(input_ids=ids_1T, use_cache=False).logits[0, :-1]
     all_T = logits_TV.log_softmax(-1).gather(1, ids_1T[0, 1:].unsqueeze(1)).squeeze(1)
-    return all_T[torch.tensor(sample.weights[1:], device=ids_1T.device) > 0]
+    return all_T[torch.tensor(sample.loss_mask[1:], device=ids_1T.device) > 0]
 
 
 def cross_entropy(logprobs_N: Tensor, _: Sample) -> Tensor:

@@ -188,7 +188,7 @@ def near_policy(samples: list[Sample], module: nn.Module) -> list[Sample]:
             logprobs = trained_logprobs(module, sample).tolist()
         near_sample = Sample(
             sample.token_ids,
-            sample.weights,
+            sample.loss_mask,
             sample.group,
             sample.completion,
             advantages=sample.advantages,

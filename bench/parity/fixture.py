@@ -26,7 +26,7 @@ class Row:
         count = len(self.completion)
         return Sample(
             token_ids=self.prompt + self.completion,
-            weights=[0.0] * len(self.prompt) + [1.0] * count,
+            loss_mask=[False] * len(self.prompt) + [True] * count,
             group=group,
             completion=completion,
             advantages=[self.advantage] * count,
@@ -51,7 +51,7 @@ def token_rows(seed: int, vocabulary: int) -> list[list[tuple[list[int], list[in
 def sequence(prompt: list[int], completion: list[int], *, group: str) -> Sample:
     """Returns the sample of a prompt and a completion, without advantages and logprobs."""
     weights = [0.0] * len(prompt) + [1.0] * len(completion)
-    return Sample(token_ids=prompt + completion, weights=weights, group=group)
+    return Sample(prompt + completion, weights, group=group)
 
 
 def noise(seed: int, count: int, size: float) -> list[float]:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.backends.protocol import Trainer
@@ -68,8 +69,9 @@ def check_logprob_gap(trainer: Trainer, score: Score, probes: Sequence[TokenIds]
     # Score every token but the first of each probe on both sides.
     sequences: list[TokenSequence] = []
     for ids in probes:
-        loss_mask = [0.0] + [1.0] * (len(ids) - 1)
-        sequences.append(TokenSequence(list(ids), loss_mask))
+        # Nothing predicts the first token.
+        loss_mask = np.arange(len(ids)) > 0
+        sequences.append(TokenSequence(np.array(ids, np.int32), loss_mask))
     longest = max(len(ids) for ids in probes)
     max_tokens = max(longest, PROBES * PROBE_TOKENS)
     trainer_logprobs = trainer.logprobs(sequences, temperature=1.0, max_tokens=max_tokens)

@@ -17,7 +17,7 @@ from engine.losses.spec import LossSpec
 from engine.models.samples import Sample
 from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, TokenIds, TokenSequence
 from engine.specs.adapters import Head, LoraSpec
-from storage.chain.records import Numerics, OptimizerSpec
+from storage.chain.records import Numerics, OptimizerSpec, StepOldLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Objective:
 
     loss: LossSpec
     temperature: float = 1.0
-    old_logprobs: str = "trainer"
+    old_logprobs: StepOldLogprobs = "trainer"
     skip_non_finite: bool = False
 
 

@@ -44,7 +44,8 @@ class CheckedStream:
     """Upper bound of the memory that decoding needs: the decompressed buffers and the Python objects made of them."""
 
     def columns(self, check: Callable[[pa.RecordBatch], None]) -> list[list[Any]]:
-        """Returns one Python list per column. `check` is called with each decoded batch before its lists are made.
+        """Returns one Python list per column. Rows of numbers are arrays. `check` is called with each decoded batch
+        before its lists are made.
 
         Raises one of READ_ERRORS.
         """
@@ -106,9 +107,10 @@ def reject(reason: str) -> NoReturn:
 
 # -- sizes -----------------------------------------------------------------------------------------------------
 
-_VALUE_WEIGHTS = {pa.int32(): 11, pa.int64(): 6, pa.float64(): 5}
+_VALUE_WEIGHTS = {pa.int32(): 11, pa.int64(): 6, pa.float64(): 5, pa.bool_(): 9}
 """Memory per byte of a buffer of numbers. Each number needs its bytes in the buffer, 8 bytes in a list, and an object
-of 32 bytes (an int) or 24 bytes (a float)."""
+of 32 bytes (an int) or 24 bytes (a float). A byte of a buffer of bools holds 8 of them, which become an array of 8
+bytes."""
 _ROW_WEIGHT = 32
 """Memory per byte of the offsets of lists or texts. An offset of 4 bytes stands for one object (a list, a str or bytes)
 and a part of the dataclass of its row, which take up to 128 bytes."""
@@ -143,8 +145,8 @@ def decoded_bytes(buffers: Iterable[int], weights: Sequence[int]) -> int:
 
 
 def _python_values(column: pa.Array) -> list[Any]:
-    """Returns the values of a column. Lists of numbers are made row by row, ten times faster than pyarrow's
-    to_pylist."""
+    """Returns the values of a column. A row of a list of numbers or bools is an array, a view of the column's
+    values."""
     if len(column) == 0 or not pa.types.is_list(column.type):
         return column.to_pylist()
     values: Any = column.values
@@ -152,8 +154,8 @@ def _python_values(column: pa.Array) -> list[Any]:
     if pa.types.is_binary(values.type):
         values = values.to_pylist()
         return [values[start:end] for start, end in ends]
-    values = values.to_numpy()
-    return [values[start:end].tolist() for start, end in ends]
+    values = values.to_numpy(zero_copy_only=False)
+    return [values[start:end] for start, end in ends]
 
 
 # -- headers of a record batch ------------------------------------------------------------------------------

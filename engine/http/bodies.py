@@ -11,7 +11,7 @@ from engine.errors import BadSpec
 from engine.protocol import PolicySpec
 from storage.chain.records import PolicyRef, StepRequest
 from storage.errors import InvalidKey
-from storage.store import keys
+from storage.store import key_syntax, keys
 from storage.store.artifacts import ArtifactRef, Provenance
 
 VERSION = 1
@@ -74,7 +74,7 @@ def check_batch_policy(policy: PolicyRef) -> PolicyRef:
 
 
 def _artifact(value: ArtifactRef) -> ArtifactRef:
-    _checked(keys.validate_key, value.key)
+    _checked(key_syntax.validate_key, value.key)
     return value
 
 

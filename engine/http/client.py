@@ -164,7 +164,7 @@ class EngineClient:
             if server.store_id != own_store_id:
                 raise BadSpec(
                     f"the engine at {self.spec.url} works on store {server.store_id}, this process on {own_store_id} "
-                    f"({self.store.url}); give storage.url and `engine serve --storage` the same store"
+                    f"({self.store.url}); give storage.url and 'engine serve --storage' the same store"
                 )
             self._server = server
         return self._server

@@ -22,6 +22,7 @@ import httpx
 from engine.errors import EngineBusy, EngineUnreachable, NotAuthenticated, PermanentEngineError
 from engine.http.bodies import MAX_WAIT_SECONDS, REQUEST_HEADER, VERSION, VERSION_HEADER
 from engine.http.errors import BodyTimeout, UnknownCall, error_of_body, parse_error
+from engine.http.outages import OutageLog
 from engine.specs.engine import HttpEngineSpec
 
 logger = logging.getLogger("ostinato.engine.http")
@@ -32,7 +33,7 @@ CANCEL_TIMEOUT_SECONDS = 1.0
 """Longest time that a cancelled call takes to cancel the call on the server."""
 _RETRIED = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses of a proxy, or of a server without room, that may change on a retry."""
-_ADVICE = "start it with `ostinato engine serve`, or check engine.url and the network, and run the same command again"
+_ADVICE = "start it with 'ostinato engine serve', or check engine.url and the network, and run the same command again"
 
 TransportFactory = Callable[[], httpx.AsyncBaseTransport]
 
@@ -82,6 +83,7 @@ class Transport:
         self.url = spec.url.rstrip("/")
         self.wait_seconds = min(MAX_WAIT_SECONDS, spec.timeout_seconds / 2)
         self._transport = transport
+        self._outages = OutageLog(self.url, spec.patience_seconds)
         self._pools: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
         self._lock = threading.Lock()
 
@@ -100,8 +102,12 @@ class Transport:
                 try:
                     response = await request(call)
                 except (httpx.TransportError, httpx.DecodingError) as error:
+                    self._outages.record_failure(error)
                     await backoff.pause(self._unreachable(error))
                     continue
+                # Our server sends its errors in a known form. Others come from a proxy in front of it.
+                if response.is_success or parse_error(response.content) is not None:
+                    self._outages.record_answer()
                 if response.status_code == 200:
                     return response.content
                 if response.status_code == 202:
@@ -110,6 +116,8 @@ class Transport:
                     continue
                 # A failure that may pass: submit the call again, at once if the server does not know it.
                 retryable = self._retryable_error(response)
+                if isinstance(retryable, EngineUnreachable):
+                    self._outages.record_failure(retryable)
                 submitted = False
                 if not isinstance(retryable, UnknownCall):
                     await backoff.pause(retryable)

@@ -1,9 +1,9 @@
 """Encodes and decodes batches as Arrow IPC streams.
 
 A stream has columns of lists, buffers compressed with zstd, and the rest of the request as JSON in the schema's
-metadata. The encoding is exact: token ids are int32 (others are refused), seeds int64, weights and logprobs float64.
-Malformed bytes raise BadSpec: engine.http.arrow_stream checks each message and its decoded size before anything is
-decompressed. """
+metadata. The encoding is exact: token ids are int32 (others are refused), seeds int64, loss masks bits, and logprobs
+float64. Malformed bytes raise BadSpec: engine.http.arrow_stream checks each message and its decoded size before
+anything is decompressed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from storage.serialization import Frozen
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 MAX_REQUEST_BYTES = 1 << 30
-"""Most memory of one decoded request as Python lists: 24 million prompt tokens, or 12 million with a weight each."""
+"""Most memory of one decoded request as Python lists: 24 million tokens."""
 MAX_RESPONSE_BYTES = 4 << 30
 """Most memory of one decoded response: 50 million sampled tokens with their logprobs."""
 MAX_SEQUENCE_TOKENS = 1 << 22
@@ -94,7 +94,7 @@ def _schema(**columns: pa.DataType) -> pa.Schema:
 
 GENERATE = _schema(prompt=_IDS, seed=pa.int64())
 COMPLETIONS = _schema(token_ids=_IDS, logprobs=_FLOATS, stop_reason=pa.string())
-SEQUENCES = _schema(token_ids=_IDS, weights=_FLOATS, group=pa.string())
+SEQUENCES = _schema(token_ids=_IDS, loss_mask=pa.list_(pa.bool_()), group=pa.string())
 LOGPROBS = _schema(logprobs=_FLOATS)
 VALUES = _schema(values=_FLOATS)
 
@@ -121,7 +121,8 @@ def decode_generate(data: bytes, *, context: int | None = None) -> tuple[Generat
     """Returns the request and the client's epoch. Raises BadSpec, SampleTooLong for a prompt longer than `context`."""
     metadata, (prompts, seeds, *rest) = _read(data, GENERATE, GenerateMetadata, context=context)
     images = _images(rest) if rest else None
-    request = GenerateRequest(metadata.policy, prompts, seeds, metadata.sampling, metadata.tensor_parallel, images)
+    prompt_ids = [prompt.tolist() for prompt in prompts]
+    request = GenerateRequest(metadata.policy, prompt_ids, seeds, metadata.sampling, metadata.tensor_parallel, images)
     return request, metadata.epoch
 
 
@@ -152,7 +153,7 @@ def decode_completions(data: bytes) -> list[Completion]:
     _, columns = _read(data, COMPLETIONS, ResponseMetadata)
     completions = []
     for ids, logprobs, reason in zip(*columns, strict=True):
-        completions.append(Completion(ids, logprobs, cast(StopReason, reason)))
+        completions.append(Completion(ids.tolist(), logprobs.tolist(), cast(StopReason, reason)))
     return completions
 
 
@@ -160,7 +161,7 @@ def encode_logprobs_request(request: LogprobsRequest, *, epoch: int) -> bytes:
     """Encodes a logprobs or values request. Raises BadSpec for ids outside int32."""
     columns = [
         _ids([sequence.token_ids for sequence in request.sequences], "sequence"),
-        _floats([sequence.weights for sequence in request.sequences], "weights of sequence"),
+        _masks([sequence.loss_mask for sequence in request.sequences]),
         pa.array([sequence.group for sequence in request.sequences], pa.string()),
     ]
     metadata = _make_metadata(
@@ -176,9 +177,9 @@ def encode_logprobs_request(request: LogprobsRequest, *, epoch: int) -> bytes:
 def decode_logprobs_request(data: bytes, *, context: int | None = None) -> tuple[LogprobsRequest, int]:
     """Returns the request and the client's epoch. Raises BadSpec, SampleTooLong for a sequence longer than
     `context`."""
-    metadata, (ids, weights, groups, *rest) = _read(data, SEQUENCES, LogprobsMetadata, context=context)
+    metadata, (ids, loss_masks, groups, *rest) = _read(data, SEQUENCES, LogprobsMetadata, context=context)
     images = _images(rest) if rest else [()] * len(ids)
-    sequences = [TokenSequence(*row) for row in zip(ids, weights, groups, images, strict=True)]
+    sequences = [TokenSequence(*row) for row in zip(ids, loss_masks, groups, images, strict=True)]
     return LogprobsRequest(metadata.policy, sequences, metadata.temperature, metadata.max_tokens), metadata.epoch
 
 
@@ -189,7 +190,7 @@ def encode_logprobs(logprobs: Sequence[Sequence[float]]) -> bytes:
 def decode_logprobs(data: bytes) -> list[list[float]]:
     """Raises BadSpec."""
     _, (logprobs,) = _read(data, LOGPROBS, ResponseMetadata)
-    return logprobs
+    return [row.tolist() for row in logprobs]
 
 
 def encode_values(values: Sequence[Sequence[float]]) -> bytes:
@@ -199,7 +200,7 @@ def encode_values(values: Sequence[Sequence[float]]) -> bytes:
 def decode_values(data: bytes) -> list[list[float]]:
     """Raises BadSpec."""
     _, (values,) = _read(data, VALUES, ResponseMetadata)
-    return values
+    return [row.tolist() for row in values]
 
 
 # -- images ----------------------------------------------------------------------------------------------------
@@ -242,22 +243,30 @@ def _images(columns: Sequence[list[Any]]) -> list[Images]:
         lengths = [len(values) for values in row]
         if len(set(lengths)) != 1:
             raise BadSpec(f"a row has {', '.join(map(str, lengths))} starts, counts and images; one each")
-        images.append(tuple(PlacedImage(*values) for values in zip(*row, strict=True)))
+        starts, tokens, data = row
+        placed = zip(starts.tolist(), tokens.tolist(), data, strict=True)
+        images.append(tuple(PlacedImage(*values) for values in placed))
     return images
 
 
 # -- columns ---------------------------------------------------------------------------------------------------
 
 
-def _ids(rows: Sequence[Sequence[int]], noun: str) -> pa.Array:
+def _ids(rows: Sequence[Sequence[int] | np.ndarray], noun: str) -> pa.Array:
     return _lists(rows, "i", noun, f"has token ids outside 0 … {_MAX_ID}; give the ids of the model's tokenizer")
 
 
-def _floats(rows: Sequence[Sequence[float]], noun: str) -> pa.Array:
+def _floats(rows: Sequence[Sequence[float] | np.ndarray], noun: str) -> pa.Array:
     return _lists(rows, "d", noun, "has entries that are no numbers")
 
 
-def _lists(rows: Sequence[Sequence[Any]], code: str, noun: str, problem: str) -> pa.Array:
+def _masks(rows: Sequence[np.ndarray]) -> pa.Array:
+    """Returns a column of lists of bools, which Arrow stores as bits."""
+    _check_count(sum(map(len, rows)))
+    return pa.array(rows, SEQUENCES.field("loss_mask").type)
+
+
+def _lists(rows: Sequence[Sequence[Any] | np.ndarray], code: str, noun: str, problem: str) -> pa.Array:
     """Returns a column of lists. array.array checks the type and range of every value, several times faster than
     pyarrow.
 
@@ -265,6 +274,10 @@ def _lists(rows: Sequence[Sequence[Any]], code: str, noun: str, problem: str) ->
     """
     values = array(code)
     for index, row in enumerate(rows):
+        # An array of the right type has been checked by its type.
+        if isinstance(row, np.ndarray) and row.dtype.char == code:
+            values.frombytes(row.tobytes())
+            continue
         try:
             values.extend(row)
         except (OverflowError, TypeError) as error:
@@ -272,10 +285,14 @@ def _lists(rows: Sequence[Sequence[Any]], code: str, noun: str, problem: str) ->
 
     # A list column is the flat values, and the offset at which each row ends. Both buffers are used without a copy.
     ends = accumulate(map(len, rows), initial=0)
-    if len(values) > MAX_VALUES:
-        raise BadSpec(f"{len(values)} values in one call, at most {MAX_VALUES} travel at once; split the batch")
+    _check_count(len(values))
     flat = pa.Array.from_buffers(_TYPES[code], len(values), [None, pa.py_buffer(values)])
     return pa.ListArray.from_arrays(pa.array(array("i", ends), pa.int32()), flat)
+
+
+def _check_count(values: int) -> None:
+    if values > MAX_VALUES:
+        raise BadSpec(f"{values} values in one call, at most {MAX_VALUES} travel at once; split the batch")
 
 
 def _numbers(values: Sequence[int], code: str, noun: str) -> pa.Array:
@@ -359,7 +376,7 @@ def _open(data: bytes, schema: pa.Schema, kind: type[Metadata]) -> tuple[Metadat
 def _read(
     data: bytes, schema: pa.Schema, kind: type[Metadata], *, context: int | None = None
 ) -> tuple[Metadata, list[list[Any]]]:
-    """Returns the metadata and one Python list per column.
+    """Returns the metadata and one Python list per column. Rows of numbers are arrays.
 
     Raises BadSpec for any malformed bytes, SampleTooLong for a sequence longer than `context` or MAX_SEQUENCE_TOKENS.
     """

@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from math import isfinite
 
+import pyarrow as pa
 from pydantic import TypeAdapter, ValidationError
 
 from engine.backends.protocol import Objective, Trainer, UpdateReport
 from engine.errors import BadSpec, NonFiniteGradient, StepConflict
 from engine.losses.spec import LossSpec
 from engine.models.images import check_images_accepted
-from engine.models.samples import minibatches, samples_from_table
+from engine.models.samples import Sample, minibatches, samples_from_table
 from engine.validation_messages import describe_errors
 from storage.chain.records import CommitRecord, StepRequest
 from storage.failpoints import failpoint
+from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
 
@@ -43,15 +45,17 @@ def apply_request(
     *,
     max_tokens: int | Sequence[int],
     check: Callable[[], None] = lambda: None,
+    read: Callable[[ObjectStore, ArtifactRef], pa.Table] = read_table,
 ) -> StepEffect:
     """Makes the optimizer updates of `request`.
 
     `max_tokens` is the limit of packed tokens per forward pass: one number, or one per update. `check` is called after
     each micro-batch, and an error that it raises ends the step. After any error the trainer's weights are undefined,
-    so the caller must drop the trainer.
+    so the caller must drop the trainer. `read` reads the batch: a redo reads the store, which proves that it is intact.
 
     Raises:
-        BadSpec: the loss is unknown, or the batch lacks a column that the loss needs.
+        BadSpec: the loss is unknown, the batch lacks a column that the loss needs, or the old logprobs are those of the
+            forward pass and the batch is more than one update.
         SampleTooLong: a sample of the batch exceeds `max_tokens`.
         UnsupportedFragment: the batch has images, and the trainer accepts only text.
         NonFiniteGradient: a gradient holds NaN or infinity, and the request does not ask to skip such updates.
@@ -61,7 +65,7 @@ def apply_request(
 
     # Read the batch. A sample without trained tokens, such as an empty completion, must not count in the loss's mean.
     # A pair keeps it, since both members are needed.
-    samples = samples_from_table(read_table(store, request.batch))
+    samples = samples_from_table(read(store, request.batch))
     check_images_accepted(trainer, (sample.images for sample in samples), f"rows of the batch {request.batch.key}")
     if not loss.pairwise:
         samples = [sample for sample in samples if sample.trained]
@@ -72,7 +76,7 @@ def apply_request(
         check()
 
     # A redo gives the recorded limit of each update, a new step one limit for all.
-    updates = minibatches(samples, request.minibatches, whole_groups=loss.pairwise)
+    updates = _updates(samples, request, loss)
     limits = repeat(max_tokens) if isinstance(max_tokens, int) else max_tokens
     reports = []
     for minibatch, limit in zip(updates, limits, strict=False):
@@ -86,11 +90,23 @@ def apply_request(
             )
         except NonFiniteGradient as error:
             raise NonFiniteGradient(
-                f"step {request.parent.step + 1}: {error}, in the batch {request.batch.key}; look at its rows, lower "
-                "the learning rate, or set skip_nan_gradients=true to leave such updates out"
+                f"step {request.parent.step + 1}: {error}; look at the rows of its batch (the key {request.batch.key} "
+                "counts steps from 0), lower the learning rate, or set skip_nan_gradients=true to leave such updates "
+                "out"
             ) from error
         reports.append(report)
     return _combined_effect(reports)
+
+
+def _updates(samples: Sequence[Sample], request: StepRequest, loss: LossSpec) -> list[list[Sample]]:
+    """The samples of each update. Raises BadSpec for several updates with the old logprobs of the forward pass."""
+    updates = list(minibatches(samples, request.minibatches, whole_groups=loss.pairwise))
+    if request.old_logprobs == "forward" and len(updates) > 1:
+        raise BadSpec(
+            f"old_logprobs='forward' needs a step of one update, and this step has {len(updates)}: the weights of a "
+            "later update are not those of the old policy; give a batch with old logprobs and old_logprobs='trainer'"
+        )
+    return updates
 
 
 def _objective(request: StepRequest) -> Objective:

@@ -23,7 +23,7 @@ def check_committed(store: ObjectStore, policy: PolicyRef) -> None:
         raise UnknownPolicy(f"{error}; take the steps before it, or check run, stage and model") from error
     if committed.state != policy.state:
         raise UnknownPolicy(
-            f"step {policy.step} of {policy.run}/{policy.stage}/{policy.model} is committed as "
+            f"{policy.run}/{policy.stage}/{policy.model}@{policy.step} is committed as "
             f"{committed.state[:12]}, not as {policy.state[:12]}; the reference belongs to another history"
         )
 

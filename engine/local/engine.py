@@ -46,6 +46,7 @@ from storage.registry.models import find_model, publish_model
 from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.identity import store_id
 from storage.store.objects import open_store
+from storage.store.tables import read_step_table
 from storage.worklog import log_work
 
 R = TypeVar("R")
@@ -241,7 +242,14 @@ class LocalEngine:
         try:
             self.materialiser.rebaser.before_step(loaded)
             limit = request.max_tokens or self.spec.max_tokens_per_forward
-            effect = apply_request(loaded.trainer, request, self.store, max_tokens=limit, check=self.queue.check)
+            effect = apply_request(
+                loaded.trainer,
+                request,
+                self.store,
+                max_tokens=limit,
+                check=self.queue.check,
+                read=read_step_table,
+            )
             log_work("step", policy=request.result().uri, step=request.parent.step + 1)
             record = step_record(request, effect, loaded, self.backend.numerics(), self.spec)
             failpoint("step.before_commit")

@@ -158,7 +158,7 @@ class Rebaser:
         if record.weights_digest not in (None, checkpoint.weights_digest):
             raise ReplayDiverged(
                 f"a checkpoint of {loaded.policy.uri} holds weights {checkpoint.weights_digest[:12]}, the chain has "
-                f"{str(record.weights_digest)[:12]}; `ostinato verify {loaded.policy.run}` says which checkpoint is "
+                f"{str(record.weights_digest)[:12]}; 'ostinato verify {loaded.policy.run}' says which checkpoint is "
                 "wrong"
             )
         self._commit(loaded, record, attempt, checkpoint, ())

@@ -176,7 +176,7 @@ def root_of(chain: Chain) -> Root:
     """The root of the chain. Raises UnknownPolicy when the chain does not exist."""
     root = chain.root()
     if root is None:
-        raise UnknownPolicy(f"there is no chain {chain_title(chain)}; `ostinato runs show {chain.run}` lists them")
+        raise UnknownPolicy(f"there is no chain {chain_title(chain)}; 'ostinato runs show {chain.run}' lists them")
     return root
 
 

@@ -5,6 +5,8 @@ A replay commits nothing, so the chain keeps the step as it was committed.
 
 from __future__ import annotations
 
+import math
+
 from pydantic import JsonValue
 
 from engine.errors import UnknownPolicy
@@ -56,7 +58,11 @@ class ReplayReport(Frozen):
 
     @property
     def metrics_equal(self) -> bool:
-        return self.committed == self.replayed
+        """Whether both have the same metrics with equal values. NaN counts as equal to NaN."""
+        if self.committed.keys() != self.replayed.keys():
+            return False
+        pairs = [(value, self.replayed[name]) for name, value in self.committed.items()]
+        return all(old == new or (math.isnan(old) and math.isnan(new)) for old, new in pairs)
 
 
 def replay_step(

@@ -106,15 +106,38 @@ def verify_run(
     all_chains = run_chains(store, run)
     chains = [chain for chain in all_chains if stage in (None, chain.stage) and model in (None, chain.model)]
     if not all_chains:
-        raise PermanentEngineError(f"run {run!r} has no chain in {store.url}; `ostinato runs ls` lists the runs")
+        raise PermanentEngineError(f"run {run!r} has no chain in {store.url}; 'ostinato runs ls' lists the runs")
     if not chains:
         known = ", ".join(f"{chain.stage}/{chain.model}" for chain in all_chains)
         pattern = f"{stage or '*'}/{model or '*'}"
         raise PermanentEngineError(f"run {run!r} has no chain {pattern} in {store.url}; it has {known}")
     # A sample is drawn from the segments between checkpoints: a whole chain is one segment, with nothing to draw.
     split_at_checkpoints = from_checkpoints or sample is not None
-    reports = [_ChainVerification(chain, split_at_checkpoints, sample, on_step).report() for chain in chains]
+    verifications = [_ChainVerification(chain, split_at_checkpoints, sample, on_step) for chain in chains]
+    # The store's models are listed once for all chains. What cannot be read is reported with the first chain.
+    published = _published_models(store, verifications[0].findings)
+    reports = []
+    for verification in verifications:
+        verification.published = published
+        reports.append(verification.report())
     return VerifyReport(run=run, chains=tuple(reports))
+
+
+def _published_models(store: ObjectStore, findings: Findings) -> dict[str, list[Manifest]]:
+    """The manifests of the store's models, by the URI of each policy that a model was made from. A manifest that cannot
+    be read is reported, and does not stop the verification."""
+    manifests: dict[str, list[Manifest]] = {}
+    for name in list_models(store):
+        for version in list_versions(store, name):
+            key = keys.model_version(name, version)
+            try:
+                manifest = read_manifest(store, key)
+            except StorageError as error:
+                findings.error(key, str(error), RESTORE)
+                continue
+            for parent in manifest.parents:
+                manifests.setdefault(parent, []).append(manifest)
+    return manifests
 
 
 @dataclass
@@ -136,7 +159,7 @@ class _ChainVerification:
     checkpoints: int = 0
     models: int = 0
     published: dict[str, list[Manifest]] = field(default_factory=dict)
-    """The published models of the chain's policies, by the URI of the policy."""
+    """The store's published models, by the URI of the policy."""
 
     def report(self) -> ChainReport:
         name = (self.chain.run, self.chain.stage, self.chain.model)
@@ -167,7 +190,6 @@ class _ChainVerification:
         segments = self._segments(until)
         total = sum(end - start for start, end in segments)
         self._check_other_batches(segments, until)
-        self.published = self._published_models()
 
         # Between two rebases the numerics do not change, so the segments there share one backend.
         borders = sorted({0, *self.rebases, until + 1})
@@ -225,22 +247,6 @@ class _ChainVerification:
                 read_bytes(self.chain.store, record.request.batch)
             except StorageError as error:
                 self.findings.error(record.request.batch.key, str(error), RESTORE)
-
-    def _published_models(self) -> dict[str, list[Manifest]]:
-        """The manifests of the store's models, by the URI of each policy that a model was made from. A manifest that
-        cannot be read is reported, and does not stop the verification."""
-        manifests: dict[str, list[Manifest]] = {}
-        for name in list_models(self.chain.store):
-            for version in list_versions(self.chain.store, name):
-                key = keys.model_version(name, version)
-                try:
-                    manifest = read_manifest(self.chain.store, key)
-                except StorageError as error:
-                    self.findings.error(key, str(error), RESTORE)
-                    continue
-                for parent in manifest.parents:
-                    manifests.setdefault(parent, []).append(manifest)
-        return manifests
 
     # -- comparing ---------------------------------------------------------------------------------------------
 
@@ -301,8 +307,9 @@ class _ChainVerification:
         remedy = f"delete {keys.manifest_of_files(manifest.key)}: the chain rebuilds the policy without it"
         if step in self.rebases:
             remedy = RESTORE
+        which = f"of step {step}" if step else "before step 1"
         self.findings.error(
-            manifest.key, f"the checkpoint of step {step} differs from the redone step: {problem}", remedy
+            manifest.key, f"the checkpoint {which} differs from the redone weights: {problem}", remedy
         )
         return False
 

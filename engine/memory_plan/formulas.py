@@ -13,12 +13,9 @@ from dataclasses import dataclass
 
 from engine.memory_plan.shape import ModelShape
 
-CHUNK_ELEMENTS = 1 << 26
-"""Equal to engine.backends.torch.causal_lm.CHUNK_ELEMENTS, which cannot be imported here because it needs torch. A test
+CHUNK_BYTES = 1 << 29
+"""Equal to engine.backends.torch.causal_lm.CHUNK_BYTES, which cannot be imported here because it needs torch. A test
 compares the two."""
-COMPACT_COPY = 1.75
-"""The torch sampler drops finished rows by a copy of at most 3/4 of the cache, while it still holds the old cache
-(torch_sampler.COMPACT_BELOW)."""
 MASTER_BYTES = 4
 """Bytes of a float32 number: master weights, moments, and gradients of the torch trainer."""
 BATCHED_TOKENS = 8192
@@ -96,29 +93,27 @@ def activations(shape: ModelShape, tokens: int, *, compute: int, autocast: bool,
 def head_activations(shape: ModelShape, tokens: int, *, compute: int, trained: bool = True) -> int:
     """Bytes of the logits and their gradient at the start of the backward pass, if every token is trained.
 
-    Up to 2 * CHUNK_ELEMENTS logits are held at once; more are computed chunk by chunk. A logit that is held takes 16
-    bytes, all float32: the logit, and the difference, its exponential and the product in the gradient of the
-    logsumexp. A `trained` head adds its gradient in the compute dtype, in float32 too where that dtype is lower, and
-    the float32 sum over the chunks. A scalar head has no logits: it saves its input, gathered and in its own
-    precision. """
+    At most CHUNK_BYTES of logits are held at once; more are computed chunk by chunk. A logit and its gradient are held
+    in the compute dtype (engine.backends.torch.token_logprobs). A `trained` head adds its gradient in the compute
+    dtype, in float32 too where that dtype is lower, and the float32 sum over the chunks. A scalar head has no logits:
+    it saves its input, gathered and in its own precision. """
     if shape.scalar:
         # A lower precision is kept in addition to the float32 input.
         input_bytes = compute if compute >= MASTER_BYTES else compute + MASTER_BYTES
         return tokens * shape.hidden * input_bytes
 
     # The tensors of the logits that are held at once.
-    chunk = max(1, CHUNK_ELEMENTS // shape.vocabulary)
-    is_one_chunk = tokens <= 2 * chunk
-    tokens_at_once = tokens if is_one_chunk else chunk
-    logits = 4 * MASTER_BYTES * tokens_at_once * shape.vocabulary
+    chunk = max(1, CHUNK_BYTES // (compute * shape.vocabulary))
+    tokens_at_once = min(tokens, chunk)
+    logits = 2 * compute * tokens_at_once * shape.vocabulary
     if not trained:
         return logits
 
-    # The gradient of the head is made when two of the four tensors of the logits are already freed.
+    # When the gradient of the head is made, the logits are already freed, and their gradient is not.
     gradient_bytes = MASTER_BYTES
     if compute < MASTER_BYTES:
         gradient_bytes += compute
-    if not is_one_chunk:
+    if tokens > chunk:
         gradient_bytes += MASTER_BYTES
     return max(logits, logits // 2 + gradient_bytes * shape.embedding)
 
@@ -131,10 +126,11 @@ def kv_bytes_per_token(shape: ModelShape, compute: int) -> int:
 def torch_sampling(shape: ModelShape, *, rows: int, context: int, prompt_tokens: int, compute: int) -> tuple[int, int]:
     """(KV cache, working memory) of the torch sampler while `rows` completions of `context` tokens decode, in bytes.
 
-    The cache is allocated for whole rows, and copied when rows are dropped. The working memory holds the keys and
-    values of the prompts of one prefill, and four float32 numbers per logit (logits, logprobs, noise, scores). """
-    cache = int(COMPACT_COPY * rows * context * kv_bytes_per_token(shape, compute))
-    prefill = min(prompt_tokens, rows * context) * kv_bytes_per_token(shape, compute)
+    The cache has room for whole rows. The working memory holds the keys and values of the prompts of one prefill twice,
+    because they are copied out of it, and four float32 numbers per logit (logits, logits divided by the temperature,
+    padded logits, their exponentials)."""
+    cache = rows * context * kv_bytes_per_token(shape, compute)
+    prefill = 2 * min(prompt_tokens, rows * context) * kv_bytes_per_token(shape, compute)
     return cache, prefill + 4 * MASTER_BYTES * rows * shape.vocabulary
 
 

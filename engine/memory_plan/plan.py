@@ -48,7 +48,7 @@ def plan_memory(spec: LocalEngineSpec, work: Workload, machine: Machine) -> Memo
     if work.shape.scalar:
         sampler = SamplerMemory(ProcessMemory((), ()))  # a scalar head gives values, and nothing is sampled
     elif vllm is None:
-        sampler = torch_sampler(spec, work, setup)
+        sampler = torch_sampler(spec, work, machine, setup)
     else:
         sampler = vllm_sampler(vllm, spec, work, machine, setup, colocated=colocated)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.memory_plan.formulas import kv_bytes_per_token, torch_sampling, vllm_work
+from engine.memory_plan.formulas import MASTER_BYTES, kv_bytes_per_token, torch_sampling, vllm_work
 from engine.memory_plan.records import GIB, PHASES, Machine, MemoryPart, Phase, ProcessMemory, Workload
 from engine.memory_plan.trainer import GPU_CONTEXT, GPU_PROCESS, TrainingSetup, compute_dtype_elements
 from engine.specs.engine import LocalEngineSpec
@@ -31,20 +31,24 @@ class SamplerMemory:
     batch needs."""
 
 
-def torch_sampler(spec: LocalEngineSpec, work: Workload, setup: TrainingSetup) -> SamplerMemory:
+def torch_sampler(spec: LocalEngineSpec, work: Workload, machine: Machine, setup: TrainingSetup) -> SamplerMemory:
     """Returns the memory of the embedded sampler.
 
-    It uses the trainer's own weights, or a copy of them where the precision or the process differs.
+    It uses the trainer's own weights, or a copy of them where the precision or the process differs. On a CPU it packs
+    the linear layers and the head, except for adapters and float64.
     """
     # The sampler needs weights in the compute dtype. It uses those of the trainer where they are such.
     shape, compute = work.shape, setup.compute_bytes
     in_other_process = not isinstance(spec.trainer, TorchTrainerSpec)
     same_weights = compute == setup.master_bytes
+    packs = machine.device == "cpu" and compute <= MASTER_BYTES and work.lora_rank is None and not in_other_process
     copied: float
     if same_weights and not in_other_process:
-        copied = 0
+        copied = compute * (shape.layers * shape.layer_linear + shape.language_head) if packs else 0
     elif work.lora_rank is None or in_other_process:
         copied = compute * shape.parameters
+        if packs:  # a tied head is there as the embedding, too
+            copied += compute * (shape.language_head - shape.own_head)
     else:
         # Copy the adapter, and the part of the base that is not held in the compute dtype already.
         others = shape.parameters - compute_dtype_elements(work)
@@ -54,7 +58,7 @@ def torch_sampler(spec: LocalEngineSpec, work: Workload, setup: TrainingSetup) -
     cache, working = torch_sampling(
         shape, rows=spec.max_rows, context=work.context, prompt_tokens=spec.max_tokens_per_forward, compute=compute
     )
-    cache_source = f"{spec.max_rows} rows of {work.context} tokens, 1.75 times"
+    cache_source = f"{spec.max_rows} rows of {work.context} tokens"
     parts = (
         MemoryPart.constant("sampler", "sampler's copy", copied, "weights in the compute dtype"),
         MemoryPart.constant("kv", "KV cache", cache, cache_source, ("sampling",)),

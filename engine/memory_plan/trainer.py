@@ -112,7 +112,7 @@ def _torch_memory(spec: LocalEngineSpec, work: Workload, machine: Machine, setup
     base_source = "linear layers in the compute dtype, the rest in float32"
     moments_source = f"2 * {master} * {sizes.trained:,}"
     casts_source = "a copy of each matrix until the backward pass ends"
-    logits_source = "at most 2^27 logits at once"
+    logits_source = "logits of at most 512 MiB at once"
     frozen_source = "reference and past policies, read only"
     constant = MemoryPart.constant
     device = [
@@ -197,7 +197,7 @@ def _deepspeed_memory(
     device += _buffers(zero, work, machine, setup)
     device.append(constant("activations", "activations", saved, f"{tokens} tokens, {checkpointing}", ("backward",)))
     device.append(
-        constant("logits", "logits and their gradient", logits, "at most 2^27 logits at once", ("backward",))
+        constant("logits", "logits and their gradient", logits, "logits of at most 512 MiB at once", ("backward",))
     )
     device += _loading(zero, work, machine, setup)
 

@@ -81,7 +81,7 @@ def registered_model(store: ObjectStore, source: str) -> ArtifactRef:
     if model is None:
         raise BadModelFolder(
             f"no model {source!r}: not a local folder, and not registered in {store.url}; give an existing "
-            "Hugging Face folder, or a key that `save` returned"
+            "Hugging Face folder, or a key that 'save' returned"
         )
     return model
 

@@ -90,15 +90,19 @@ class InferenceModel(ScoringMixin):
         return self._view(**sampling.model_dump())
 
     def temperature(self, value: float) -> Self:
+        """Returns a view that samples at this temperature. 0: the most likely token is always taken."""
         return self._view(temperature=value)
 
     def top_p(self, value: float) -> Self:
+        """Returns a view that samples from the likeliest tokens whose probabilities sum up to `value`. 1: from all."""
         return self._view(top_p=value)
 
     def top_k(self, value: int) -> Self:
+        """Returns a view that samples from the `value` most likely tokens. 0: from all."""
         return self._view(top_k=value)
 
     def max_gen_len(self, tokens: int) -> Self:
+        """Returns a view whose completions have at most this number of tokens."""
         return self._view(max_new_tokens=tokens)
 
     def fitted(self, thread: StringThread) -> Self:
@@ -115,6 +119,7 @@ class InferenceModel(ScoringMixin):
         return self.max_gen_len(room)
 
     def min_gen_len(self, tokens: int) -> Self:
+        """Returns a view whose completions have at least this number of tokens."""
         return self._view(min_new_tokens=tokens)
 
     def stop(self, *strings: str) -> Self:
@@ -155,7 +160,7 @@ class InferenceModel(ScoringMixin):
         Image patches are None, or one engine.models.images.PlacedImage per image. Its placeholder tokens are
         [start, start + tokens), and `data` holds the bytes of the image file, which the engine decodes."""
         sequence = self.renderer.sequence(tokenized)
-        return sequence.token_ids, sequence.images or None, sequence.weights
+        return tokenized.token_ids, sequence.images or None, tokenized.weights
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -195,9 +200,9 @@ class InferenceModel(ScoringMixin):
         policy = await self.policy()
 
         # The seed depends on the prompt, and on how often this handle has generated for it at this policy.
-        prompt_id = str(sequence.token_ids)
+        prompt_id = str(prompt.token_ids)
         if sequence.images:
-            prompt_id = str([sequence.token_ids, *image_digests(sequence.images)])
+            prompt_id = str([prompt.token_ids, *image_digests(sequence.images)])
         count_key = (policy.state, prompt_id)
         self._generation_counts[count_key] += 1
         base_seed = self.workspace.seed if self._seed is None else self._seed
@@ -223,7 +228,7 @@ class InferenceModel(ScoringMixin):
 
     async def _generate(self, key: Hashable, items: list[tuple[TokenSequence, int]]) -> list[Completion]:
         policy, sampling = cast(tuple[PolicyRef, SamplingParams], key)
-        prompts, seeds = [prompt.token_ids for prompt, _ in items], [seed for _, seed in items]
+        prompts, seeds = [prompt.token_ids.tolist() for prompt, _ in items], [seed for _, seed in items]
         images = images_or_none(prompt.images for prompt, _ in items)
         request = GenerateRequest(policy, prompts, seeds, sampling, self.tensor_parallel, images)
         return await self.engine.generate(request, epoch=self.workspace.epoch)

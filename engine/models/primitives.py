@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from engine.errors import BadSpec, SampleTooLong
@@ -23,6 +24,7 @@ from engine.losses.spec import LossSpec
 from engine.models.images import check_images_accepted
 from engine.models.scores import last_token_sequence
 from engine.models.tape import Enqueued, Loss, Tape, per_token, spread_sum
+from engine.models.token_arrays import as_token_ids
 from engine.protocol import TokenSequence
 from engine.specs.adapters import parse_trainable
 from engine.text.errors import UnsupportedFragment
@@ -146,12 +148,13 @@ class Primitives:
         # The tokens with a tangent are the trained ones. A sample without any is not an error: it trains its last token
         # with tangent 0.
         numbers = per_token("tangents", tangents, len(targets))
-        weights = [0.0, *(float(number != 0) for number in numbers)]
-        if not any(weights):
-            weights[-1] = 1.0
-        # weights[0] belongs to the first input token, which nothing predicts and which has no tangent.
-        trained_tangents = [number for number, weight in zip(numbers, weights[1:], strict=True) if weight]
-        sequence = TokenSequence([inputs[0], *targets], weights, images=images)
+        # The first value belongs to the first input token, which nothing predicts and which has no tangent.
+        loss_mask = np.array([False, *(number != 0 for number in numbers)])
+        if not loss_mask.any():
+            loss_mask[-1] = True
+        trained_tangents = np.array(numbers)[loss_mask[1:]].tolist()
+        token_ids = as_token_ids([inputs[0], *targets], "a sample")
+        sequence = TokenSequence(token_ids, loss_mask, images=images)
         return self._add({"kind": "tangents"}, sequence, tangents=trained_tangents)
 
     # -- scalar models -----------------------------------------------------------------------------------------
@@ -210,7 +213,7 @@ class Primitives:
     def _scored(self, thread: Thread) -> TokenSequence:
         sequence = self._sequence(thread)
         check_images_accepted(None, [sequence.images], "scored threads")  # no scalar model takes images
-        return last_token_sequence(sequence.token_ids, end=self.renderer.tokenizer.eos_token_ids[0])
+        return last_token_sequence(sequence.token_ids.tolist(), end=self.renderer.tokenizer.eos_token_ids[0])
 
     def _add(self, loss: Loss, sequence: TokenSequence, **columns: Numbers | float) -> Enqueued:
         self._check(loss, sequence)
@@ -243,7 +246,7 @@ class Primitives:
 
 def _reference(values: float | Numbers, sequence: TokenSequence) -> list[float]:
     """The reference's logprob of each trained token, from a list or from their sum."""
-    trained = sum(weight > 0 for weight in sequence.weights)
+    trained = sequence.trained
     if isinstance(values, int | float) or getattr(values, "ndim", None) == 0:
         return spread_sum("the sum of the reference's logprobs", float(values), trained)  # type: ignore[arg-type]
     return per_token("reference_logprobs", values, trained)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain
 from random import Random
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from engine.errors import BadSpec
 from engine.models.images import Images, check_images, images_from_rows
-from engine.protocol import check_weights
+from engine.models.token_arrays import (
+    FloatArray,
+    LossMask,
+    TokenArray,
+    as_loss_mask,
+    as_numbers,
+    as_token_ids,
+    rows_of_lists,
+)
 from storage.chain.records import MinibatchPlan
 
 PER_TOKEN = (
@@ -27,22 +36,25 @@ PER_TOKEN = (
 """Optional columns of a batch with one value per trained token."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One trainable sequence of L tokens, of which N are trained (weight > 0). The optional lists have length N."""
+    """One trainable sequence of L tokens, of which N are trained. The optional arrays have length N.
 
-    token_ids: list[int]
-    weights: list[float]
+    Lists become arrays. `loss_mask` may be given as weights: tokens of a weight above 0 are trained. Raises BadSpec for
+    arrays of wrong length, and for what `as_token_ids` and `as_loss_mask` reject."""
+
+    token_ids: TokenArray
+    loss_mask: LossMask
     group: str = ""
     """Samples of one group start with the same prompt."""
     completion: int = 0
-    advantages: list[float] | None = None
-    old_logprobs: list[float] | None = None
-    reference_logprobs: list[float] | None = None
-    sampler_logprobs: list[float] | None = None
-    returns: list[float] | None = None
-    old_values: list[float] | None = None
-    tangents: list[float] | None = None
+    advantages: FloatArray | None = None
+    old_logprobs: FloatArray | None = None
+    reference_logprobs: FloatArray | None = None
+    sampler_logprobs: FloatArray | None = None
+    returns: FloatArray | None = None
+    old_values: FloatArray | None = None
+    tangents: FloatArray | None = None
     preferred: bool | None = None
     """Whether this sample is the preferred one of a pair. A pair is a group of two samples. None outside pairs."""
     images: Images = ()
@@ -50,33 +62,43 @@ class Sample:
     """Number of trained tokens (N)."""
 
     def __post_init__(self) -> None:
-        check_weights(self.token_ids, self.weights, "a sample")
+        # The class is frozen, so its fields are set this way.
+        token_ids = as_token_ids(self.token_ids, "a sample")
+        loss_mask = as_loss_mask(self.loss_mask, len(token_ids), "a sample")
+        object.__setattr__(self, "token_ids", token_ids)
+        object.__setattr__(self, "loss_mask", loss_mask)
+        object.__setattr__(self, "trained", int(np.count_nonzero(loss_mask)))
         if self.images:
-            check_images(self.images, len(self.token_ids))
-        # The class is frozen, so its derived field is set this way.
-        object.__setattr__(self, "trained", sum(weight > 0 for weight in self.weights))
+            check_images(self.images, len(token_ids))
         for name in PER_TOKEN:
             values = getattr(self, name)
-            if values is not None and len(values) != self.trained:
+            if values is None:
+                continue
+            if len(values) != self.trained:
                 raise BadSpec(
                     f"{name} of sample {self.group}/{self.completion} has {len(values)} values for {self.trained} "
                     "trained tokens; give one per token of weight > 0"
                 )
+            object.__setattr__(self, name, as_numbers(values))
 
 
 def samples_from_table(table: pa.Table) -> list[Sample]:
-    """The rows of a batch table as samples, in their order. A field without a column is None in every sample."""
-    if not {"token_ids", "weights"} <= set(table.column_names):
+    """The rows of a batch table as samples, in their order. A field without a column is None in every sample. The
+    arrays of the samples are views of the table's values."""
+    if not {"token_ids", "loss_mask"} <= set(table.column_names):
         names = ", ".join(table.column_names)[:200]
-        raise BadSpec(f"a batch has the columns token_ids and weights, and this table has {names}; give a batch")
+        raise BadSpec(f"a batch has the columns token_ids and loss_mask, and this table has {names}; give a batch")
 
-    # Read the columns that samples have fields for, as lists. A batch may have other columns.
+    # Read the columns that samples have fields for. A batch may have other columns.
     columns: dict[str, list[Any]] = {}
-    for sample_field in fields(Sample):
-        if sample_field.init and sample_field.name in table.column_names:
-            columns[sample_field.name] = table.column(sample_field.name).to_pylist()
-    if "images" in columns:
-        columns["images"] = [images_from_rows(rows) for rows in columns["images"]]
+    for name in ("token_ids", "loss_mask", *PER_TOKEN):
+        if name in table.column_names:
+            columns[name] = rows_of_lists(table.column(name))
+    for name in ("group", "completion", "preferred"):
+        if name in table.column_names:
+            columns[name] = table.column(name).to_pylist()
+    if "images" in table.column_names:
+        columns["images"] = [images_from_rows(rows) for rows in table.column("images").to_pylist()]
 
     samples = []
     for row in zip(*columns.values(), strict=True):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from engine.errors import BadSpec
 from engine.models.call_batching import CallBatcher
 from engine.models.folder import head_of, scalar_head_message
+from engine.models.token_arrays import as_token_ids
 from engine.protocol import Engine, LogprobsRequest, TokenSequence
 from engine.specs.adapters import Head
 from engine.text.rendering import Renderer
@@ -26,7 +29,8 @@ def last_token_sequence(token_ids: Sequence[int], *, end: int) -> TokenSequence:
 
     A value is read at the position before a trained token. One trained token `end` is therefore appended. Its id has no
     effect: any id of the vocabulary works."""
-    return TokenSequence([*token_ids, end], [0.0] * len(token_ids) + [1.0])
+    loss_mask = np.arange(len(token_ids) + 1) == len(token_ids)
+    return TokenSequence(as_token_ids([*token_ids, end], "a sequence"), loss_mask)
 
 
 def check_head(store: ObjectStore, base: ArtifactRef, head: Head, *, frozen: bool = False) -> None:

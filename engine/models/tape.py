@@ -23,7 +23,7 @@ from storage.chain.records import PolicyRef
 from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
-from storage.store.tables import SCHEMAS, commit_table, read_table, table_schema
+from storage.store.tables import SCHEMAS, commit_table, read_step_table, table_schema
 
 Loss = dict[str, JsonValue]
 Row = dict[str, Any]
@@ -75,8 +75,7 @@ class Tape:
             _row(dispreferred, dispreferred_columns) | {"preferred": False},
         )
         for member, row in zip(("preferred", "dispreferred"), rows, strict=True):
-            is_trained = any(weight > 0 for weight in row["weights"])
-            if not is_trained:
+            if not any(row["loss_mask"]):
                 raise BadSpec(
                     f"the {member} sample of a pair has no trained token, "
                     "so nothing of it is compared; give each an assistant turn of weight above 0"
@@ -132,7 +131,7 @@ def commit_tape(calls: Sequence[TapeEntry], workspace: Workspace, policy: Policy
             parents=(policy.uri,),
             provenance=workspace.provenance,
         )
-        if read_table(store, batch).equals(table):
+        if read_step_table(store, batch).equals(table):
             return loss, batch
         shard += 1
 
@@ -142,11 +141,9 @@ def prompt_group(sequence: TokenSequence) -> str:
 
     The engine computes the shared prompt of a group once."""
     first_trained = len(sequence.token_ids)
-    for index, weight in enumerate(sequence.weights):
-        if weight > 0:
-            first_trained = index
-            break
-    name = digest(canonical_json(sequence.token_ids[:first_trained]))
+    if sequence.trained:
+        first_trained = int(sequence.loss_mask.argmax())
+    name = digest(canonical_json(sequence.token_ids[:first_trained].tolist()))
     if sequence.images:
         name = digest(canonical_json([name, *image_digests(sequence.images)]))
     return name[:16]
@@ -183,11 +180,13 @@ def spread_sum(name: str, total: float, trained: int) -> list[float]:
 
 
 def _row(sequence: TokenSequence, columns: dict[str, Sequence[float]]) -> Row:
-    trained = sum(weight > 0 for weight in sequence.weights)
-    checked = {name: per_token(name, values, trained) for name, values in columns.items()}
+    checked = {name: per_token(name, values, sequence.trained) for name, values in columns.items()}
     # Every row has all columns of the schema, so that rows of different calls make one table.
     empty: Row = dict.fromkeys(SCHEMAS["batch"].names)
-    row = empty | checked | {"token_ids": list(sequence.token_ids), "weights": list(sequence.weights)}
+    row = empty | checked | {
+        "token_ids": sequence.token_ids.tolist(),
+        "loss_mask": sequence.loss_mask.tolist(),
+    }
     if sequence.images:
         row["images"] = images_to_rows(sequence.images)
     return row

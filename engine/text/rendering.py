@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+
+from engine.models.token_arrays import as_loss_mask, as_token_ids
 from engine.protocol import TokenSequence
 from engine.text.errors import ChatTemplateMissing, ThreadError, UnsupportedFragment
 from engine.text.images import embed_images, images_in, placed_images
+from engine.text.parts import encode_parts
 from engine.text.template import TurnText, generation_header, template_text, turn_texts
 from engine.text.threads import StringThread, TokenizedThread, TokenizedTurn
 from engine.text.tokenizers import Tokenizer
@@ -52,7 +55,7 @@ class Renderer:
         _check_prompt(thread.turns)
         if not images_in(thread.turns):
             ids = self.prompt_ids(thread)
-            return TokenSequence(ids, [0.0] * len(ids))
+            return TokenSequence(as_token_ids(ids, "a prompt"), np.zeros(len(ids), bool))
         return self.sequence(self.prompt(thread))
 
     def prompt(self, thread: StringThread | TokenizedThread) -> TokenizedThread:
@@ -75,7 +78,7 @@ class Renderer:
             thread = self._embed_images(thread)
             header = generation_header(self.tokenizer, thread.turns)
             texts = [*turn_texts(self.tokenizer, thread.turns), TurnText(header, "")]
-            *ids, (header_ids, _) = self._encode_parts(texts)
+            *ids, (header_ids, _) = self._encode_turns([texts])[0]
             turns = _tokenized_turns(thread, ids, self.tokenizer)
 
         # Only sampled turns stay trained.
@@ -96,9 +99,17 @@ class Renderer:
 
         Raises ThreadError (no turns), TemplateRefused, TemplateNotPrefixStable, UnsupportedFragment.
         """
-        thread = self._embed_images(thread)
-        ids = self._encode_parts(turn_texts(self.tokenizer, thread.turns))
-        return TokenizedThread(tuple(_tokenized_turns(thread, ids, self.tokenizer)), thread.metadata)
+        return self.tokenize_all([thread])[0]
+
+    def tokenize_all(self, threads: Sequence[StringThread]) -> list[TokenizedThread]:
+        """Returns `tokenize` of each thread. One call of the tokenizer encodes all of them."""
+        threads = [self._embed_images(thread) for thread in threads]
+        encoded = self._encode_turns([turn_texts(self.tokenizer, thread.turns) for thread in threads])
+        tokenized = []
+        for thread, ids in zip(threads, encoded, strict=True):
+            turns = _tokenized_turns(thread, ids, self.tokenizer)
+            tokenized.append(TokenizedThread(tuple(turns), thread.metadata))
+        return tokenized
 
     def append(self, tokenized: TokenizedThread, role: str, content: Any) -> TokenizedThread:
         """Appends a turn of text to a tokenised thread, whose ids do not change."""
@@ -175,7 +186,9 @@ class Renderer:
     def sequence(self, tokenized: TokenizedThread) -> TokenSequence:
         """Returns token ids, weights and images in the form that the engine takes."""
         images = placed_images(tokenized.turns, self.tokenizer.images)
-        return TokenSequence(tokenized.token_ids, tokenized.weights, images=images)
+        token_ids = as_token_ids(tokenized.token_ids, "a thread")
+        loss_mask = as_loss_mask(tokenized.weights, len(token_ids), "a thread")
+        return TokenSequence(token_ids, loss_mask, images=images)
 
     # -- helpers -----------------------------------------------------------------------------------------------
 
@@ -196,29 +209,12 @@ class Renderer:
             return turn.content
         return self.decode_completion(turn.token_ids[turn.header :])
 
-    def _encode_parts(self, turns: Sequence[TurnText]) -> list[tuple[list[int], list[int]]]:
-        """Returns (header ids, body ids) of each turn. Joined, they are exactly the ids of the whole text.
-
-        A token that spans two parts belongs to the later one, so that no trained content is lost.
-        """
-        texts: list[str] = []
-        for turn in turns:
-            texts.extend(turn)
-
-        # Usually the parts, encoded alone, join to the ids of the whole text.
-        whole = self.tokenizer.encode("".join(texts))
-        parts = [self.tokenizer.encode(text) for text in texts]
-        joined: list[int] = []
-        for part in parts:
-            joined.extend(part)
-
-        # Some token spans two parts: cut the whole text's ids where they begin to differ from those of each prefix.
-        if joined != whole:
-            prefixes = accumulate(texts[:-1])
-            ends = [_common_length(self.tokenizer.encode(prefix), whole) for prefix in prefixes]
-            cuts = [0, *accumulate(ends, max), len(whole)]
-            parts = [whole[start:end] for start, end in pairwise(cuts)]
-        return list(zip(parts[::2], parts[1::2], strict=True))
+    def _encode_turns(self, threads: Sequence[Sequence[TurnText]]) -> list[list[tuple[list[int], list[int]]]]:
+        """Returns (header ids, body ids) of each turn of each thread. Joined, they are the ids of the whole text."""
+        texts: list[list[str]] = []
+        for turns in threads:
+            texts.append([text for turn in turns for text in turn])
+        return [list(zip(ids[::2], ids[1::2], strict=True)) for ids in encode_parts(self.tokenizer, texts)]
 
     def _closing_ids(self, sampled: TokenizedTurn, body: str) -> list[int]:
         """Returns the ids that the template writes between a sampled turn and the next one. They include the
@@ -276,11 +272,3 @@ def _trained_length(body: Sequence[int], tokenizer: Tokenizer) -> int:
 
 def _untrained(turn: TokenizedTurn) -> TokenizedTurn:
     return replace(turn, weights=(0.0,) * len(turn.weights))
-
-
-def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """Returns the length of the longest common prefix."""
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return min(len(left), len(right))

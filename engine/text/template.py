@@ -80,7 +80,13 @@ def generation_header(tokenizer: Tokenizer, turns: Sequence[Turn]) -> str:
     """Returns the text that the template adds after `turns` to open the assistant's next turn."""
     if not turns:
         raise ThreadError("the thread begins with the assistant's turn; expected a system or user turn before it")
-    text = template_text(tokenizer, turns, generation_prompt=False)
+    return _header_after(tokenizer, turns, template_text(tokenizer, turns, generation_prompt=False))
+
+
+def _header_after(tokenizer: Tokenizer, turns: Sequence[Turn], text: str) -> str:
+    """`generation_header` after turns whose text is known."""
+    if not turns:
+        return generation_header(tokenizer, turns)
     text_with_header = template_text(tokenizer, turns, generation_prompt=True)
     return _added_text(tokenizer, text, text_with_header, change=f"opening turn {len(turns)}")
 
@@ -96,7 +102,7 @@ def turn_texts(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[TurnText]:
     # Apply the template to each prefix of the conversation. The difference to the prefix before is the turn's text.
     text_before, texts = "", []
     for index, turn in enumerate(turns):
-        header = generation_header(tokenizer, turns[:index]) if turn.role == "assistant" else ""
+        header = _header_after(tokenizer, turns[:index], text_before) if turn.role == "assistant" else ""
         try:
             text = template_text(tokenizer, turns[: index + 1], generation_prompt=False)
         except TemplateRefused:

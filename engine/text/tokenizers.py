@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.text.errors import ChatTemplateMissing, TemplateRefused, TokenizerMissing
 from engine.text.images import PROCESSOR_FILES, ImageTokens, image_tokens_of
@@ -33,6 +33,17 @@ TOKENIZER_FILES: tuple[str, ...] = (
 processor's files give the number of tokens per image."""
 
 
+class EncodedText(Protocol):
+    """The tokens of a text, as the tokenizers library returns them."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+    def char_to_token(self, char_pos: int) -> int | None:
+        """Index of the first token that the character is part of; None if it is part of none."""
+        ...
+
+
 class Tokenizer:
     """A Hugging Face tokenizer, reduced to the calls that the engine makes."""
 
@@ -52,10 +63,20 @@ class Tokenizer:
         """The ids that end a turn, at least one."""
         self.vocab_size: int = len(tokenizer)
         """Number of ids, including added tokens."""
+        self._is_plain_fast = _is_plain_fast(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of the text. Nothing is added. Text that spells a special token becomes that token."""
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_all(self, texts: Sequence[str]) -> list[EncodedText] | None:
+        """Returns `encode` of each text, with the characters of each token. None if the tokenizer does not tell them.
+
+        It calls the tokenizers library directly: for a batch of eight texts, transformers' own call takes twice as
+        long."""
+        if not self._is_plain_fast:
+            return None
+        return self._tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False)  # type: ignore[no-any-return]
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self._tokenizer.decode(
@@ -83,6 +104,19 @@ class Tokenizer:
                 f"the chat template of {self.name} refused messages of the roles {roles}: "
                 f"{type(error).__name__}: {error}; give it the roles and order it takes, or correct the template"
             ) from error
+
+
+def _is_plain_fast(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether `encode` of the tokenizer only calls the tokenizers library, without truncation and padding."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return False
+    # A few models have an `encode` of their own.
+    if type(tokenizer)._encode_plus is not PreTrainedTokenizerFast._encode_plus:
+        return False
+    backend = tokenizer.backend_tokenizer
+    return backend.truncation is None and backend.padding is None
 
 
 def load_tokenizer(folder: Path, *, name: str | None = None) -> Tokenizer:

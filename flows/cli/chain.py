@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -27,16 +28,19 @@ from flows.cli.output import (
 from flows.cli.runs import RunArgument, runs_app
 from flows.configs.overrides import ConfigError, load_config
 from flows.runs.code_version import code_version
+from flows.runs.recorded_config import RecordedConfig, read_config, write_config
 from storage.chain.fork import fork_run
 from storage.chain.listing import run_chains
 from storage.chain.records import Chain
-from storage.errors import ObjectNotFound
-from storage.store import keys
+from storage.errors import ObjectNotFound, StorageError
 from storage.store.objects import ObjectStore, open_store
 
 Stage = Annotated[str, typer.Option("--stage", help="Only this stage, for example 0-grpo.")]
 ModelName = Annotated[str, typer.Option("--model", help="Only this model's chain.")]
-StepOption = Annotated[int, typer.Option("--step", help="Number of the step, counted from 1 as in `runs show`.", min=0)]
+StepOption = Annotated[int, typer.Option("--step", help="Number of the step, counted from 1.", min=1)]
+ForkStep = Annotated[
+    int, typer.Option("--step", help="Last step that is shared, counted from 1. 0: none, from the start.", min=0)
+]
 
 
 def add_chain_commands(app: typer.Typer) -> None:
@@ -205,23 +209,52 @@ def _print_replay(report: Any, to: Console) -> None:
 
 def fork(
     run: RunArgument,
-    step: StepOption,
+    step: ForkStep,
     new: Annotated[str, typer.Option("--run", help="Key of the new run.")],
     stage: Annotated[str, typer.Option("--stage", help="Stage of the step. Default: the last one.")] = "",
     storage: Storage = DEFAULT_STORAGE,
     as_json: AsJson = False,
 ) -> None:
-    """Creates a run that shares another run's history up to a step. Its config may differ after that step."""
+    """Creates a run that shares another run's history up to a step, and writes its config to NEW.yaml. The config may
+    differ after that step."""
+    store = open_store(storage)
     with report_errors(), messages().status(f"forking {run}"):
-        info = fork_run(open_store(storage), run, new, step=step, stage=stage or None, code_version=code_version())
+        info = fork_run(store, run, new, step=step, stage=stage or None, code_version=code_version())
+    config, path = _write_config(store, new)
     if as_json:
-        print_json(info.model_dump(mode="json") | {"new": new})
+        body = {"new": new, "flow": config.flow if config else None, "config": str(path) if path else None}
+        print_json(info.model_dump(mode="json") | body)
         return
+    print_plain(console(), f"run {new} shares {info.stage} of {run} up to step {info.step}")
+    if config and path:
+        _print_how_to_go_on(config, path)
+
+
+def _write_config(store: ObjectStore, new: str) -> tuple[RecordedConfig | None, Path | None]:
+    """Writes the config of the fork to a file. Returns what could not be read or written as None, and says why."""
+    config, path = None, None
+    try:
+        config = read_config(store, new)
+        path, is_new = write_config(config, Path())
+        if not is_new:
+            print_plain(messages(), f"{path} exists and is kept; 'ostinato runs config {new}' prints the config")
+    except (StorageError, OSError) as error:
+        print_plain(messages(), f"the config of {new} was not written: {error}")
+    return config, path
+
+
+def _print_how_to_go_on(config: RecordedConfig, path: Path) -> None:
     to = console()
-    to.print(f"run {new} shares {info.stage} of {run} up to step {info.step}", markup=False, highlight=False)
-    kind = keys.stage_kind(info.stage)
-    to.print(f"continue it with: ostinato run {kind} --config FILE --run {new}", markup=False, highlight=False)
-    to.print("its data continues at the same epoch and position, in the order that FILE's data and seed define")
+    if config.flow is None:
+        print_plain(to, f"its parameters are in {path}; it continues when its recipe is started with run: {config.run}")
+        return
+    if config.engine_token:
+        url = config.values["engine"]["url"]
+        print_plain(to, f"put the token of the engine at {url} into ${config.engine_token};")
+        print_plain(to, "'ostinato up' keeps it in .ostinato/up/engine-token")
+    print_plain(to, f"change in {path} what should differ after that step, and continue with:")
+    print_plain(to, f"  ostinato run {config.flow} --config {path}")
+    print_plain(to, "its data continues at the same epoch and position, in the order of the file's data and seed")
 
 
 # -- shared functions -------------------------------------------------------------------------------------------

@@ -1,32 +1,48 @@
-"""`ostinato data add FILE`: commits a dataset version to the store, and announces a new version as an event."""
+"""`ostinato data add FILE` commits a dataset version to the store, and announces a new version as an event.
+`ostinato data ls` lists the datasets of the store."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
 
 import typer
 
-from flows.cli.output import DEFAULT_STORAGE, AsJson, Storage, print_json, report_errors, usage_error
+from flows.cli.output import (
+    DEFAULT_STORAGE,
+    AsJson,
+    Storage,
+    add_rows,
+    console,
+    format_size,
+    messages,
+    print_json,
+    print_plain,
+    report_errors,
+    table,
+    usage_error,
+)
 from flows.configs.overrides import ConfigError, parse_config
+from flows.display.load_progress import LoadBar, LoadLines
 from flows.runs.code_version import code_version
+from storage.registry.datasets import DatasetVersion, list_datasets
 from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import Provenance
 from storage.store.objects import open_store
 from tasks.datasets.errors import DatasetError
-from tasks.datasets.load import LoadedDataset, load_dataset
+from tasks.datasets.load import LoadedDataset, LoadProgress, load_dataset
+from tasks.datasets.read import unread_columns
 from tasks.datasets.spec import DatasetUse, FileDataset
 
 data_app = typer.Typer(help="Datasets in the store.", no_args_is_help=True)
 
 Server = Annotated[str, typer.Option("--server", help="Prefect API url that gets the event; else $PREFECT_API_URL.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="A key of the file dataset: columns.prompt=question.")]
-
-
-@data_app.callback()
-def _group() -> None:
-    """Keeps `add` a subcommand. Without a callback, typer would make it the only command."""
+SHOWN_VERSION = 12
+"""Characters of a version in the table. A config accepts them in place of the whole version."""
 
 
 @data_app.command("add")
@@ -44,8 +60,9 @@ def add(
     server: Server = "",
     as_json: AsJson = False,
 ) -> None:
-    """Checks every row and commits the dataset. A new version sends the event ostinato.dataset.registered; the same
-    rows are the same version."""
+    """Checks every row and commits the dataset, which a config can then name (kind: registered). A new version sends
+    the event ostinato.dataset.registered; the same rows are the same version. A file that was loaded before and has not
+    changed is not read again."""
     # load and commit
     try:
         spec = parse_config(FileDataset, None, [f"path={path}", *(sets or [])])
@@ -54,7 +71,12 @@ def add(
             provenance = Provenance(
                 code_version=code_version(), config_digest=digest(canonical_json(spec.model_dump(mode="json"))), seed=0
             )
-            data = load_dataset(open_store(storage), spec, kind=use, provenance=provenance)
+            with _progress(path) as on_progress:
+                data = load_dataset(
+                    open_store(storage), spec, kind=use, provenance=provenance, on_progress=on_progress
+                )
+            # JSON has no place for the hint
+            unread = [] if as_json else unread_columns(spec, use)
     except (ConfigError, DatasetError) as error:
         raise usage_error(str(error)) from error
 
@@ -66,6 +88,54 @@ def add(
         return
     skipped = f", {data.skipped} skipped" if data.skipped else ""
     print(f"{name}@{version}: {data.rows} rows{skipped}, {'new' if data.new else 'there already'}")
+    if unread:
+        names = ", ".join(unread)
+        print_plain(
+            messages(),
+            f"columns that were not read: {names}; --set 'metadata_columns=[{names}]' keeps them in the "
+            "metadata of the threads, where graders read them",
+        )
+
+
+@data_app.command("ls")
+def ls(storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False) -> None:
+    """Lists the datasets of the store, the newest last: name@version, use, rows, size, source, date."""
+    with report_errors():
+        store = open_store(storage)
+        versions = list_datasets(store)
+    if as_json:
+        print_json([_row(version) for version in versions])
+        return
+    shown = table(f"datasets in {store.url}", "dataset", "use", "rows>", "size>", "source", "added")
+    rows = []
+    for version in versions:
+        key = f"{version.name}@{version.version[:SHOWN_VERSION]}"
+        added = version.created[:16].replace("T", " ")
+        rows.append((key, version.use, version.ref.rows, format_size(version.ref.bytes), version.source, added))
+    console().print(add_rows(shown, rows))
+
+
+def _row(version: DatasetVersion) -> dict[str, Any]:
+    return {
+        "dataset": version.key,
+        "use": version.use,
+        "rows": version.ref.rows,
+        "bytes": version.ref.bytes,
+        "source": version.source,
+        "created": version.created,
+        "skipped": version.skipped,
+    }
+
+
+@contextmanager
+def _progress(path: str) -> Iterator[Callable[[LoadProgress], None]]:
+    """Shows the progress of a load on stderr: a bar on a terminal, else a line every few seconds."""
+    to = messages()
+    if to.is_terminal and not to.is_dumb_terminal:
+        with LoadBar(to) as bar:
+            yield bar
+    else:
+        yield LoadLines(path, lambda line: print_plain(to, line))
 
 
 def _announce(data: LoadedDataset, spec: FileDataset, use: DatasetUse, server: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from rich.text import Text
 
 from engine.specs.engine import EngineSpec, HttpEngineSpec
 from flows.cli.backend_checks import check_backends
-from flows.cli.checks import Check, check_engine, check_prefect, check_storage, check_versions
+from flows.cli.checks import Check, check_engine, check_prefect, check_storage, check_versions, http_status
 from flows.cli.output import (
     DEFAULT_STORAGE,
     AsJson,
@@ -31,6 +33,9 @@ from flows.cli.output import (
 )
 from flows.configs.common import FlowConfig, StorageConfig
 from flows.configs.overrides import ConfigError, load_config
+from flows.ops.local_server import environment_variables
+from flows.ops.services import client_settings
+from flows.ops.state import HOME, UpError, UpState, load_state, status
 from storage.inspect.audit import AuditReport, audit_store
 from storage.store.objects import open_store
 
@@ -45,7 +50,10 @@ class DoctorConfig(FlowConfig):
 
 def doctor(
     storage: Annotated[
-        str, typer.Option("--storage", help=f"Store of the artifacts. Default: the config's, else {DEFAULT_STORAGE}.")
+        str,
+        typer.Option(
+            "--storage", help=f"Store of the artifacts. Default: that of 'ostinato up' here, else {DEFAULT_STORAGE}."
+        ),
     ] = "",
     engine: Annotated[str, typer.Option("--engine", help="A served engine: http://host:port.")] = "",
     config: Annotated[
@@ -54,11 +62,18 @@ def doctor(
     deep: Annotated[bool, typer.Option("--deep", help="Read and check every byte of the store.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Checks versions, storage, engine and Prefect, and says what to do about problems; --deep audits the store."""
-    settings = _read_settings(config, storage, engine)
+    """Checks versions, storage, engine and Prefect, and says what to do about problems; --deep audits the store. Where
+    'ostinato up' runs in this folder, these are its services."""
+    try:
+        up = _running_up()
+    except UpError as error:
+        raise usage_error(str(error)) from None
+    # the options name another store and engine than those of 'ostinato up'
+    used_up = None if storage or engine or config else up
+    settings = _settings_of_up(used_up) if used_up else _read_settings(config, storage, engine)
     audit = None
-    with report_errors():
-        checks = list(_run_checks(settings))
+    with report_errors(), _environment_of_up(used_up):
+        checks = [*check_up(up), *_run_checks(settings)]
         if deep:
             audit = _audit(settings.storage.url, hidden=as_json)
     # print the results in one of two forms
@@ -85,6 +100,61 @@ def _read_settings(config: Path | None, storage: str, engine: str) -> DoctorConf
         raise usage_error(str(error)) from error
     url = storage or settings.storage.url
     return settings.model_copy(update={"engine": spec, "storage": StorageConfig(url=url)})
+
+
+def check_up(state: UpState | None) -> Iterator[Check]:
+    """Checks the processes that 'ostinato up' started in this folder, and whether they answer."""
+    if state is None:
+        what = "nothing is running in this folder"
+        yield Check(area="up", name="services", verdict="note", what=what, what_to_do="start with 'ostinato up'")
+        return
+    addresses = {
+        "server": (f"Prefect UI {state.url}", f"{state.api_url}/health"),
+        "engine": (state.engine_url, f"{state.engine_url}/health"),
+        "worker": (f"work pool {state.options.pool}", state.worker_health_url),
+        "s3": (state.s3_url, ""),
+    }
+    services = status(state)
+    supervised = services["supervisor"]["alive"] if "supervisor" in services else False
+    for name, service in services.items():
+        # the supervisor has no address, and the S3 server is checked as the store
+        address, health_url = addresses.get(name, ("", ""))
+        what = ", ".join(filter(None, (address, f"pid {service['pid']}", f"restarts: {service['restarts']}")))
+        problem = "has ended" if not service["alive"] else ""
+        if not problem and health_url and (answer := http_status(health_url)) != 200:
+            problem = f"does not answer: {answer}"
+        if problem:
+            remedy = "run 'ostinato up' again; the runs continue"
+            if supervised:
+                remedy = f"it is restarted by itself; its log: {HOME / name}.log"
+            yield Check(area="up", name=name, verdict="fail", what=f"{what}: {problem}", what_to_do=remedy)
+        else:
+            yield Check(area="up", name=name, verdict="ok", what=what)
+    if not state.ready:
+        what = "'ostinato up' has not finished starting"
+        yield Check(area="up", name="start", verdict="note", what=what, what_to_do="wait, and run this again")
+
+
+def _running_up() -> UpState | None:
+    """The state of 'ostinato up' in this folder, or None if none of its processes is alive. Raises UpError."""
+    state = load_state(HOME.absolute())
+    if state is None or not any(service["alive"] for service in status(state).values()):
+        return None
+    return state
+
+
+def _settings_of_up(state: UpState) -> DoctorConfig:
+    return DoctorConfig(storage=StorageConfig(url=state.options.storage), engine=HttpEngineSpec(url=state.engine_url))
+
+
+@contextlib.contextmanager
+def _environment_of_up(state: UpState | None) -> Iterator[None]:
+    """Sets the tokens and urls of the services within the block. A Prefect server of the environment stays."""
+    settings = client_settings(state) if state else {}
+    if os.environ.get("PREFECT_API_URL"):
+        settings.pop("PREFECT_API_URL", None)
+    with environment_variables(**settings):
+        yield
 
 
 def _run_checks(settings: DoctorConfig) -> Iterator[Check]:

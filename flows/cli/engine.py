@@ -74,7 +74,7 @@ def read_token(token_file: Path | None) -> str | None:
     if len(token) < MIN_TOKEN or not token.isascii() or any(character.isspace() for character in token):
         raise ConfigError(
             f"the token in {source} has {len(token)} characters; give {MIN_TOKEN} or more, ASCII, without spaces, such "
-            "as `openssl rand -hex 32` prints"
+            "as 'openssl rand -hex 32' prints"
         )
     return token
 

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flows.cli.output import console, messages, print_plain, report_errors
+from flows.cli.output import console, format_size, messages, print_plain, report_errors
 from flows.configs.common import StorageConfig
-from storage.inspect.gc import GcReport, ObjectTotals, collect_garbage
+from storage.inspect.gc import GcReport, collect_garbage
 from storage.store.objects import open_store
 
 MAX_NAMES = 20
@@ -67,9 +67,9 @@ def _print_report(report: GcReport, to: Console) -> None:
     for title, justify in columns:
         sizes.add_column(title, justify=justify)
     for kind, tally in report.deleted.items():
-        sizes.add_row(verb, kind, f"{tally.objects:,}", _size(tally))
+        sizes.add_row(verb, kind, f"{tally.objects:,}", format_size(tally.bytes))
     for reason, tally in report.kept.items():
-        sizes.add_row("kept", reason, f"{tally.objects:,}", _size(tally))
+        sizes.add_row("kept", reason, f"{tally.objects:,}", format_size(tally.bytes))
     to.print(sizes)
 
     # the names, shortened to MAX_NAMES of each group
@@ -83,13 +83,4 @@ def _print_report(report: GcReport, to: Console) -> None:
             print_plain(to, f"  {title}: {name}")
         if len(names) > MAX_NAMES:
             print_plain(to, f"  … and {len(names) - MAX_NAMES:,} more")
-    print_plain(to, f"{verb} {report.total.objects:,} objects, {_size(report.total)}")
-
-
-def _size(tally: ObjectTotals) -> str:
-    size = float(tally.bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    print_plain(to, f"{verb} {report.total.objects:,} objects, {format_size(report.total.bytes)}")

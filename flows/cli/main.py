@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
 
 from flows.cli.chain import add_chain_commands
 from flows.cli.data import data_app
-from flows.cli.demo import run_demo, unpack_model
+from flows.cli.demo import prepare_demo, run_demo
+from flows.cli.disk import add_disk_commands
 from flows.cli.doctor import doctor
 from flows.cli.engine import engine_app
 from flows.cli.gc import gc
@@ -32,6 +35,7 @@ app.add_typer(import_app, name="import")
 app.add_typer(data_app, name="data")
 add_chain_commands(app)
 add_search_commands(app, runs_app)
+add_disk_commands(runs_app)
 app.command("doctor")(doctor)
 app.command("up")(up)
 app.command("down")(down)
@@ -74,16 +78,19 @@ def demo(
     sets: Sets = None,
     new: New = False,
     only_model: Annotated[
-        bool, typer.Option("--only-model", help="Only create the folder of the model; do not train.")
+        bool, typer.Option("--only-model", help="Only create the folders examples and of the model.")
     ] = False,
 ) -> None:
     """GRPO on a real 135M chat model on this machine: evaluate, train, evaluate, report."""
     if only_model:
-        raise typer.Exit(0 if unpack_model(console()) else 2)
+        raise typer.Exit(prepare_demo(console()))
     raise typer.Exit(run_demo(seed=seed, sets=sets or [], new=new))
 
 
 def main() -> None:
+    # Configs name graders and environments by import path: modules in the working directory are found, too. It is the
+    # last folder of the path, so that a user's folder named tasks hides none of our packages.
+    sys.path.append(os.getcwd())
     app()
 
 

@@ -107,18 +107,6 @@ def print_findings(findings: Iterable[Finding], to: Console) -> None:
         to.print(f"  what to do: {escape(finding.what_to_do)}", soft_wrap=True)
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Returns (dotted name, value) of every leaf of nested dicts."""
-    leaves: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        dotted = f"{prefix}.{name}" if prefix else name
-        if isinstance(value, dict) and value:
-            leaves += flatten(value, dotted)
-        else:
-            leaves.append((dotted, value))
-    return leaves
-
-
 def _cell(value: Any) -> str | Text:
     if value is None:
         return "-"
@@ -132,3 +120,12 @@ def _print_error(error: Exception, status: int) -> typer.Exit:
     to.print(f"[red]{type(error).__name__}[/red]: ", end="")
     print_plain(to, str(error))
     return typer.Exit(status)
+
+
+def format_size(size: float) -> str:
+    """Returns a number of bytes with a unit: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -19,7 +19,6 @@ from uuid import uuid4
 
 from rich.console import Console
 
-from engine.errors import EngineError
 from flows.cli.log_file import log_failure, log_file
 from flows.cli.output import print_plain
 from flows.configs.common import FlowConfig, GRPOConfig, SFTConfig
@@ -30,15 +29,10 @@ from flows.configs.overrides import ConfigError, parse_config
 from flows.configs.ppo import PPOConfig
 from flows.configs.preferences import DPOConfig, RewardModelConfig
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
-from flows.configs.sweep import TrialsFailed
 from flows.ops.local_server import ServerError, local_prefect_server, use_server
-from storage.errors import StorageError
+from flows.runs.expected_errors import EXPECTED_ERRORS
 from storage.serialization import canonical_json, digest
-from tasks.datasets.errors import DatasetError
-from tasks.environments.spec import EnvironmentSpecError
 from tasks.evaluation.statistics import PairedDifference
-from tasks.graders.spec import GraderSpecError
-from tasks.sampling.grading import TooManyMasked
 
 UNFINISHED_RUNS = Path(".ostinato") / "unfinished.json"
 """The keys of unfinished runs: digest of flow, config and store -> run key."""
@@ -58,10 +52,7 @@ CONFIGS: dict[str, type[FlowConfig]] = {
 }  # fmt: skip
 """Config class of each training flow, by the flow's name."""
 
-EXPECTED_ERRORS = (
-    ConfigError, EngineError, StorageError, DatasetError, GraderSpecError,
-    EnvironmentSpecError, TooManyMasked, ServerError, TrialsFailed, ValueError,
-)  # fmt: skip
+KNOWN_ERRORS = (*EXPECTED_ERRORS, ServerError, ValueError)
 """Errors whose message says what was given, what was expected and what to do. Any other error is a defect."""
 
 
@@ -130,10 +121,10 @@ def run_with_server(
         try:
             with _raise_on_sigterm(), _prefect_server(server, console):
                 return 0, asyncio.run(call())
-        except KeyboardInterrupt:
-            console.print(f"\ninterrupted; the same command resumes {what}")
-            return 130, {}
         except BaseException as error:
+            if _is_interruption(error):
+                console.print(f"\ninterrupted; the same command resumes {what}")
+                return 130, {}
             if _is_termination(error):
                 console.print(f"\nended by SIGTERM; the same command resumes {what}")
                 return 128 + signal.SIGTERM, {}
@@ -148,7 +139,7 @@ def run_with_server(
 def _print_failure(error: Exception, console: Console, log_path: Path) -> None:
     """Prints one line about the error, and one that names the log file."""
     kind = type(error).__name__
-    if not isinstance(error, EXPECTED_ERRORS):
+    if not isinstance(error, KNOWN_ERRORS):
         kind = f"unexpected {kind}"
     console.print(f"[red]{kind}[/red]: ", end="")
     print_plain(console, str(error))
@@ -182,6 +173,13 @@ def _is_termination(error: BaseException) -> bool:
     from prefect.exceptions import TerminationSignal
 
     return isinstance(error, Terminated | TerminationSignal)
+
+
+def _is_interruption(error: BaseException) -> bool:
+    """Whether the error stands for Ctrl-C."""
+    from flows.ops.termination import FlowRunCancelled
+
+    return isinstance(error, KeyboardInterrupt | FlowRunCancelled)
 
 
 async def _call_flow(flow: str, config: FlowConfig) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""`ostinato runs ls | show | lineage | remove-checkpoint`: shows the runs of a store and the origin of its models."""
+"""`ostinato runs ls | show | config | lineage | remove-checkpoint`: shows the runs of a store, their configs, and the
+origin of its models."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from flows.cli.output import (
     DEFAULT_STORAGE,
@@ -13,20 +15,22 @@ from flows.cli.output import (
     Storage,
     add_rows,
     console,
-    flatten,
     key_value_table,
     print_json,
     print_plain,
     report_errors,
     table,
 )
+from flows.runs.recorded_config import read_config
 from storage.chain.checkpoint_names import resolve_checkpoint_name
 from storage.chain.listing import is_auxiliary, list_runs
 from storage.chain.retention import remove_checkpoints
-from storage.inspect.lineage import Lineage, StepLineage, lineage_of, step_lineage
+from storage.inspect.fork_lineage import differing_settings
+from storage.inspect.lineage import ChainSegment, Lineage, StepLineage, lineage_of, step_lineage
 from storage.inspect.prompt_lineage import PromptReport, prompt_report
 from storage.inspect.run_details import ChainDetails, RunDetails, describe_run
 from storage.inspect.run_summary import RunSummary, seconds_since, summarize_run
+from storage.serialization import flatten
 from storage.store.objects import open_store
 
 runs_app = typer.Typer(help="The runs of a store, and the origin of its models.", no_args_is_help=True)
@@ -49,7 +53,7 @@ def ls(
     if as_json:
         print_json([row.model_dump(mode="json") for row in rows])
         return
-    columns = ("run", "kind", "created", "state", "stages", "step>", "last commit", "lease>", "forked from")
+    columns = ("run", "kind", "created", "state", "stages", "steps>", "last commit", "lease>", "forked from")
     console().print(add_rows(table(f"runs in {store.url}", *columns), map(_run_row, rows)))
 
 
@@ -86,10 +90,10 @@ def _print_run(view: RunDetails, to: Console) -> None:
         "last commit": _time_and_age(row.last_commit),
     }
     to.print(key_value_table(f"run {row.run}", overview))
-    to.print(key_value_table("semantic config", dict(flatten(view.semantic))))
+    to.print(key_value_table("semantic config", flatten(view.semantic)))
 
     # its chains and metrics
-    chains = table("chains", "chain", "step>", "state", "starts from", "checkpoints")
+    chains = table("chains", "chain", "steps>", "state", "starts from", "checkpoints")
     to.print(add_rows(chains, map(_chain_row, view.chains)))
     for chain in view.chains:
         for rebase in chain.rebases:
@@ -105,20 +109,34 @@ def _print_run(view: RunDetails, to: Console) -> None:
     to.print(leases)
     to.print(add_rows(table("models", "model", "policy"), ((model.model, model.policy) for model in view.models)))
     if view.result:
-        to.print(key_value_table("result", dict(flatten(view.result))))
+        to.print(key_value_table("result", flatten(view.result)))
 
 
 def _chain_row(chain: ChainDetails) -> tuple[Any, ...]:
-    # a named checkpoint is shown as step=name
-    checkpoints = ["=".join((f"{step}", *chain.names.get(step, ()))) for step in chain.checkpoints]
+    # a named checkpoint is shown as step=name; a name without a stored checkpoint stands in parentheses
+    checkpoints = []
+    for step in sorted({*chain.checkpoints, *chain.names}):
+        text = "=".join((f"{step}", *chain.names.get(step, ())))
+        checkpoints.append(text if step in chain.checkpoints else f"({text})")
     name = f"{chain.stage}/{chain.model}"
     return name, chain.head, chain.state[:12], chain.starts_from, " ".join(checkpoints) or None
+
+
+@runs_app.command("config")
+def config(run: RunArgument, storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False) -> None:
+    """Prints the config that a run was started with, as a YAML file for 'ostinato run'. Defaults are left out."""
+    with report_errors():
+        recorded = read_config(open_store(storage), run)
+    if as_json:
+        print_json(recorded.values)
+    else:
+        print(recorded.text, end="")
 
 
 @runs_app.command("remove-checkpoint")
 def remove_checkpoint(
     names: Annotated[
-        list[str], typer.Argument(metavar="RUN/STAGE/NAME…", help="Named checkpoints, as `runs show` lists them.")
+        list[str], typer.Argument(metavar="RUN/STAGE/NAME…", help="Named checkpoints, as 'runs show' lists them.")
     ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed; remove nothing.")] = False,
     storage: Storage = DEFAULT_STORAGE,
@@ -138,6 +156,8 @@ def remove_checkpoint(
     verb = "would remove" if dry_run else "removed"
     for manifest in removed:
         print_plain(console(), f"{verb} {manifest.key}: {manifest.bytes / 2**20:.1f} MiB")
+    if len(removed) < len(policies):
+        print_plain(console(), f"{verb} {len(policies) - len(removed)} names of checkpoints that are not stored")
 
 
 @runs_app.command("lineage")
@@ -176,8 +196,12 @@ def _print_lineage(history: Lineage, steps: list[StepLineage], to: Console) -> N
         "policy": history.policy.uri if history.policy else "imported",
     }
     for number, segment in enumerate(history.segments, 1):
-        values[f"segment {number}"] = f"{segment.title}, steps 1 to {segment.until}"
+        steps_text = f"steps 1 to {segment.until}" if segment.until else "no step yet"
+        values[f"segment {number}"] = f"{segment.title}, {steps_text}"
     to.print(key_value_table(history.target, values))
+    for segment in history.segments:
+        if segment.forked:
+            to.print(_fork_table(segment))
     # an imported model has no steps
     if not steps:
         return
@@ -190,9 +214,17 @@ def _print_lineage(history: Lineage, steps: list[StepLineage], to: Console) -> N
     to.print("--json also prints every uri and the id of every prompt", style="dim")
 
 
+def _fork_table(segment: ChainSegment) -> Table:
+    """Which run took which steps of a fork, and the settings in which these runs differ."""
+    parts = segment.forked
+    by_run = table(f"{segment.title} is a fork", "", *(part.title for part in parts))
+    rows = [("learning rate", [part.rate_text for part in parts]), *differing_settings(parts)]
+    return add_rows(by_run, ((name, *values) for name, values in rows))
+
+
 def _step_row(step: StepLineage) -> tuple[Any, ...]:
     return (
-        step.step, _short(step.batch), len(step.rollouts), len(step.graded), len(step.prompts),
+        step.step, step.batch.rpartition("#")[2][:12], len(step.rollouts), len(step.graded), len(step.prompts),
         " ".join(step.prompts[:3]), step.completions, step.reward_mean, step.learning_rate, step.loss, step.grad_norm,
     )  # fmt: skip
 
@@ -209,11 +241,6 @@ def _print_prompt(report: PromptReport, to: Console) -> None:
     to.print(add_rows(table(f"prompt {' '.join(report.ids)}", *columns), rows))
     to.print(add_rows(table("checkpoints it influenced", "checkpoint"), ((name,) for name in report.checkpoints)))
     to.print(add_rows(table("models it influenced", "model"), ((name,) for name in report.models)))
-
-
-def _short(uri: str) -> str:
-    key, _, sha256 = uri.partition("#")
-    return f"{key.removeprefix('runs/')}#{sha256[:8]}"
 
 
 def _time(iso: str | None) -> str | None:

@@ -115,7 +115,7 @@ def compare(
     )
 
     if len(set(runs)) < 2:
-        raise usage_error("give two or more different runs; `ostinato runs ls` lists them")
+        raise usage_error("give two or more different runs; 'ostinato runs ls' lists them")
     with report_errors():
         store = open_store(storage)
         compared = collect_runs(store, list(dict.fromkeys(runs)))

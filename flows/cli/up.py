@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -30,7 +31,7 @@ from flows.cli.output import (
     usage_error,
 )
 from flows.configs.overrides import ConfigError
-from flows.ops.deployments import POOL, deploy, find_prefect_yaml
+from flows.ops.deployments import POOL, deploy
 from flows.ops.processes import ProcessIdentity, processes_of_up, terminate_all
 from flows.ops.services import BUCKET, find_seaweedfs, free_ports, is_free
 from flows.ops.state import HOME, UpError, UpOptions, UpState, forget_state, load_state, save_state, status, supervising
@@ -38,6 +39,8 @@ from flows.ops.supervisor import Supervisor, deploy_by_command, describe_log_end
 
 DETACH_TIMEOUT_SECONDS = 600.0
 """Seconds that `up --detach` waits for the services."""
+MESSAGE = re.compile(r"\d\d:\d\d:\d\d ")
+"""Begin of a line of the supervisor's log that is a message, not the output of a program."""
 DOWN_TIMEOUT_SECONDS = 180.0
 """Seconds for the supervisor to end everything: flows release their runs, and the engine writes checkpoints."""
 
@@ -52,7 +55,7 @@ def up(
     engine_config: Annotated[
         Path | None, typer.Option("--engine-config", help="Config file of the engine.", exists=True, dir_okay=False)
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Run in the background; `ostinato down` ends it.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Run in the background; 'ostinato down' ends it.")] = False,
     show: Annotated[bool, typer.Option("--status", help="Only show what is running.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -70,14 +73,14 @@ def up(
 
 
 def down() -> None:
-    """Ends all processes that `ostinato up` started in this folder, and no others. Runs continue at the next `up`."""
+    """Ends all processes that 'ostinato up' started in this folder, and no others. Runs continue at the next 'up'."""
     home = HOME.absolute()
     try:
         state = load_state(home)
     except UpError as error:
         raise _print_error(error) from None
     if state is None:
-        print("no process that `ostinato up` started in this folder is running")
+        print("no process that 'ostinato up' started in this folder is running")
         return
 
     # the supervisor ends everything on SIGTERM
@@ -90,7 +93,7 @@ def down() -> None:
     # if it was killed, or did not end in time, this process ends the rest
     with supervising(home) as is_only_supervisor:
         if not is_only_supervisor:
-            raise usage_error("another `ostinato up` has just started here; none of its processes was ended")
+            raise usage_error("another 'ostinato up' has just started here; none of its processes was ended")
         if load_state(home) is not None:
             Supervisor(home, state, print, lambda _: None).close()
     remaining = processes_of_up(state.id)
@@ -120,14 +123,14 @@ def deploy_command(
     url = server or os.environ.get("PREFECT_API_URL", "")
     if not url:
         raise usage_error(
-            "no Prefect server was given: give --server http://host:4200/api, or set PREFECT_API_URL; `ostinato up` "
+            "no Prefect server was given: give --server http://host:4200/api, or set PREFECT_API_URL; 'ostinato up' "
             "starts one and deploys to it"
         )
     # set before `deploy` imports Prefect, which reads it once
     os.environ["PREFECT_API_URL"] = url
     try:
         token = read_token(token_file) or ""
-        names = deploy(find_prefect_yaml(file), pool=pool, storage=storage, engine_url=engine, token=token)
+        names = deploy(file, pool=pool, storage=storage, engine_url=engine, token=token)
     except ConfigError as error:
         raise usage_error(str(error)) from error
     except UpError as error:
@@ -149,10 +152,10 @@ def _up(home: Path, options: UpOptions) -> int:
         try:
             supervisor.start()
             _print_ready(supervisor.state)
-            print(f"artifacts in {options.storage}; Ctrl-C or `ostinato down` ends everything", flush=True)
+            print(f"artifacts in {options.storage}; Ctrl-C or 'ostinato down' ends everything", flush=True)
             supervisor.watch()
         finally:
-            log("ending all services; the runs continue at the next `up`")
+            log("ending all services; the runs continue at the next 'up'")
             supervisor.close()
     return 0
 
@@ -160,7 +163,10 @@ def _up(home: Path, options: UpOptions) -> int:
 def _print_ready(state: UpState) -> None:
     print(f"Ostinato is up: {state.url}")
     print("to start a run, choose a flow under Deployments, then Run and Custom run", flush=True)
-    print("examples/*.yaml have values for the form", flush=True)
+    if Path("examples").is_dir():
+        print("examples/*.yaml have values for the form", flush=True)
+    else:
+        print("'ostinato demo --only-model' writes examples with values for the form, and a small model", flush=True)
 
 
 def _up_detached(home: Path, options: UpOptions) -> int:
@@ -179,6 +185,7 @@ def _up_detached(home: Path, options: UpOptions) -> int:
         command += ["--engine-config", options.engine_config]
     home.mkdir(parents=True, exist_ok=True)
     log = home / "supervisor.log"
+    shown = log.stat().st_size if log.exists() else 0
     with log.open("ab") as output:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -187,24 +194,37 @@ def _up_detached(home: Path, options: UpOptions) -> int:
     # wait until it reports in the state file that it is ready
     deadline = time.monotonic() + DETACH_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
+        shown = _show_progress(log, shown)
         if child.poll() is not None:
-            raise UpError(f"`ostinato up` ended while it was starting; {describe_log_end(log)}")
+            raise UpError(f"'ostinato up' ended while it was starting; {describe_log_end(log)}")
         state = load_state(home)
         if state is not None and state.ready and state.supervisor == ProcessIdentity.of(child.pid):
             _print_ready(state)
             return 0
         time.sleep(0.3)
-    raise UpError(f"`ostinato up` is not ready after {DETACH_TIMEOUT_SECONDS:.0f} s; {describe_log_end(log)}")
+    raise UpError(f"'ostinato up' is not ready after {DETACH_TIMEOUT_SECONDS:.0f} s; {describe_log_end(log)}")
+
+
+def _show_progress(log: Path, shown: int) -> int:
+    """Prints the supervisor's messages after the first `shown` bytes of its log; returns the number of bytes read."""
+    with log.open("rb") as file:
+        file.seek(shown)
+        # a line that is not complete yet is printed by the next call
+        lines, line_end, _ = file.read().rpartition(b"\n")
+    for line in lines.decode(errors="replace").splitlines():
+        if MESSAGE.match(line):
+            print_plain(messages(), line)
+    return shown + len(lines) + len(line_end)
 
 
 def _show_running(home: Path, options: UpOptions) -> int:
     """Shows the services that run already. Raises UpError if they were started with other options."""
     state = load_state(home)
     if state is None:
-        raise UpError("another `ostinato up` has just started here; check again with `ostinato up --status`")
+        raise UpError("another 'ostinato up' has just started here; check again with 'ostinato up --status'")
     if differences := state.options.differences(options):
         raise UpError(
-            f"the running services were started with other options ({'; '.join(differences)}); run `ostinato down` "
+            f"the running services were started with other options ({'; '.join(differences)}); run 'ostinato down' "
             "first, or give the same options"
         )
     print("Ostinato is running already; nothing was changed")
@@ -275,7 +295,7 @@ def _print_status(state: UpState | None, *, as_json: bool) -> int:
         body = {"up": is_up, "url": state.url, "storage": state.options.storage} if state else {"up": False}
         print_json(body | {"services": services})
     elif state is None:
-        print("no services are running in this folder; `ostinato up` starts them")
+        print("no services are running in this folder; 'ostinato up' starts them")
     else:
         service_table = table(f"ostinato up: {state.url}", "service", "pid>", "alive", "restarts>")
         for name, service in services.items():

@@ -32,9 +32,10 @@ from storage.errors import InvalidKey
 from storage.number_types import Coefficient, Positive
 from storage.serialization import Frozen
 from storage.store.keys import validate_name
+from tasks import import_paths
 from tasks.batches.rl import AdvantageEstimator, BatchPlan
 from tasks.batches.truncation import Cut, LengthPlan
-from tasks.datasets.spec import FileDataset, PythonDataset, ReasoningGymDataset
+from tasks.datasets.spec import FileDataset, PythonDataset, ReasoningGymDataset, RegisteredDataset
 from tasks.graders.spec import Workers
 from tasks.sampling.completions import PromptShard, Truncation
 from tasks.sampling.grading import Grading
@@ -43,8 +44,10 @@ SEMANTIC = (
     "model", "value_model", "data", "grader", "environment", "sampling", "algorithm", "credit", "regularisation",
     "rules", "optimizer", "seed",
 )  # fmt: skip
-DatasetSource = Annotated[FileDataset | PythonDataset | ReasoningGymDataset, Field(discriminator="kind")]
-RowsSource = Annotated[FileDataset | PythonDataset, Field(discriminator="kind")]
+DatasetSource = Annotated[
+    FileDataset | PythonDataset | ReasoningGymDataset | RegisteredDataset, Field(discriminator="kind")
+]
+RowsSource = Annotated[FileDataset | PythonDataset | RegisteredDataset, Field(discriminator="kind")]
 
 
 class ModelConfig(Frozen):
@@ -97,7 +100,7 @@ class PromptDataConfig(DataConfig):
 class GraderConfig(Frozen):
     """The grader, which rewards completions."""
 
-    path: str = Field(title="Import path")
+    path: str = Field(title="Import path", pattern=import_paths.PATTERN)
     """Import path of the grader, `package.module:name`: a BaseGrader, or a function `f(thread, **arguments)`."""
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments of the grader: of the constructor of a class, or of a function besides the thread."""
@@ -152,7 +155,7 @@ class GRPOAlgorithm(Frozen):
     leave_one_out: reward minus the mean of the others. reinforce_plus_plus: reward whitened over the batch (with
     _baseline: after subtracting the group's mean)."""
     old_logprobs: OldLogprobs = default_of(BatchPlan, "old_logprobs")
-    """Source of the old policy's log-probabilities. trainer: recomputed by the trainer. sampler: as the sampler
+    """Source of the old policy's log-probabilities. trainer: computed by the trainer. sampler: as the sampler
     reported them."""
     prompts_per_shard: int = Field(16, ge=1)
     """Prompts per shard. A shard is sampled, graded and committed as a whole; a crash repeats at most one."""
@@ -216,8 +219,9 @@ class CheckpointConfig(Frozen):
     recomputes more of them."""
 
     frequency: float | None = Field(0.2, gt=0, le=1)
-    """Fraction of the run after which a named checkpoint is written, again and again. Named checkpoints are kept. None:
-    none by fraction."""
+    """Fraction of the run after which a named checkpoint is written, again and again. It is skipped within a minute, or
+    ten times the duration of a save, of the last checkpoint: its step only gets the name. The last step's is always
+    written. None: none by fraction."""
     every_steps: int | None = Field(None, ge=1)
     """Number of steps after which a named checkpoint is written, again and again (instead of frequency)."""
     recovery_seconds: float = Field(300.0, gt=0)
@@ -226,10 +230,11 @@ class CheckpointConfig(Frozen):
     recovery_steps: int | None = Field(None, ge=1)
     """Number of steps after which a recovery checkpoint is written, however fast they are. None: by time alone."""
     keep_last: int = Field(default_of(Retention, "keep_last"), ge=1)
-    """Number of recovery checkpoints that are kept."""
+    """Number of recovery checkpoints that are kept during the run. A finished run keeps its last checkpoint."""
     keep_named: int | None = Field(None, ge=1)
-    """Number of named checkpoints of each model that are kept; older ones are removed. None: all are kept. A checkpoint
-    that a fork, an unfinished run, a champion or a rebase refers to is always kept."""
+    """Number of named checkpoints of each model that are kept; older ones are removed. None: all are kept, and when the
+    run is finished, those of fractions of the run are reduced to their names. A checkpoint that a fork, an unfinished
+    run, a champion or a rebase refers to is always kept."""
     keep_every: int | None = Field(None, ge=1)
     """Interval of steps whose checkpoints are kept as well. None: none by interval."""
     keep_best: int | None = Field(None, ge=1)
@@ -289,8 +294,21 @@ class FlowConfig(FormConfig):
         return body
 
     def other(self) -> dict[str, Any]:
-        """The part of the config that may change between attempts."""
-        return self.model_dump(mode="json", exclude=set(SEMANTIC))
+        """The part of the config that may change between attempts: all that `semantic` leaves out."""
+        return _left_out(self.model_dump(mode="json"), self.semantic())
+
+
+def _left_out(values: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """The entries of nested mappings that `kept` does not have."""
+    rest: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in kept:
+            rest[name] = value
+        elif isinstance(value, dict) and isinstance(kept[name], dict):
+            inner = _left_out(value, kept[name])
+            if inner:
+                rest[name] = inner
+    return rest
 
 
 class TrainingConfig(FlowConfig):
@@ -303,6 +321,9 @@ class TrainingConfig(FlowConfig):
     if TYPE_CHECKING:
         algorithm: Any
         optimizer: OptimizerConfig
+
+        @property
+        def title(self) -> str: ...
 
 
 class GRPOConfig(TrainingConfig):

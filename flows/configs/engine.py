@@ -25,12 +25,12 @@ def load_engine(path: Path | None, sets: Sequence[str] = ()) -> tuple[LocalEngin
     if isinstance(keys, dict) and keys.get("kind") == "http":
         raise ConfigError(
             f"{path} names an engine elsewhere (engine.kind='http'), and this command is about the engine itself; give "
-            "the file that `ostinato engine serve` is started with"
+            "the file that 'ostinato engine serve' is started with"
         )
     try:
         return LocalEngineSpec.model_validate(keys), body
     except ValidationError as error:
-        raise ConfigError(describe_validation(error, LocalEngineSpec)) from error
+        raise ConfigError(describe_validation(error, LocalEngineSpec, keys)) from error
 
 
 def _is_run_config(body: Mapping[str, Any]) -> bool:

@@ -22,13 +22,14 @@ from flows.configs.reinforcement import BatchRules, Regularisation
 from flows.configs.titles import training_title
 from storage.number_types import Coefficient, Divisor, Positive
 from storage.serialization import Frozen
+from tasks import import_paths
 from tasks.sampling.episodes import EpisodePlan
 
 
 class EnvironmentConfig(Frozen):
     """The environment that the policy acts in, and the limits of an episode."""
 
-    path: str = Field(title="Import path")
+    path: str = Field(title="Import path", pattern=import_paths.PATTERN)
     """Import path of the environment, `package.module:name`: an EnvironmentFactory, or an Environment that is
     constructed with the episode's metadata."""
     arguments: dict[str, JsonValue] = {}

@@ -66,6 +66,9 @@ MAX_DEPTH = 16
 """Levels of nesting of a config. Deeper values are arguments of the user's code, which may be recursive."""
 MARKS_OF_A_FLOW = frozenset({"engine", "storage"})
 """Fields by which the config of a flow is recognised within the config of another flow."""
+CHECK_KEYS = ("if", "then", "else")
+UNION_KEYS = frozenset({"anyOf", "discriminator", *CHECK_KEYS})
+"""Keys of the schema of a union without labels."""
 _SUFFIXES = ("Config", "Spec")
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*|[a-z0-9]+")
 
@@ -93,23 +96,24 @@ class FormConfig(Frozen):
         default."""
         if not isinstance(values, dict):
             return values
-        flat = _merge_further(values)
+        flat = merge_further(values)
         for name, field in cls.model_fields.items():
             if flat.get(name, field.default) is None and isinstance(field.default, Frozen):
                 del flat[name]
         return flat
 
 
-def _merge_further(values: Any, depth: int = 0) -> Any:
-    """Merges the further settings of every group into the group. What is deeper than MAX_DEPTH stays as it is."""
+def merge_further(values: Any, depth: int = 0) -> Any:
+    """Merges the further settings of every group into the group. Returns a copy. What is deeper than MAX_DEPTH stays as
+    it is."""
     if depth > MAX_DEPTH:
         return values
     if isinstance(values, list):
-        return [_merge_further(value, depth + 1) for value in values]
+        return [merge_further(value, depth + 1) for value in values]
     if not isinstance(values, dict):
         return values
-    flat = {name: _merge_further(value, depth + 1) for name, value in values.items() if name != FURTHER}
-    return flat | (_merge_further(values.get(FURTHER), depth + 1) or {})
+    flat = {name: merge_further(value, depth + 1) for name, value in values.items() if name != FURTHER}
+    return flat | (merge_further(values.get(FURTHER), depth + 1) or {})
 
 
 def _definitions_in(schema: Any, resolve: Callable[[Schema], Schema], *, seen: set[str]) -> list[Schema]:
@@ -223,18 +227,29 @@ def _adapt_value(schema: Schema) -> None:
         schema["enum"] = [schema["const"]]
     if "oneOf" in schema:  # the kinds of a discriminated union exclude one another
         schema["anyOf"] = schema.pop("oneOf")
+        schema.update(_check_by_kind(schema.get("discriminator", {}).get("mapping", {})))
     if "anyOf" in schema:
         options: list[Schema] = []
         for option in schema["anyOf"]:
-            options.extend(_adapted_options(option))
+            _adapt_value(option)
+            # `A | B | None` is one choice of three
+            if "anyOf" in option and not option.keys() - UNION_KEYS:
+                options.extend(option["anyOf"])
+                schema.update({name: option[name] for name in CHECK_KEYS if name in option})
+            else:
+                options.append(option)
         schema["anyOf"] = options
     for inner in (schema.get("items"), schema.get("additionalProperties")):
         if isinstance(inner, dict):
             _adapt_value(inner)
 
 
-def _adapted_options(option: Schema) -> list[Schema]:
-    """The options of a union within a union: `A | B | None` is one choice of three."""
-    _adapt_value(option)
-    only_a_union = "anyOf" in option and not option.keys() - {"anyOf", "discriminator"}
-    return list(option["anyOf"]) if only_a_union else [option]
+def _check_by_kind(kinds: dict[str, str]) -> Schema:
+    """Keywords that also check a group by the definition of its kind: if it has the first kind, then by the first
+    definition, else if it has the second one, and so on. The form shows such an error at its field, and that of the
+    choice alone as "not valid under any of the given schemas"."""
+    check: Schema = {}
+    for kind, reference in kinds.items():
+        condition = {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]}
+        check = {"if": condition, "then": {"$ref": reference}} | ({"else": check} if check else {})
+    return check

@@ -4,6 +4,7 @@ Values follow YAML 1.2 and not PyYAML's 1.1: `1e-5` is a float; `no`, `on`, `1:3
 and the command line follow the same rules.
 """
 
+import copy
 import difflib
 import json
 import re
@@ -15,6 +16,11 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from engine.validation_messages import field_keys
+from flows.configs.forms import merge_further
+from tasks import import_paths
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -22,8 +28,12 @@ MAX_CONFIG_BYTES = 1 << 20
 """Size of a config file, and of its values with every alias of YAML written out."""
 MAX_DEPTH = 100
 """Largest depth of nested groups and lists. The code that checks and stores a config fails at about 200."""
+WHOLE = "the config as a whole"
+"""Name of the field of a problem that no field alone has."""
 SHOWN_CHARACTERS = 200
 """Letters of a wrong value that an error shows."""
+NOT_A_GROUP = ("union_tag_invalid", "union_tag_not_found", "dict_type", "model_type", "model_attributes_type")
+"""Pydantic's names of the errors of a value that is no group of keys, or no group of a known kind."""
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z_][A-Za-z0-9_-]*)*")
 
@@ -59,26 +69,85 @@ def parse_config(model: type[Model], path: Path | None = None, sets: Sequence[st
     try:
         return model.model_validate(config)
     except ValidationError as error:
-        raise ConfigError(describe_validation(error, model)) from error
+        raise ConfigError(describe_validation(error, model, config)) from error
 
 
-def describe_validation(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line per wrong key: its dotted name, what was given and what is expected; for an unknown key, the nearest
-    known one."""
-    lines = []
-    for problem in error.errors(include_url=False):
-        where = ".".join(str(part) for part in problem["loc"]) or "the config as a whole"
-        if problem["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown key{_nearest(str(problem['loc'][-1]), _key_names(model))}")
-        elif problem["type"] == "missing":
-            lines.append(f"{where}: missing; set it in the file or by {where}=…")
-        else:
-            message = problem["msg"].removeprefix("Value error, ")
-            if not isinstance(problem["input"], dict):
-                message += f" (given: {problem['input']!r:.{SHOWN_CHARACTERS}})"
-            lines.append(f"{where}: {message}")
+def describe_validation(error: ValidationError, model: type[BaseModel], config: Any = None) -> str:
+    """A heading, and one line per wrong key (see `validation_lines`)."""
+    lines = validation_lines(error, model, config)
     noun = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     return f"{noun} in the {model.__name__} config:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def validation_lines(
+    error: ValidationError, model: type[BaseModel], config: Any = None, *, remedy: str = "set it in the file or by {}=…"
+) -> list[str]:
+    """One line per wrong key: its dotted name, what was given and what is expected; for an unknown key, the nearest
+    known one.
+
+    `config` is what was validated. Without it, a name within one of several kinds contains the kind. `remedy` says how
+    a missing key, {}, is given.
+    """
+    lines = []
+    config = merge_further(config)
+    problems = error.errors(include_url=False)
+    for problem in problems:
+        if problem["type"] == "too_short" and any(_is_within(other, problem) for other in problems):
+            continue  # pydantic does not count the items that are wrong
+        path = field_keys(problem, config)
+        where = ".".join(path) or WHOLE
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            message = f"unknown key{_nearest(path[-1], _key_names(model))}"
+        elif problem["type"] == "missing":
+            message = f"missing; {remedy.format(where)}"
+        elif problem["type"] in NOT_A_GROUP:
+            message = _describe_kind(problem, model, config)
+        elif problem["type"] == "string_pattern_mismatch" and problem["ctx"]["pattern"] == import_paths.PATTERN:
+            message = f"given {problem['input']!r:.{SHOWN_CHARACTERS}}; expected an import path, package.module:name"
+        elif not isinstance(problem["input"], dict):
+            message += f" (given: {problem['input']!r:.{SHOWN_CHARACTERS}})"
+        lines.append(f"{where}: {message}")
+    # the parts of a union may say the same
+    return list(dict.fromkeys(lines))
+
+
+def _is_within(inner: ErrorDetails, outer: ErrorDetails) -> bool:
+    """Whether one problem is in a part of the value that has the other."""
+    depth = len(outer["loc"])
+    return len(inner["loc"]) > depth and inner["loc"][:depth] == outer["loc"]
+
+
+def _describe_kind(problem: ErrorDetails, model: type[BaseModel], config: Any) -> str:
+    """What a group of several kinds was given as its kind, and the kinds that there are."""
+    value = problem["input"]
+    choices = problem.get("ctx", {}).get("expected_tags") or _choices(problem, model, config)
+    choices = choices.replace("'", "")
+    if isinstance(value, dict) and "kind" in value:
+        return f"given kind={value['kind']!r:.{SHOWN_CHARACTERS}}; give one of {choices}"
+    shown = "no kind" if isinstance(value, dict) else f"{value!r:.{SHOWN_CHARACTERS}}"
+    kinds = f", with kind: one of {choices}" if choices else ""
+    return f"given {shown}; expected a group of keys{kinds}"
+
+
+def _choices(problem: ErrorDetails, model: type[BaseModel], config: Any) -> str:
+    """The kinds of a group. Pydantic names them only for a wrong kind, so one is tried. Empty for a group of one
+    kind."""
+    path = field_keys(problem, config)
+    if not path or not isinstance(config, dict):
+        return ""
+    trial = copy.deepcopy(config)
+    target = trial
+    for part in path[:-1]:
+        target = target[int(part) if isinstance(target, list) else part]
+    target[int(path[-1]) if isinstance(target, list) else path[-1]] = {"kind": ""}
+    try:
+        model.model_validate(trial)
+    except ValidationError as error:
+        for other in error.errors(include_url=False):
+            if other["type"] == "union_tag_invalid" and field_keys(other, trial) == path:
+                return str(other["ctx"]["expected_tags"])
+    return ""
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -94,7 +163,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     if config is None:
         return {}
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds a {type(config).__name__} at the top; expected keys with values, `key: value`")
+        raise ConfigError(f"{path} holds a {type(config).__name__} at the top; expected keys with values, 'key: value'")
     return config
 
 
@@ -259,7 +328,7 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 
 # "007" stays text: it is a name more often than a number, and a field of type int still takes it.
-_RULES = (
+RULES = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)", list("-+0123456789")),
@@ -271,7 +340,8 @@ _RULES = (
     ),
     ("merge", r"<<", ["<"]),
 )
-for _name, _pattern, _first in _RULES:
+"""(type, pattern, first characters) of the unquoted values that are not texts."""
+for _name, _pattern, _first in RULES:
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 

@@ -156,8 +156,8 @@ def check_valued_run(
     credit: CreditConfig,
     optimizer: OptimizerConfig,
 ) -> None:
-    """Raises ValueError for two models of one name, and for a run without an end in which something depends on its
-    progress."""
+    """Raises ValueError for two models of one name, for a run that leaves the policy no step, and for a run without an
+    end in which something depends on its progress."""
     if model.name == value_model.name:
         raise ValueError(f"model.name and value_model.name are both {model.name!r}; give them two names")
     endless = algorithm.steps is None and algorithm.epochs is None
@@ -167,8 +167,24 @@ def check_valued_run(
             f"neither algorithm.steps nor algorithm.epochs is given, and value_model.optimizer.schedule="
             f"{value_optimizer.schedule!r} has no end to bend to; give steps, or use 'constant'"
         )
+    if algorithm.steps is not None:
+        value_only_steps(credit.value_only_fraction, algorithm.steps)
     if endless and credit.value_only_fraction > 0:
         raise ValueError(
             "without algorithm.steps or epochs, credit.value_only_fraction is a share of nothing; give a length, or "
             "value_only_fraction=0"
         )
+
+
+def value_only_steps(fraction: float, total_steps: int) -> int:
+    """The number of iterations that train only the value model: step k of N while k / N < fraction.
+
+    Raises ValueError if no iteration is left for the policy.
+    """
+    steps = sum(step / total_steps < fraction for step in range(total_steps))
+    if steps == total_steps:
+        raise ValueError(
+            f"credit.value_only_fraction={fraction} leaves no step in which the policy is trained, of {total_steps} in "
+            "all; lower it, or train longer"
+        )
+    return steps

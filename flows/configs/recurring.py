@@ -53,6 +53,11 @@ class RecurringConfig(FormConfig):
         return self
 
     @property
+    def title(self) -> str:
+        """The name of its flow runs."""
+        return f"recurring {self.model}"
+
+    @property
     def place(self) -> FlowConfig:
         """The config whose store and engine the flow uses."""
         return self.training.config

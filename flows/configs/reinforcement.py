@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
 from engine.losses.policy_gradient import GRPOSpec, PolicyLoss
 from flows.configs.defaults import default_of
-from storage.chain.records import OldLogprobs
+from storage.chain.records import OldLogprobs, StepOldLogprobs
 from storage.number_types import Coefficient, Divisor, Positive
 from storage.serialization import Frozen
 from tasks.credit.kl_controllers import AdaptiveKL
 from tasks.credit.rewards import Overlong
+
+if TYPE_CHECKING:
+    from flows.configs.common import GRPOAlgorithm
 
 KLPlace = Literal["loss", "reward"]
 KLControl = Literal["fixed", "adaptive"]
@@ -106,6 +109,17 @@ class Regularisation(Frozen):
             )
 
 
+def old_logprobs_of_step(algorithm: GRPOAlgorithm, regularisation: Regularisation) -> StepOldLogprobs:
+    """Where a step takes the old logprobs from. The trainer's come from the step's own forward pass, unless a batch is
+    several updates or the rewards need them before the step."""
+    if algorithm.old_logprobs == "sampler":
+        return "sampler"
+    one_update = algorithm.samples_per_mini_batch >= algorithm.samples_per_batch
+    one_update = one_update and algorithm.mini_epochs_per_batch == 1
+    needed_before = regularisation.kl_in == "reward" and algorithm.kl_beta > 0
+    return "forward" if one_update and not needed_before else "trainer"
+
+
 def check_importance(cap: float | None, old_logprobs: OldLogprobs) -> None:
     """Raises ValueError for a cap on importance weights that are all 1."""
     if cap is not None and old_logprobs == "sampler":
@@ -116,7 +130,7 @@ def check_importance(cap: float | None, old_logprobs: OldLogprobs) -> None:
 
 
 def _changed(group: Frozen, *names: str) -> list[str]:
-    """The fields of these names that differ from their defaults. A form gives every default, so that a key was given is
-    no evidence."""
+    """The fields of these names that differ from their defaults. A form sends every field, so `model_fields_set` cannot
+    tell which ones the user changed."""
     fields = type(group).model_fields
     return sorted(name for name in names if getattr(group, name) != fields[name].default)

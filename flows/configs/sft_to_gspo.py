@@ -95,9 +95,6 @@ class SFTToGSPOConfig(TrainingConfig):
             stages[name] = {key: part[key] for key in part.keys() - body.keys()}
         return body | stages
 
-    def other(self) -> dict[str, Any]:
-        return {name: value for name, value in super().other().items() if name not in STAGES}
-
     def _common(self) -> dict[str, Any]:
         """The fields that both stages share with the whole run."""
         names = ("model", "run", "seed", "engine", "storage", "checkpoints", "logging")

@@ -140,6 +140,11 @@ class SweepConfig(FormConfig):
         self.children()
         return self
 
+    @property
+    def title(self) -> str:
+        """The name of its flow runs."""
+        return f"sweep {self.name}"
+
     def children(self) -> list[tuple[dict[str, Any], TrainingConfig]]:
         """(values, config with its run key) of each child run, without repetitions. Raises ValueError that names the
         trial whose config is refused."""
@@ -152,7 +157,7 @@ class SweepConfig(FormConfig):
             try:
                 config = kind.model_validate(body)
             except ValidationError as error:
-                raise ValueError(f"the trial {values} is no {describe_validation(error, kind)}") from error
+                raise ValueError(f"the trial {values} is no {describe_validation(error, kind, body)}") from error
             run = f"{self.name}/{digest(canonical_json(config.semantic()))[:12]}"
             # equal trials are one run
             children.setdefault(run, (values, config.model_copy(update={"run": run})))

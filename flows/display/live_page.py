@@ -8,6 +8,7 @@ MAX_CPU_SHARE of one core, and an unreachable server does not slow the run down.
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import json
 import logging
@@ -15,7 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self
 from uuid import UUID
 
@@ -27,17 +28,16 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL
 
-from engine.http.report_links import report_url
 from engine.specs.engine import EngineSpec, HttpEngineSpec
-from flows.display.terminal import format_duration
+from flows.display.durations import format_duration
 from storage.chain.records import PolicyRef
-from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from tasks.evaluation.validation_curve import Validation, read_validations
 from tasks.reports.flow_run_page import run_markdown, sample_rows, thinned
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.step_metrics import read_metrics
+from tasks.reports.table_cells import table_cells
 
 log = logging.getLogger(__name__)
 
@@ -73,19 +73,19 @@ class RunPage:
         total_steps: int | None,
         engine: EngineSpec,
         page: Page | None = None,
+        links: Mapping[str, str] = MappingProxyType({}),
         every_seconds: float = UPDATE_INTERVAL_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._policy, self._total_steps = store, policy, total_steps
-        self._links = page_links(store, policy.run, engine)
+        self._links = {**links, **engine_links(engine)}
         self._page = page or flow_run_page()
-        self._every_seconds, self._clock = every_seconds, clock
-        self._started, self._first_step = clock(), policy.step
+        self._every_seconds = every_seconds
         # written by the loop, read by the thread
         self._lock = threading.Lock()
         self._steps: list[StepMetrics] = []
         self._validations: list[Validation] = []
         self._samples: tuple[int, ArtifactRef, ArtifactRef] | None = None
+        self._seconds_left: float | None = None
         self._changed, self._stop = threading.Event(), threading.Event()
         self._failing = False
         # holds Prefect's settings
@@ -93,10 +93,19 @@ class RunPage:
         self._thread = threading.Thread(target=context.run, args=(self._update_loop,), name="run-page", daemon=True)
 
     def add_step(
-        self, metrics: StepMetrics, rollouts: list[ArtifactRef] | None = None, graded: list[ArtifactRef] | None = None
+        self,
+        metrics: StepMetrics,
+        rollouts: list[ArtifactRef] | None = None,
+        graded: list[ArtifactRef] | None = None,
+        *,
+        seconds_left: float | None = None,
     ) -> None:
-        """Adds a finished step to the page. Returns at once."""
+        """Adds a finished step to the page. Returns at once. `seconds_left`: the remaining time, if it is known."""
+        # without a page nothing reads the steps
+        if self._page is None:
+            return
         with self._lock:
+            self._seconds_left = seconds_left
             self._steps.append(metrics)
             if len(self._steps) > MAX_STEPS:
                 self._steps = thinned(self._steps, MAX_STEPS // 2)
@@ -106,6 +115,8 @@ class RunPage:
 
     def add_validation(self, validation: Validation) -> None:
         """Adds a measurement on held-out rows to the page. Returns at once."""
+        if self._page is None:
+            return
         with self._lock:
             self._validations.append(validation)
         self._changed.set()
@@ -120,12 +131,12 @@ class RunPage:
         finished, headline = steps[-1].step + 1, self._headline(steps[-1])
         if self._total_steps:
             self._page.show("progress", self._key("progress"), 100.0 * finished / self._total_steps, headline)
-        markdown = run_markdown(self._policy.run, steps, validations, headline=headline, links=self._links)
+        markdown = run_markdown(self._policy.run, steps, validations, links=self._links)
         self._page.show("markdown", self._key("training"), markdown, headline)
         # one shard of rollouts, with its grades
         if samples:
             step, rollouts, graded = samples
-            rows = sample_rows(self._store, step, rollouts, graded)
+            rows = [table_cells(row) for row in sample_rows(self._store, rollouts, graded)]
             self._page.show("table", self._key("samples"), json.dumps(rows), f"Rollouts of step {step + 1}")
 
     def _update_loop(self) -> None:
@@ -173,9 +184,10 @@ class RunPage:
             return f"step {finished}"
         if finished >= self._total_steps:
             return f"step {finished} of {self._total_steps}"
-        seconds_per_step = (self._clock() - self._started) / max(1, finished - self._first_step)
-        remaining = format_duration(seconds_per_step * (self._total_steps - finished))
-        return f"step {finished} of {self._total_steps}, about {remaining} left"
+        headline = f"step {finished} of {self._total_steps}"
+        if self._seconds_left is None:
+            return headline
+        return f"{headline}, about {format_duration(self._seconds_left)} left"
 
     def _key(self, kind: str) -> str:
         """The artifact's key. A flow with several stages or models has a page for each."""
@@ -200,12 +212,26 @@ class RunPage:
             self._thread.join(FINAL_UPDATE_TIMEOUT)
 
 
-def page_links(store: ObjectStore, run: str, engine: EngineSpec) -> dict[str, str]:
-    """Returns the links of the page: caption -> url or path."""
-    links = {"report, once the run has ended": report_url(engine, store, run) or store.address(keys.report(run))}
-    if isinstance(engine, HttpEngineSpec):
-        links["metrics of the engine"] = f"{engine.url.rstrip('/')}/metrics"
-    return links
+async def show_finished_run(
+    store: ObjectStore, policy: PolicyRef, *, engine: EngineSpec, links: Mapping[str, str], page: Page | None = None
+) -> None:
+    """Draws the page of the stage of `policy`, which is its last one, once more. `links` are added: caption -> URL,
+    path or name."""
+    running = RunPage(store, policy, total_steps=policy.step, engine=engine, links=links, page=page)
+
+    def draw() -> None:
+        with running:
+            pass  # the end of the block draws the page
+
+    # in a thread, because the update waits for the Prefect server
+    await asyncio.to_thread(draw)
+
+
+def engine_links(engine: EngineSpec) -> dict[str, str]:
+    """Returns the links to an engine server: caption -> url. An embedded engine has none."""
+    if not isinstance(engine, HttpEngineSpec):
+        return {}
+    return {"metrics of the engine": f"{engine.url.rstrip('/')}/metrics"}
 
 
 class FlowRunPage:

@@ -14,6 +14,13 @@ TASK_LEVEL = "PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL"
 """Prefect's environment variable for the log level of tasks. If it is not set, we use WARNING: a step has four tasks,
 and their lines would hide the line of the step."""
 
+ENDED_WITH_FLOW = (
+    "Execution was cancelled by the runtime environment",
+    "Execution was aborted by a termination signal",
+    "Execution was aborted by an interrupt signal",
+)
+"""Prefect's reasons for the end of a task that ended with its flow run. The log of the flow run says why that ended."""
+
 
 def log_line(text: str) -> None:
     """Adds a line at level INFO to the log of the current flow run, without waiting for the server.
@@ -37,7 +44,26 @@ def _logger() -> logging.Logger:
     return logger
 
 
+def log_engine_outages() -> None:
+    """Adds what the engine's client logs about an engine that does not answer to the log of the current flow run."""
+    logger = logging.getLogger("engine.http.outages")
+    # the setting PREFECT_LOGGING_EXTRA_LOGGERS may have added such a handler to the logger `engine`
+    handlers = logger.handlers + logging.getLogger("engine").handlers
+    if not any(isinstance(handler, APILogHandler) for handler in handlers):
+        logger.addHandler(APILogHandler())
+
+
 def silence_task_logs() -> None:
-    """Hides the line "Finished in state Completed()" of every task, unless TASK_LEVEL is set."""
+    """Hides the line "Finished in state Completed()" of every task, unless TASK_LEVEL is set.
+
+    Also hides that a task ended because its flow run was cancelled or interrupted, which Prefect calls a crash."""
+    logger = logging.getLogger("prefect.task_runs")
     if TASK_LEVEL not in os.environ:
-        logging.getLogger("prefect.task_runs").setLevel(logging.WARNING)
+        logger.setLevel(logging.WARNING)
+    # adding the same filter again changes nothing
+    logger.addFilter(_is_no_end_of_the_flow)
+
+
+def _is_no_end_of_the_flow(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not any(reason in message for reason in ENDED_WITH_FLOW)

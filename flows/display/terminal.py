@@ -4,9 +4,7 @@ In a flow run, the lines are also added to its log in Prefect.
 """
 
 import math
-import time
 from collections import deque
-from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -16,13 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.configs.logging import LoggingConfig
-from flows.display.run_log import log_line, silence_task_logs
+from flows.display.durations import format_duration
+from flows.display.run_log import log_engine_outages, log_line, silence_task_logs
 from tasks.reports.metrics import ACTIVITIES, StepMetrics
 
 ROWS_SHOWN = 8
 """Number of steps in the live table. The report shows all of them."""
-STEPS_AVERAGED = 10
-"""Number of recent steps whose mean duration gives the estimate of the remaining time."""
 
 
 class TerminalProgress:
@@ -36,16 +33,15 @@ class TerminalProgress:
         self,
         console: Console | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
         logging: LoggingConfig | None = None,
     ) -> None:
         self.logging = logging or LoggingConfig()
         """The trackers that also get the metrics."""
         self._console = console or Console(highlight=False)
-        self._clock = clock
         silence_task_logs()
+        log_engine_outages()
         self._total: int | None = None
-        self._finished_at: deque[float] = deque(maxlen=STEPS_AVERAGED + 1)
+        self._started = False
         self._rows: deque[StepMetrics] = deque(maxlen=ROWS_SHOWN)
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[eta]}"), expand=True
@@ -61,8 +57,7 @@ class TerminalProgress:
         self.close()
         self._total = total_steps
         self._rows.clear()
-        self._finished_at.clear()
-        self._finished_at.append(self._clock())
+        self._started = True
         # tell where a resumed run continues
         if total_steps is not None and first_step >= total_steps:
             self.note(f"resuming: all {total_steps} steps are committed")
@@ -70,19 +65,17 @@ class TerminalProgress:
             self.note(f"resuming after step {first_step}: next is step {_number(first_step, total_steps)}")
         # the live view needs a terminal that can be redrawn
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._task = self._bar.add_task(
-                f"step {_number(first_step - 1, total_steps)}", total=total_steps, completed=first_step, eta=""
-            )
+            number = _number(max(0, first_step - 1), total_steps)
+            description = f"step {number}" if first_step else f"before step {number}"
+            self._task = self._bar.add_task(description, total=total_steps, completed=first_step, eta="")
             self._live = Live(self._view(), console=self._console, refresh_per_second=4)
             self._live.start()
 
-    def step(self, metrics: StepMetrics) -> None:
-        """Shows one finished step."""
-        if not self._finished_at:
+    def step(self, metrics: StepMetrics, *, seconds_left: float | None = None) -> None:
+        """Shows one finished step. `seconds_left`: the remaining time of the loop, if it is known."""
+        if not self._started:
             self.start(metrics.total_steps, metrics.step)
-        self._finished_at.append(self._clock())
-        eta = self._eta(metrics.step + 1)
-        line = step_line(metrics, total_steps=self._total, eta_seconds=eta)
+        line = step_line(metrics, total_steps=self._total, eta_seconds=seconds_left)
         log_line(line)
         if self._live is None or self._task is None:
             self._print(line)
@@ -93,7 +86,7 @@ class TerminalProgress:
             self._task,
             completed=metrics.step + 1,
             description=f"step {_number(metrics.step, self._total)}",
-            eta="" if eta is None else f"{format_duration(eta)} left",
+            eta="" if seconds_left is None else f"{format_duration(seconds_left)} left",
         )
         self._live.update(self._view(), refresh=True)
 
@@ -123,12 +116,6 @@ class TerminalProgress:
         # Text instead of str: rich must not interpret markup in file names and model outputs
         self._console.print(Text(text), soft_wrap=True)
 
-    def _eta(self, steps_done: int) -> float | None:
-        if self._total is None or len(self._finished_at) < 2:
-            return None
-        seconds_per_step = (self._finished_at[-1] - self._finished_at[0]) / (len(self._finished_at) - 1)
-        return seconds_per_step * max(0, self._total - steps_done)
-
     def _view(self) -> Group:
         if self._rows:
             return Group(_table(list(self._rows)), self._bar)
@@ -146,15 +133,6 @@ def step_line(metrics: StepMetrics, *, total_steps: int | None = None, eta_secon
     if metrics.resumed:
         parts.append("resumed")
     return "  ".join(part for part in parts if part)
-
-
-def format_duration(seconds: float) -> str:
-    """Formats a duration: 42s, 3m05s, 2h07m, 3d04h."""
-    whole = max(0, round(seconds))
-    for unit, size, lower, lower_size in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // lower_size:02d}{lower}"
-    return f"{whole}s"
 
 
 def _number(step: int, total_steps: int | None) -> str:

@@ -87,7 +87,7 @@ def _read_engine() -> HttpEngineSpec | None:
     if not isinstance(body, dict) or not body.get("url"):
         raise ValueError(
             f"the Secret block {ENGINE_SECRET!r} holds no engine: expected a JSON object with url and token; run "
-            "`ostinato deploy --engine URL`"
+            "'ostinato deploy --engine URL'"
         )
     # a token that the environment has already comes first
     spec = HttpEngineSpec(url=body["url"])

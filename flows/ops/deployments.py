@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from flows.configs.overrides import ConfigError
+from flows.ops.packaged_files import packaged_file
 from flows.ops.state import UpError
 
 PREFECT_YAML = "prefect.yaml"
@@ -23,13 +24,13 @@ POOL = "ostinato"
 
 
 def find_prefect_yaml(path: Path | None = None) -> Path:
-    """Returns the given file, else that of the working directory, else that of this checkout. Raises ConfigError."""
-    candidates = [path] if path else [Path(PREFECT_YAML), Path(__file__).resolve().parents[2] / PREFECT_YAML]
+    """Returns the given file, else that of the working directory, else the installed one. Raises ConfigError."""
+    candidates = [path] if path else [Path(PREFECT_YAML), packaged_file(PREFECT_YAML)]
     for candidate in candidates:
         if candidate.is_file():
             return candidate.resolve()
     tried = ", ".join(str(candidate) for candidate in candidates)
-    raise ConfigError(f"no {PREFECT_YAML} found (tried {tried}); run this in Ostinato's folder, or give --file")
+    raise ConfigError(f"no {PREFECT_YAML} found (tried {tried}); give the path of one by --file")
 
 
 def deployments_in(path: Path) -> list[dict[str, Any]]:
@@ -44,8 +45,13 @@ def deployments_in(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def deploy(path: Path, *, pool: str, storage: str, engine_url: str, token: str) -> list[str]:
-    """Sets up the server of $PREFECT_API_URL; returns the names of the deployments. Raises UpError, ConfigError."""
+def deploy(file: Path | None, *, pool: str, storage: str, engine_url: str, token: str) -> list[str]:
+    """Sets up the server of $PREFECT_API_URL; returns the names of the deployments. Raises UpError, ConfigError.
+
+    Without a `file`, runs work in the present working directory, else in the folder of the file.
+    """
+    path = find_prefect_yaml(file)
+    folder = path.parent if file else Path.cwd()
     names = [str(entry["name"]) for entry in deployments_in(path)]
     # imported here, since the import of Prefect takes seconds
     from prefect.exceptions import PrefectHTTPStatusError
@@ -53,7 +59,7 @@ def deploy(path: Path, *, pool: str, storage: str, engine_url: str, token: str) 
     # `prefect deploy` resets what people changed in the UI, so it is read before and restored after
     try:
         before = asyncio.run(_prepare(pool, names))
-        _deploy_all(path, pool)
+        _deploy_all(path, pool, folder)
         asyncio.run(_restore(before))
         from flows.ops.deployment_settings import save_deployment_settings
 
@@ -92,12 +98,12 @@ async def _prepare(pool: str, names: list[str]) -> list[Any]:
         return await read_deployments(client, names)
 
 
-def _deploy_all(path: Path, pool: str) -> None:
+def _deploy_all(path: Path, pool: str, folder: Path) -> None:
     """Runs `prefect deploy`, which supports everything that prefect.yaml may contain. Raises UpError."""
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(path)]
-    environment = dict(os.environ) | {"OSTINATO_POOL": pool, "OSTINATO_FOLDER": str(path.parent)}
+    environment = dict(os.environ) | {"OSTINATO_POOL": pool, "OSTINATO_FOLDER": str(folder)}
     process = subprocess.run(
-        command, cwd=path.parent, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     if process.returncode:
-        raise UpError(f"`prefect deploy` failed on {path}:\n{(process.stderr + process.stdout).strip()[-3000:]}")
+        raise UpError(f"'prefect deploy' failed on {path}:\n{(process.stderr + process.stdout).strip()[-3000:]}")

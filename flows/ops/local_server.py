@@ -105,7 +105,7 @@ def use_server(api_url: str) -> Iterator[None]:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     try:
-        with _environment(PREFECT_API_URL=api_url, DO_NOT_TRACK="1", **_no_proxy(api_url)):
+        with environment_variables(PREFECT_API_URL=api_url, DO_NOT_TRACK="1", **_no_proxy(api_url)):
             # a thread without a copy of our context uses the global settings, which Prefect read when it was imported;
             # a flow in such a thread would start an ephemeral server
             refresh_global_settings_context()
@@ -254,7 +254,7 @@ def _reserved_port() -> Iterator[int]:
 
 
 @contextmanager
-def _environment(**values: str | None) -> Iterator[None]:
+def environment_variables(**values: str | None) -> Iterator[None]:
     """Sets environment variables within the block. The value None removes a variable."""
     before = {name: os.environ.get(name) for name in values}
     _set_environment(values)

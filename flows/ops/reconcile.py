@@ -8,6 +8,7 @@ run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -24,6 +25,11 @@ MIN_CRASH_AGE = timedelta(seconds=4 * RETRY_DELAY_SECONDS)
 """A flow run that has been Crashed for longer was not rescheduled by its automation."""
 MAX_CRASH_AGE = timedelta(hours=1)
 """A flow run that has been Crashed for longer may have been left so on purpose."""
+
+MAX_ERRORS_BEFORE_THE_FLOW = 2
+"""A process that has ended with an error this often before its flow began will do so again."""
+EXIT_WITH_ERROR = re.compile(r"status code:? 1\b")
+"""How a worker reports the end of a process by an exception. A killed process has the number of the signal."""
 
 
 def reconcile(api_url: str, pool: str, *, worker: str, seen: Collection[str]) -> list[str]:
@@ -65,6 +71,33 @@ def reschedule_crashed_runs(api_url: str, pool: str, *, now: datetime | None = N
         return lines
 
 
+def fail_runs_that_never_began(api_url: str, pool: str) -> list[str]:
+    """Fails the flow runs whose process has ended with an error, again and again, before the flow began; returns one
+    line for each. The next start of the services would start such a process once more.
+
+    Killed processes and flows that did begin do not count, so interrupted runs continue. Raises httpx.HTTPError.
+    """
+    with httpx.Client(base_url=api_url, timeout=TIMEOUT_SECONDS, trust_env=False) as client:
+        lines = []
+        for run in list(_runs_in_states(client, pool, ("SCHEDULED", "PENDING", "CRASHED"))):
+            is_new = run["state_name"] == "Scheduled"
+            if TAG not in run["tags"] or run["run_count"] > 0 or is_new:
+                continue
+            errors = _errors_before_the_flow(client, run["id"])
+            if errors >= MAX_ERRORS_BEFORE_THE_FLOW:
+                _set_state(client, run["id"], "FAILED", reason=f"its process ended {errors} times with an error")
+                lines.append(f"{run['name']}: its process never reached the flow, is failed")
+        return lines
+
+
+def _errors_before_the_flow(client: httpx.Client, run: str) -> int:
+    """The number of times that the process of a flow run which never began has ended with an error."""
+    response = client.get("/flow_run_states/", params={"flow_run_id": run})
+    response.raise_for_status()
+    crashes = [state for state in response.json() if state["type"] == "CRASHED"]
+    return sum(EXIT_WITH_ERROR.search(state["message"] or "") is not None for state in crashes)
+
+
 def _other_workers(client: httpx.Client, pool: str, worker: str) -> set[str]:
     """Names of the other workers of the pool that are online."""
     body = {"workers": {"status": {"any_": ["ONLINE"]}}}
@@ -99,6 +132,12 @@ def _runs_in_states(client: httpx.Client, pool: str, states: Sequence[str]) -> I
 
 def _set_state(client: httpx.Client, run: str, new_state: str, *, reason: str = "its worker ended") -> None:
     state: dict[str, Any] = {"type": new_state, "message": "its worker ended before the flow run did"}
+    if new_state == "FAILED":
+        state |= {
+            "name": "Failed",
+            "message": f"{reason} before the flow began; the log of the run says why. When the cause is fixed, press "
+            "Retry",
+        }
     # a scheduled state needs a time, and the name that Prefect uses for retries
     if new_state == "SCHEDULED":
         state |= {

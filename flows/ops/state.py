@@ -95,6 +95,10 @@ class UpState(Frozen):
         return f"http://127.0.0.1:{self.ports.engine}"
 
     @property
+    def worker_health_url(self) -> str:
+        return f"http://127.0.0.1:{self.ports.worker}/health"
+
+    @property
     def s3_url(self) -> str:
         return f"http://127.0.0.1:{self.ports.s3}"
 
@@ -108,7 +112,7 @@ def load_state(home: Path) -> UpState | None:
         return None
     except ValidationError as error:
         raise UpError(
-            f"{path} is not a state of `ostinato up`: {error.errors()[0]['msg']}; if none of its processes is running, "
+            f"{path} is not a state of 'ostinato up': {error.errors()[0]['msg']}; if none of its processes is running, "
             "remove the file"
         ) from error
 

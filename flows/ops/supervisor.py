@@ -27,7 +27,7 @@ from flows.ops.processes import (
     spawn,
     terminate_all,
 )
-from flows.ops.reconcile import reconcile, reschedule_crashed_runs
+from flows.ops.reconcile import fail_runs_that_never_began, reconcile, reschedule_crashed_runs
 from flows.ops.services import ServiceSpec, client_environment, is_free, services, worker_name
 from flows.ops.state import UpError, UpState, forget_state, save_state
 
@@ -40,6 +40,8 @@ STEADY_SECONDS = 60.0
 """A service that has run for this long resets its backoff."""
 FLOW_GRACE_SECONDS = 30.0
 """After SIGTERM, a flow gets this many seconds to release its run. The engine writes a checkpoint in this time."""
+WAIT_MESSAGE_SECONDS = 10.0
+"""Interval of the messages that say what the start waits for."""
 LOG_TAIL = 3000
 """Bytes of a log, or characters of a command's output, that an error message shows."""
 
@@ -81,14 +83,15 @@ class Supervisor:
         # an earlier worker may have left flow runs
         self._worker_lost = not self._alive("worker")
         self._lost_run_ids: set[str] = set()
-        self._last_crash_search = time.monotonic()
+        self._last_crash_search = self._start_time = time.monotonic()
         self._update_state(supervisor=ProcessIdentity.of(psutil.Process().pid), ready=False)
 
     def start(self) -> None:
         """Starts the services in the order of their dependencies; adopts those that run. Raises UpError."""
+        self._start_time = time.monotonic()
         for service in self.services:
             if self._alive(service.name):
-                self.log(f"{service.name} is running already (pid {self.state.services[service.name].pid})")
+                self.log(f"the {service} is running already (pid {self.state.services[service.name].pid})")
             elif service.name == "server" and not is_free(self.state.options.port):
                 raise UpError(
                     f"port {self.state.options.port} of 127.0.0.1 is in use by another program; end it, or give --port"
@@ -105,7 +108,9 @@ class Supervisor:
                     self._wait(by_name[name])
 
         # the worker takes flow runs as soon as it starts, so everything that they need comes first
+        self.log("creating the deployments on the Prefect server")
         self.deploy(self.state)
+        self.log(f"the deployments are created ({self._elapsed()})")
         if not self._alive("worker"):
             self._end_orphaned_flows()
             self._spawn(by_name["worker"])
@@ -130,6 +135,7 @@ class Supervisor:
                 kill_all(filter(None, [self.state.services["worker"].process()]))
             self._worker_lost = True
             self._end_orphaned_flows()
+            self._fail_runs_that_never_began()
         finally:
             # end a service before the services that it depends on
             for service in reversed(self.services):
@@ -206,28 +212,46 @@ class Supervisor:
         for line in lines:
             self.log(line)
 
+    def _fail_runs_that_never_began(self) -> None:
+        """Fails runs that the next start would start in vain. If the server does not answer, they stay due."""
+        try:
+            lines = fail_runs_that_never_began(self.state.api_url, self.state.options.pool)
+        except httpx.HTTPError:
+            return
+        for line in lines:
+            self.log(line)
+
     def _spawn(self, service: ServiceSpec) -> None:
         log_file = self._log_file(service)
         identity = spawn(service.command, environment=service.environment, log=log_file, folder=Path.cwd())
         self._update_state(services=self.state.services | {service.name: identity})
-        self.log(f"{service.name} is started (pid {identity.pid})")
+        self.log(f"starting the {service} (pid {identity.pid})")
 
     def _wait(self, service: ServiceSpec) -> None:
         """Returns when the service answers. Raises UpError if it ends, takes too long, or `stop` is set."""
         deadline = time.monotonic() + service.start_seconds
+        next_message = time.monotonic() + WAIT_MESSAGE_SECONDS
         while not service.healthy():
             if self.stop.is_set():
                 raise UpError("stopped while it was starting")
             if not self._alive(service.name):
                 log_end = describe_log_end(self._log_file(service))
-                raise UpError(f"{service.name} ended while it was starting; {log_end}")
+                raise UpError(f"the {service} ended while it was starting; {log_end}")
             if time.monotonic() > deadline:
                 raise UpError(
-                    f"{service.name} gave no answer within {service.start_seconds:.0f} s; "
+                    f"the {service} gave no answer within {service.start_seconds:.0f} s; "
                     f"{describe_log_end(self._log_file(service))}"
                 )
+            if time.monotonic() > next_message:
+                self.log(f"waiting for the {service} ({self._elapsed()}); its log: {self._log_file(service)}")
+                next_message += WAIT_MESSAGE_SECONDS
             # not time.sleep, so that `stop` ends the wait at once
             self.stop.wait(0.2)
+        self.log(f"the {service} is ready ({self._elapsed()})")
+
+    def _elapsed(self) -> str:
+        """The time since `start` was called."""
+        return f"{time.monotonic() - self._start_time:.0f} s"
 
     def _alive(self, name: str) -> bool:
         identity = self.state.services.get(name)

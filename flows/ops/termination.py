@@ -1,27 +1,132 @@
-"""Keeps a SIGTERM recognisable when Prefect turns it into another error.
+"""Decides how a flow run ends that is cancelled or gets SIGTERM.
+
+- A flow run of a worker that a person cancels: Prefect makes it Cancelled. Its log says how many steps are committed.
+- A flow run of a worker that gets SIGTERM for another reason: Prefect makes it Crashed, and it is rescheduled.
+- A flow run from a terminal that gets Ctrl-C or SIGTERM: it becomes Cancelled here. Prefect would make it Crashed.
 
 Prefect raises SIGTERM as TerminationSignal at the current position of the main thread. If that is inside the creation
 of a task run, Prefect's handling of the signal fails with `ValueError: Task run is not set`. The flow run would then
-become Failed, which is final, instead of Crashed, which is rescheduled.
+become Failed, which is final, so the signal is raised again in place of such an error.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from uuid import UUID
 
-from prefect.exceptions import TerminationSignal
+import httpx
+from prefect import get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.context import FlowRunContext
+from prefect.exceptions import Abort, PrefectHTTPStatusError, TerminationSignal
+from prefect.states import Cancelled, Cancelling
+
+from engine.workspace import Workspace
+from flows.display.run_log import log_line
+from flows.ops.cancellation import cancellation_message
+from flows.ops.deployment_settings import is_deployed
+from flows.ops.processes import FLOW_RUN_ENV
+from storage.errors import StorageError
+
+log = logging.getLogger(__name__)
+
+
+class FlowRunCancelled(Abort):
+    """The flow run from a terminal was interrupted. Its state is Cancelled already, and Prefect keeps it."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state.message)
+        self.state = state
+
+
+@dataclass
+class RunEnding:
+    """What the end of a flow run needs to know. The flow sets it when it knows."""
+
+    workspace: Workspace | None = None
+    """The run whose committed steps the message counts. None: the flow trains in child runs only, or not at all."""
 
 
 @contextmanager
-def reraise_termination() -> Iterator[None]:
-    """Raises TerminationSignal for an error that was raised while one was handled. Other errors pass unchanged."""
+def reraise_termination() -> Iterator[RunEnding]:
+    """Ends the flow run within the block as the module describes. Errors that are no termination pass unchanged.
+
+    Raises:
+        TerminationSignal: for SIGTERM, and for an error that was raised while one was handled.
+        FlowRunCancelled: for a Ctrl-C in a terminal, which asyncio turns into the cancellation of the flow's task.
+    """
+    ending = RunEnding()
     try:
-        yield
+        yield ending
     except Exception as error:
         if (signal := _termination_behind(error)) is not None:
+            _end(ending)
             raise TerminationSignal(signal=signal.signal) from error
         raise
+    except TerminationSignal:
+        _end(ending)
+        raise
+    except (asyncio.CancelledError, FlowRunCancelled) as error:
+        state = _end(ending)
+        if state is not None and state.is_final():
+            raise FlowRunCancelled(state) from error
+        raise
+
+
+def _end(ending: RunEnding) -> State | None:
+    """Gives the current flow run the state of a cancelled run. Returns None if it is left to Prefect."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return None
+    if not is_deployed():
+        return _end_as_cancelled(context.flow_run, _message(ending, deployed=False))
+    worker_run = os.environ.get(FLOW_RUN_ENV, str(context.flow_run.id))
+    if not _is_being_cancelled(UUID(worker_run)):
+        return None
+    # the runner sets the final state, and child runs, which have no runner, are set by Prefect
+    state: State = Cancelling(message=_message(ending, deployed=True))
+    log_line(str(state.message))
+    context.flow_run.state = state
+    return state
+
+
+def _end_as_cancelled(flow_run: FlowRun, message: str) -> State:
+    log_line(message)
+    state: State = Cancelled(message=message)
+    try:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(flow_run.id, state, force=True)
+    except (httpx.HTTPError, PrefectHTTPStatusError) as error:
+        log.warning("the Prefect server was not told that the flow run is cancelled: %s", error)
+    # Prefect does not report a crash of a flow run whose state is final
+    flow_run.state = state
+    return state
+
+
+def _message(ending: RunEnding, *, deployed: bool) -> str:
+    if ending.workspace is None:
+        return "cancelled; what is committed is kept"
+    try:
+        store = ending.workspace.open_store()
+        return cancellation_message(store, ending.workspace.run, "deployed" if deployed else "terminal")
+    except StorageError as error:
+        return f"cancelled; the store does not say how many steps are committed: {error}"
+
+
+def _is_being_cancelled(flow_run: UUID) -> bool:
+    """Whether a person has cancelled the flow run of this process. False if the server does not answer."""
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(flow_run).state
+    except (httpx.HTTPError, PrefectHTTPStatusError) as error:
+        log.warning("the state of the flow run is not known: %s", error)
+        return False
+    return state is not None and (state.is_cancelling() or state.is_cancelled())
 
 
 def _termination_behind(error: BaseException) -> TerminationSignal | None:

@@ -11,10 +11,11 @@ from typing import Any
 
 import yaml
 
-from storage.chain.records import Chain, CommitRecord
+from storage.chain.records import Chain
 from storage.chain.run_record import read_run
 from storage.errors import ObjectNotFound
-from storage.inspect.lineage import Lineage, lineage_of, training_datasets
+from storage.inspect.fork_lineage import differing_settings
+from storage.inspect.lineage import ChainSegment, Lineage, lineage_of, training_datasets
 from storage.registry.decisions import Decision
 from storage.serialization import canonical_json
 from storage.store import keys
@@ -49,12 +50,16 @@ def find_card(store: ObjectStore, decision: Decision) -> str | None:
 def render_card(store: ObjectStore, name: str, version: str, decision: Decision | None = None) -> str:
     """Renders the card from the present contents of the store. Raises ObjectNotFound, CorruptArtifact."""
     lineage = lineage_of(store, f"{name}@{version}")
-    stages = [_read_stage(store, chain, until) for chain, until in lineage.chains(store)]
+    stages: list[_CardStage] = []
+    for segment in lineage.segments:
+        stages += _read_stages(store, segment)
     sections = [
         _header(lineage, stages),
         f"# {name}@{version}\n",
         _origin(lineage),
         _training(stages),
+        *(_fork(segment) for segment in lineage.segments),
+        _config_of_last_run(stages),
         _data(store, name, version, lineage),
         _decision(decision),
         _evaluation(store, decision),
@@ -65,31 +70,42 @@ def render_card(store: ObjectStore, name: str, version: str, decision: Decision 
 
 @dataclass(frozen=True)
 class _CardStage:
-    """One training stage in the history of the model."""
+    """The steps of one training stage that one run took."""
 
     run: str
     stage: str
     algorithm: str
-    steps: int
+    first: int
+    last: int
+    """Last step. 0 if the stage has no step."""
     head: str
-    """The state after the last of the `steps`."""
-    record: CommitRecord | None
-    """The commit record of the last step. None if the stage has no step."""
+    """The state after the last step."""
+    rates: tuple[float, ...]
+    """Learning rates of the first and of the last step, if they differ. Empty if the stage has no step."""
     config: dict[str, Any]
     """The semantic config of the run. Empty if the store does not have it."""
 
 
-def _read_stage(store: ObjectStore, chain: Chain, until: int) -> _CardStage:
-    """Reads the stage of a chain up to and including step `until`."""
-    return _CardStage(
-        run=chain.run,
-        stage=chain.stage,
-        algorithm=keys.stage_kind(chain.stage),
-        steps=until,
-        head=chain.policy(until).state,
-        record=chain.record(until) if until else None,
-        config=_config(store, chain.run),
-    )
+def _read_stages(store: ObjectStore, segment: ChainSegment) -> list[_CardStage]:
+    """Reads the steps of a segment: one entry per run that took some of them, oldest first."""
+    chain = Chain(store, segment.run, segment.stage, segment.model)
+    stages = []
+    for run, first, last in segment.runs:
+        ends = (chain.committed_record(step) for step in (first, last) if last)
+        rates = tuple(dict.fromkeys(record.request.optimizer.lr for record in ends))
+        stages.append(
+            _CardStage(
+                run=run,
+                stage=segment.stage,
+                algorithm=keys.stage_kind(segment.stage),
+                first=first,
+                last=last,
+                head=chain.policy(last).state,
+                rates=rates,
+                config=_config(store, run),
+            )
+        )
+    return stages
 
 
 def _config(store: ObjectStore, run: str) -> dict[str, Any]:
@@ -119,21 +135,42 @@ def _origin(lineage: Lineage) -> str:
 def _training(stages: list[_CardStage]) -> str:
     if not stages:
         return ""
-    # one row per stage of the history
+    # one row per stage of the history, and per run if the run is a fork
     columns = "| run | stage | algorithm | steps | learning rate | seed | chain head |"
     lines = ["## Training\n", columns, "|-|-|-|-:|-:|-:|-|"]
     for stage in stages:
-        rate = f"{stage.record.request.optimizer.lr:.3g}" if stage.record else "–"
+        steps = f"{stage.first}–{stage.last}" if stage.last > stage.first else str(stage.last or "–")
+        rate = " → ".join(f"{rate:.3g}" for rate in stage.rates) or "–"
         seed = stage.config.get("seed", "–")
         lines.append(
-            f"| `{stage.run}` | `{stage.stage}` | {stage.algorithm} | {stage.steps} | {rate} | {seed} | "
-            f"`{stage.head[:16]}` |"
+            f"| `{stage.run}` | `{stage.stage}` | {stage.algorithm} | {steps} | {rate} | {seed} | `{stage.head[:16]}` |"
         )
-    config = stages[-1].config
-    if config:
-        groups = {name: config[name] for name in ("algorithm", "optimizer", "sampling", "grader") if name in config}
-        lines += ["", "Config of the last run:\n", f"```yaml\n{yaml.safe_dump(groups, sort_keys=True)}```"]
     return "\n".join(lines) + "\n"
+
+
+def _fork(segment: ChainSegment) -> str:
+    """Where the run was forked, and the settings in which the runs of its steps differ."""
+    if not segment.forked:
+        return ""
+    parts = segment.forked
+    lines = [f"`{segment.title}` is a fork: it consists of {', '.join(part.title for part in parts)}."]
+    settings = differing_settings(parts)
+    if settings:
+        lines += ["", "These settings differ:\n", f"| | {' | '.join(part.title for part in parts)} |"]
+        lines.append(f"|-|{'-:|' * len(parts)}")
+        for name, values in settings:
+            cells = [value.replace("|", r"\|") for value in values]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _config_of_last_run(stages: list[_CardStage]) -> str:
+    """The settings of the last run's config that decide the result."""
+    config = stages[-1].config if stages else {}
+    groups = {name: config[name] for name in ("algorithm", "optimizer", "sampling", "grader") if name in config}
+    if not groups:
+        return ""
+    return f"Config of the last run:\n\n```yaml\n{yaml.safe_dump(groups, sort_keys=True)}```\n"
 
 
 def _data(store: ObjectStore, name: str, version: str, lineage: Lineage) -> str:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
+
+from flows.ops.packaged_files import PACKAGED
 
 
 def code_version() -> str:
-    """Returns $OSTINATO_CODE_VERSION, else the commit of the checkout that this file is in, else "unknown"."""
+    """Returns $OSTINATO_CODE_VERSION, else the version of the installed wheel or the commit of the checkout, else
+    "unknown"."""
     deployed_version = os.environ.get("OSTINATO_CODE_VERSION")
     if deployed_version:
         return deployed_version
+    # the folder of an installed wheel may be inside a repository of the user, whose commit says nothing about this code
+    if PACKAGED.is_dir():
+        return version("ostinato")
     folder = Path(__file__).resolve().parent
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
     try:

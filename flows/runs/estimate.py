@@ -1,9 +1,8 @@
 """Estimates engine memory, disk and time of a run before it begins, and refuses a run that cannot fit.
 
-Sizes follow from the number of parameters P. Time is counted in operations: 2P per token that is read or sampled, and
-6P per token that is trained (forward and backward; Kaplan et al., arXiv:2001.08361), at the speed that the engine
-measured. It assumes that every completion reaches its maximum length. Evaluation, storage and grading are not counted,
-and a small model on few rows does not reach the measured speed, so that a run may take longer.
+Sizes follow from the number of parameters P. Times are counted as flows.runs.durations describes, and assume that every
+completion reaches its maximum length. Grading is not counted, and a small model on few rows does not reach the measured
+speed, so that a run may take longer.
 """
 
 from __future__ import annotations
@@ -15,18 +14,23 @@ from typing import TypeVar
 from engine.models.folder import ModelFolder, local_folder, registered_model
 from engine.models.size import folder_parameter_count, parameter_count
 from engine.protocol import EngineInfo
+from flows.callbacks import Cadence
 from flows.configs.common import CheckpointConfig, GRPOConfig, ModelConfig, TrainingConfig
 from flows.configs.env_ppo import ENVPPOConfig
 from flows.configs.environments import ENVGRPOConfig
 from flows.configs.ppo import PPOConfig
 from flows.configs.preferences import DPOConfig, RewardModelConfig
+from flows.configs.reinforcement import old_logprobs_of_step
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
+from flows.runs.durations import FAST_STORE, FIXED_START_SECONDS, TASK_SECONDS, Durations, StoreSpeed
+from flows.runs.expected_errors import DoesNotFit
+from flows.training.checkpointing import MIN_SECONDS, SAVES_BETWEEN, CheckpointSchedule
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import RowReader
 from tasks.datasets.load import THREAD_COLUMNS, LoadedDataset
 
-N = TypeVar("N", int, float)
+N = TypeVar("N", int, Durations)
 
 MASTER_BYTES = 4
 """Bytes per parameter of the master weights, which are float32."""
@@ -41,22 +45,22 @@ CHARACTERS_PER_TOKEN = 4
 """Typical number of characters of rendered text per token."""
 BYTES_PER_STORED_TOKEN = 16
 """Compressed size of one token's id, weight and logprobs in the tables of a step."""
+OBJECTS_PER_TASK = 2
+"""Objects that a task writes: its data and its manifest."""
+FILES = 4
+"""Objects of a checkpoint or a published model."""
 SAMPLED_ROWS = 64
 """Rows of the dataset that are read to estimate its mean length."""
 GIB = 1 << 30
 
 
-class DoesNotFit(ValueError):
-    """The run needs more memory or disk than there is."""
-
-
 @dataclass(frozen=True)
 class Estimate:
-    """Memory and disk in bytes, and time in seconds. None means unknown, as for a run without an end."""
+    """Memory and disk in bytes, and time. None means unknown, as for a run without an end."""
 
     memory_bytes: int
     disk_bytes: int | None
-    seconds: float | None
+    durations: Durations | None
 
     def check(self, info: EngineInfo, *, resumed: bool = False) -> None:
         """Raises DoesNotFit with what is available and what to change.
@@ -81,7 +85,7 @@ class Estimate:
         return Estimate(
             memory_bytes=max(self.memory_bytes, other.memory_bytes),
             disk_bytes=_sum(self.disk_bytes, other.disk_bytes),
-            seconds=_sum(self.seconds, other.seconds),
+            durations=_sum(self.durations, other.durations),
         )
 
     def text(self, info: EngineInfo) -> str:
@@ -90,9 +94,13 @@ class Estimate:
         if self.disk_bytes is not None:
             free = "" if info.disk_free_bytes is None else f" of {_gib(info.disk_free_bytes)} free"
             parts.append(f"{_gib(self.disk_bytes)}{free} storage")
-        if self.seconds is not None:
-            parts.append(f"about {_duration(self.seconds)} of computation at the measured speed")
-        return "estimate: " + ", ".join(parts)
+        text = "estimate: " + ", ".join(parts)
+        if self.durations is None:
+            return text
+        # the largest part first
+        by_part = sorted(self.durations.parts().items(), key=lambda part: part[1], reverse=True)
+        listed = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in by_part)
+        return f"{text}, about {_duration(self.durations.total)}" + (f" ({listed})" if listed else "")
 
 
 def estimate(
@@ -102,16 +110,19 @@ def estimate(
     data: LoadedDataset,
     info: EngineInfo,
     further: Mapping[str, LoadedDataset] | None = None,
+    *,
+    heldout: LoadedDataset | None = None,
+    speed: StoreSpeed = FAST_STORE,
 ) -> Estimate:
-    """Estimates a run of `config` on the engine that `info` describes. `further` are datasets besides `data`."""
+    """Estimates a run of `config` on the engine that `info` describes. `further` are datasets besides `data`, `heldout`
+    are the rows that the run evaluates on, and `speed` is that of the store."""
     if isinstance(config, SFTToGSPOConfig):
-        first = estimate(store, config.first, base, data, info)
-        return first.followed_by(estimate(store, config.second, base, (further or {})["prompts"], info))
+        first, prompts = estimate(store, config.first, base, data, info, speed=speed), (further or {})["prompts"]
+        return first.followed_by(estimate(store, config.second, base, prompts, info, heldout=heldout, speed=speed))
 
     # one step of the trained model
-    parameters = parameter_count(store, base)
-    tokens = _mean_row_tokens(store, data)
-    steps = _steps(config, data.rows)
+    parameters, tokens = parameter_count(store, base), _mean_row_tokens(store, data)
+    steps = count_steps(config, data.rows)
     if isinstance(config, GRPOConfig | ENVGRPOConfig):
         operations, stored_tokens = _grpo_step(config, parameters, tokens)
         frozen = config.algorithm.kl_beta > 0
@@ -119,35 +130,89 @@ def estimate(
         stored_tokens = min(config.algorithm.samples_per_batch, data.rows) * tokens
         frozen = isinstance(config, DPOConfig)
         operations = parameters * stored_tokens * (6.0 + 2.0 * frozen)
-    compute_bytes = COMPUTE_BYTES[info.numerics.compute_dtype]
-    samples = not isinstance(config, RewardModelConfig)
+    compute_bytes, samples = COMPUTE_BYTES[info.numerics.compute_dtype], not isinstance(config, RewardModelConfig)
     memory = _memory(config.model, parameters, compute_bytes, frozen=frozen, samples=samples)
     disk = None if steps is None else _disk(config, config.model, parameters, steps)
+    loaded_parameters, saved_bytes = parameters * (1 + frozen), _checkpoint_bytes(config.model, parameters)
 
     # the value model of PPO reads every token, and is trained as often as the policy
     if isinstance(config, PPOConfig | ENVPPOConfig):
-        value_model = config.value_model
-        value_parameters = parameters if value_model.key is None else _parameters(store, value_model.key)
+        value_model, value_parameters = config.value_model, _value_parameters(store, config, parameters)
         memory += _memory(value_model, value_parameters, compute_bytes, frozen=False, samples=False)
         if value_model.adapter is not None and config.model.adapter is not None and value_model.key is None:
             # both adapters share one base model
             memory -= parameters * compute_bytes
         if steps is not None and disk is not None:
             disk += _disk(config, value_model, value_parameters, steps)
+        loaded_parameters += value_parameters
+        saved_bytes += _checkpoint_bytes(value_model, value_parameters)
         operations += value_parameters * stored_tokens * (2.0 + 6.0 * config.algorithm.mini_epochs_per_batch)
 
-    speed = EFFICIENCY * info.operations_per_second
     if steps is None or disk is None:
-        return Estimate(memory_bytes=memory, disk_bytes=None, seconds=None)
-    return Estimate(
-        memory_bytes=memory,
-        disk_bytes=disk + steps * stored_tokens * BYTES_PER_STORED_TOKEN,
-        seconds=steps * operations / speed,
+        return Estimate(memory_bytes=memory, disk_bytes=None, durations=None)
+    operations_per_second = EFFICIENCY * info.operations_per_second
+    step_bytes = stored_tokens * BYTES_PER_STORED_TOKEN
+    evaluation = _evaluation_operations(store, config, parameters, heldout, steps)
+    step_seconds, save_seconds = operations / operations_per_second, speed.write_seconds(saved_bytes, FILES)
+    written = _checkpoints_written(config.checkpoints, steps, step_seconds, save_seconds)
+    durations = Durations(
+        start=FIXED_START_SECONDS + loaded_parameters * MASTER_BYTES / speed.read_bytes_per_second,
+        steps=steps * step_seconds,
+        evaluation=evaluation / operations_per_second,
+        checkpoints=written * save_seconds + speed.write_seconds(parameters * MASTER_BYTES, FILES),
+        storage=steps * _storage_seconds(config, step_bytes, speed),
     )
+    return Estimate(memory_bytes=memory, disk_bytes=disk + steps * step_bytes, durations=durations)
 
 
-def _parameters(store: ObjectStore, key: str) -> int:
-    """The number of parameters of a registered model or of a local folder. Raises BadModelFolder."""
+def _evaluation_operations(
+    store: ObjectStore, config: TrainingConfig, parameters: int, heldout: LoadedDataset | None, steps: int
+) -> float:
+    """Operations of all evaluations of a run: each held-out prompt is read and answered, each held-out row is read."""
+    cadence_config = getattr(config, "evaluation", None) or getattr(config, "validation", None)
+    if heldout is None or cadence_config is None:
+        return 0.0
+    cadence = Cadence.of(cadence_config)
+    times = sum(cadence.due(done, steps) for done in range(steps + 1))
+    tokens = _mean_row_tokens(store, heldout)
+    if isinstance(config, GRPOConfig | ENVGRPOConfig):
+        turns = config.environment.max_turns if isinstance(config, ENVGRPOConfig) else 1
+        answers = config.evaluation.samples_per_prompt
+        tokens += answers * turns * config.sampling.max_new_tokens
+    # DPO reads the rows with its reference, too
+    passes = 2 if isinstance(config, DPOConfig) else 1
+    return 2.0 * parameters * times * passes * heldout.rows * tokens
+
+
+def _storage_seconds(config: TrainingConfig, step_bytes: int, speed: StoreSpeed) -> float:
+    """Seconds of a step for its artifacts and tasks: the batch, the gradient step and, for each shard, sampling and
+    grading."""
+    tasks = 2
+    if isinstance(config, GRPOConfig | ENVGRPOConfig):
+        algorithm = config.algorithm
+        prompts = algorithm.samples_per_batch // algorithm.completions_per_sample
+        tasks += 2 * -(-prompts // algorithm.prompts_per_shard)
+    return speed.write_seconds(step_bytes, OBJECTS_PER_TASK * tasks) + tasks * TASK_SECONDS
+
+
+def _checkpoints_written(config: CheckpointConfig, steps: int, step_seconds: float, save_seconds: float) -> int:
+    """The number of checkpoints that the run writes. The last step has one in any case."""
+
+    def count(schedule: CheckpointSchedule) -> int:
+        return sum(schedule.planned(step, steps, model="policy") for step in range(steps - 1))
+
+    # those of shares of the run are skipped where they would follow one another too soon
+    certain = count(CheckpointSchedule(config.model_copy(update={"frequency": None})))
+    shares = count(CheckpointSchedule(config)) - certain
+    apart_seconds = max(MIN_SECONDS, SAVES_BETWEEN * save_seconds)
+    return certain + min(shares, int(steps * step_seconds / apart_seconds)) + 1
+
+
+def _value_parameters(store: ObjectStore, config: PPOConfig | ENVPPOConfig, policy_parameters: int) -> int:
+    """The number of parameters of the value model, which is by default a copy of the policy. Raises BadModelFolder."""
+    key = config.value_model.key
+    if key is None:
+        return policy_parameters
     folder = local_folder(key)
     if folder is None:
         return parameter_count(store, registered_model(store, key))
@@ -162,29 +227,36 @@ def _grpo_step(config: GRPOConfig | ENVGRPOConfig, parameters: int, prompt_token
     turns = config.environment.max_turns if isinstance(config, ENVGRPOConfig) else 1
     tokens = groups * prompt_tokens + algorithm.samples_per_batch * turns * config.sampling.max_new_tokens
     # sampling, and where needed the logprobs of the trainer and of the reference
-    passes = 2 + 2 * (algorithm.old_logprobs == "trainer") + 2 * (algorithm.kl_beta > 0)
+    scored = old_logprobs_of_step(algorithm, config.regularisation) == "trainer"
+    passes = 2 + 2 * scored + 2 * (algorithm.kl_beta > 0)
     return parameters * tokens * float(passes + 6 * algorithm.mini_epochs_per_batch), tokens
 
 
 def _memory(model: ModelConfig, parameters: int, compute_bytes: int, *, frozen: bool, samples: bool) -> int:
     """Bytes of weights, gradients and moments, of the sampler's copy, and of the frozen reference model.
 
-    The sampler has a copy of its own only if it computes in a lower precision than the master weights. An adapter
+    The sampler has a copy in the compute precision. In float32, these are the packed matrices of a CPU; a GPU's sampler
+    shares the master weights then, and the estimate is too high. An adapter
     shares one copy of its base model, in the compute precision, with the sampler and the reference.
     """
     if model.adapter is not None:
         return int(parameters * (compute_bytes + ADAPTER_SHARE * MASTER_BYTES * (2 + MOMENTS)))
-    sampler_bytes = compute_bytes if samples and compute_bytes < MASTER_BYTES else 0
+    sampler_bytes = compute_bytes if samples and compute_bytes <= MASTER_BYTES else 0
     return parameters * (max(MASTER_BYTES, compute_bytes) * (2 + MOMENTS + frozen) + sampler_bytes)
 
 
 def _disk(config: TrainingConfig, model: ModelConfig, parameters: int, steps: int) -> int:
     """Bytes of the checkpoints that are kept, of one that is being written, and of the published model."""
-    # weights and moments; an adapter has only a small share of them
+    checkpoint_bytes = _checkpoint_bytes(model, parameters)
+    return (_checkpoints(config.checkpoints, steps) + 1) * checkpoint_bytes + parameters * MASTER_BYTES
+
+
+def _checkpoint_bytes(model: ModelConfig, parameters: int) -> int:
+    """Bytes of one checkpoint: weights and moments, of which an adapter has only a small share."""
     checkpoint_bytes = parameters * MASTER_BYTES * (1 + MOMENTS)
     if model.adapter is not None:
-        checkpoint_bytes = int(ADAPTER_SHARE * checkpoint_bytes)
-    return (_checkpoints(config.checkpoints, steps) + 1) * checkpoint_bytes + parameters * MASTER_BYTES
+        return int(ADAPTER_SHARE * checkpoint_bytes)
+    return checkpoint_bytes
 
 
 def _checkpoints(config: CheckpointConfig, steps: int) -> int:
@@ -200,7 +272,7 @@ def _checkpoints(config: CheckpointConfig, steps: int) -> int:
     return named + config.keep_last + (config.keep_best or 0) + every_nth
 
 
-def _steps(config: TrainingConfig, rows: int) -> int | None:
+def count_steps(config: TrainingConfig, rows: int) -> int | None:
     """The number of steps of the whole run, or None if it has no end."""
     algorithm = config.algorithm
     if algorithm.steps is not None:

@@ -70,8 +70,8 @@ def emit_model_promoted(
 def emit_run_stalled(run: str, *, step: int, silent_seconds: float, usual_seconds: float | None) -> None:
     """Sends the event that no step of the run has finished for `silent_seconds`.
 
-    `step` is the 0-based step that has not finished. `usual_seconds` is the usual duration of a step, or None before
-    the first step has finished.
+    `step` is the step that has not finished, counted from 1. `usual_seconds` is the usual duration of a step, or None
+    before the first step has finished.
     """
     payload = {
         "run": run,

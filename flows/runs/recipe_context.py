@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
+import logging
+import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,12 +20,16 @@ from flows.loggers import JobNotifier
 from flows.runs.code_version import code_version
 from flows.runs.session import take_lease
 from storage.chain.fork import check_fork
+from storage.chain.leases import current_epoch, is_held, release_lease
 from storage.chain.records import PolicyRef
 from storage.chain.run_record import create_or_check_run
+from storage.errors import StorageError
 from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import Provenance
 from tasks.graders.setting import set_grading_workspace
+
+log = logging.getLogger(__name__)
 
 
 class Positioned(Protocol):
@@ -90,11 +97,13 @@ class RecipeContext:
             workspace.open_store(),
             run,
             semantic={"seed": seed} | (semantic or {}),
-            other={},
+            other={"engine": workspace.engine.model_dump(mode="json"), "storage": {"url": store}},
             code_version=provenance.code_version,
         )
         # graders that the recipe sets up work on behalf of this run
         ctx = cls(take_lease(workspace))
+        # a flow of recipe_main releases the lease at its end; a script has only the end of its process
+        atexit.register(_release_at_exit, ctx.workspace, os.getpid())
         set_grading_workspace(ctx)
         return ctx
 
@@ -173,3 +182,17 @@ class RecipeContext:
         # a changed recipe may have another number of cursors
         for cursor, position in zip(cursors, body["cursors"], strict=False):
             cursor.position = position
+
+
+def _release_at_exit(workspace: Workspace, pid: int) -> None:
+    """Releases the lease that the process `pid` took, unless it is released or another process has taken it."""
+    if os.getpid() != pid:
+        # a forked process inherits the call
+        return
+    try:
+        store = workspace.open_store()
+        if current_epoch(store, workspace.run) == workspace.epoch and is_held(store, workspace.run):
+            release_lease(store, workspace.run, workspace.epoch)
+    except (StorageError, RuntimeError) as error:
+        # a store may need threads, which no longer start at this point
+        log.warning("the lease of run %s was not released: %s", workspace.run, error)

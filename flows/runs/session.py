@@ -15,15 +15,20 @@ from prefect.runtime import flow_run
 from engine.errors import EngineError
 from engine.specs.engine import HttpEngineSpec
 from engine.workspace import Workspace
-from flows.configs.common import DatasetSource, FlowConfig, TrainingConfig
+from flows.configs.common import DatasetSource, FlowConfig, PromptDataConfig, TrainingConfig
+from flows.configs.titles import dataset_title
+from flows.display.load_progress import LoadLines
 from flows.display.terminal import TerminalProgress
 from flows.ops.attempts import check_attempts
 from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.run_keys import current_run_key
 from flows.ops.termination import reraise_termination
 from flows.runs.code_version import code_version
+from flows.runs.durations import measure_store
 from flows.runs.estimate import estimate
 from flows.runs.events import announce_dataset
+from flows.runs.input_checks import check_inputs, check_length, check_new_run
+from flows.runs.recorded_config import FLOW
 from flows.training.watch import announce_pause
 from storage.chain.fork import check_fork
 from storage.chain.leases import acquire_lease, release_lease
@@ -35,8 +40,9 @@ from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.identity import find_store_id
 from storage.store.objects import read_json
 from storage.worklog import log_work
-from tasks.datasets.load import LoadedDataset
-from tasks.datasets.spec import DatasetUse
+from tasks.datasets.load import LoadedDataset, load_dataset
+from tasks.datasets.registered import record_version, resolve
+from tasks.datasets.spec import DatasetUse, RegisteredDataset
 from tasks.graders.running.shared_graders import tear_down_idle_graders
 from tasks.load import load_prompts
 
@@ -103,37 +109,41 @@ async def open_run(
     the datasets that the flow trains on besides `config.data.train`.
 
     Raises:
+        ConfigError: something that the config names is not there. Raised before anything is loaded.
         SemanticMismatch: the key belongs to a run with another semantic config, or of another dataset or base model;
             the differences are listed.
         DoesNotFit: the engine's memory or the store's disk cannot hold the run.
         ForkRefused: the run is a fork whose copy was interrupted.
     """
-    with reraise_termination():
+    with reraise_termination() as ending:
         config = with_deployment_settings(config)
-        workspace = open_workspace(flow_name, config)
-        check_fork(workspace.open_store(), workspace.run)
+        workspace = ending.workspace = open_workspace(flow_name, config)
+        store = workspace.open_store()
+        check_fork(store, workspace.run)
+        resumed = store.exists(keys.run_json(workspace.run))
+        _check_config(workspace, config, use, resumed=resumed)
 
         # the inputs: datasets and base model
-        data = _load(workspace, config.data.train, use)
-        further_data = {name: _load(workspace, *source) for name, source in (further or {}).items()}
+        data = _load(workspace, config.data.train, use, logger)
+        check_length(config, data.rows)
+        further_data = {name: _load(workspace, *source, logger) for name, source in (further or {}).items()}
         base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
-        if find_store_id(workspace.open_store()) is None:
-            logger.note(f"a new store is created at {workspace.open_store().url}")
+        if find_store_id(store) is None:
+            logger.note(f"a new store is created at {store.url}")
 
         # refuse a run that does not fit before anything of it is written
-        info = await workspace.connect().info()
-        expected = estimate(workspace.open_store(), config, base, data, info, further_data)
-        expected.check(info, resumed=workspace.open_store().exists(keys.run_json(workspace.run)))
+        expectation = await _check_fit(workspace, config, base, data, further_data, use, resumed=resumed)
 
         # create the run, or check that a resumed one has the same inputs
         input_digests = _input_digests(data, further_data) | {"model": base.sha256}
-        warnings = _create_or_check_run(workspace, config, input_digests)
+        warnings = _create_or_check_run(workspace, flow_name, config, input_digests)
+        sources = {"dataset": (config.data.train, use), **(further or {})}
+        _record_versions(workspace, sources, {"dataset": data, **further_data})
         # from here on, this process alone acts for the run
         workspace = take_lease(workspace)
         logger.logging = config.logging
-        logger.note(expected.text(info))
-        for warning in warnings:
-            logger.note(f"warning: {warning}")
+        for line in (expectation, *(f"warning: {warning}" for warning in warnings)):
+            logger.note(line)
         # the lease is released on every way out of the block
         try:
             session = RunSession(workspace, config, read_result(workspace), data, base, further_data)
@@ -148,7 +158,7 @@ async def open_run(
 
 
 def _create_or_check_run(
-    workspace: Workspace, config: TrainingConfig, input_digests: dict[str, str]
+    workspace: Workspace, flow_name: str, config: TrainingConfig, input_digests: dict[str, str]
 ) -> tuple[str, ...]:
     """Creates the run, or checks that it has the same semantic config. Returns the warnings about what else changed.
 
@@ -157,16 +167,73 @@ def _create_or_check_run(
         workspace.open_store(),
         workspace.run,
         semantic=config.semantic() | {"inputs": input_digests},
-        other=config.other(),
+        other=config.other() | {FLOW: flow_name},
         code_version=workspace.provenance.code_version,
     )
     return opening.warnings
 
 
-def _load(workspace: Workspace, source: DatasetSource, use: DatasetUse) -> LoadedDataset:
-    data = load_prompts(workspace, source, use)
+def _check_config(workspace: Workspace, config: TrainingConfig, use: DatasetUse, *, resumed: bool) -> None:
+    """Raises ConfigError if something that the config names is not there, and DatasetError if the held-out data is a
+    registered dataset of another use."""
+    if not resumed:
+        check_new_run(config)
+    check_inputs(config, workspace.open_store())
+    source = getattr(config.data, "heldout", None)
+    resolve(workspace.open_store(), source, _heldout_use(config, use), run=workspace.run)
+
+
+def _record_versions(
+    workspace: Workspace, sources: Mapping[str, tuple[DatasetSource, DatasetUse]], data: Mapping[str, LoadedDataset]
+) -> None:
+    """Records which versions of registered datasets the run uses."""
+    for name, (source, use) in sources.items():
+        record_version(workspace.open_store(), workspace.run, source, use, data[name].ref)
+
+
+def _heldout_use(config: TrainingConfig, use: DatasetUse) -> DatasetUse:
+    """The use of the held-out data. `use`: that of the training data."""
+    return "prompt" if isinstance(config.data, PromptDataConfig) else use
+
+
+def _load(
+    workspace: Workspace, source: DatasetSource, use: DatasetUse, logger: TerminalProgress
+) -> LoadedDataset:
+    """Loads a dataset, announces it if it is new, and notes the version of a registered one."""
+    title = dataset_title(source)
+    data = load_prompts(workspace, source, use, LoadLines(title, logger.note))
     announce_dataset(data, source, use)
+    if isinstance(source, RegisteredDataset):
+        name, version = keys.dataset_of(data.ref.key)
+        logger.note(f"dataset {name}@{version}: {data.rows:,} rows")
     return data
+
+
+async def _check_fit(
+    workspace: Workspace,
+    config: TrainingConfig,
+    base: ArtifactRef,
+    data: LoadedDataset,
+    further: Mapping[str, LoadedDataset],
+    use: DatasetUse,
+    *,
+    resumed: bool,
+) -> str:
+    """Estimates the run. Returns the estimate as a line of text. Raises DoesNotFit."""
+    store, info = workspace.open_store(), await workspace.connect().info()
+    heldout = _load_heldout(workspace, config, use)
+    expected = estimate(store, config, base, data, info, further, heldout=heldout, speed=measure_store(store))
+    expected.check(info, resumed=resumed)
+    return expected.text(info)
+
+
+def _load_heldout(workspace: Workspace, config: TrainingConfig, use: DatasetUse) -> LoadedDataset | None:
+    """Loads the rows that the run evaluates on. None: it has none."""
+    store, heldout_use = workspace.open_store(), _heldout_use(config, use)
+    source = resolve(store, getattr(config.data, "heldout", None), heldout_use, run=workspace.run)
+    if source is None:
+        return None
+    return load_dataset(store, source, kind=heldout_use, provenance=workspace.provenance)
 
 
 def _input_digests(data: LoadedDataset, further: Mapping[str, LoadedDataset]) -> dict[str, str]:

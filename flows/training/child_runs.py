@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Coroutine
 from importlib import import_module
 from typing import Any
 
-from flows.configs.common import DatasetSource, TrainingConfig
+from prefect import Flow
+
+from flows.configs.common import DatasetSource, PromptDataConfig, TrainingConfig
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.configs.training import AnyTraining, DPOTraining, RewardModelTraining, SFTToGSPOTraining, SFTTraining
+from storage.store.objects import ObjectStore
+from tasks.datasets.registered import resolve
 from tasks.datasets.spec import DatasetUse
 
 
-def import_flow(kind: str) -> Callable[..., Any]:
+def import_flow(kind: str) -> Flow[..., Coroutine[Any, Any, Any]]:
     """Imports the training flow `kind`, whose function is named like its module."""
     return getattr(import_module(f"flows.{kind}"), kind)  # type: ignore[no-any-return]
+
+
+def with_full_versions(store: ObjectStore, training: AnyTraining) -> AnyTraining:
+    """The training with the full versions of its registered datasets, so that all child runs use the same. Raises
+    DatasetError."""
+    uses = {"train" if name == "dataset" else name: use for name, (_, use) in training_inputs(training).items()}
+    data: Any = training.config.data
+    if getattr(data, "heldout", None) is not None:
+        uses["heldout"] = "prompt" if isinstance(data, PromptDataConfig) else uses["train"]
+    resolved = {name: resolve(store, getattr(data, name), use) for name, use in uses.items()}
+    config = training.config.model_copy(update={"data": data.model_copy(update=resolved)})
+    return training.model_copy(update={"config": config})
 
 
 def training_inputs(training: AnyTraining) -> dict[str, tuple[DatasetSource, DatasetUse]]:

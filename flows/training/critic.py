@@ -7,7 +7,7 @@ from dataclasses import replace
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
 from engine.losses.values import MSESpec, TrustRegionMSESpec
-from flows.configs.ppo import CreditConfig, ValueModelConfig
+from flows.configs.ppo import CreditConfig, ValueModelConfig, value_only_steps
 from flows.training.optimizer import AdamW
 from flows.training.options import CriticOptions, PPOOptions, read_options
 from flows.training.schedules import CosineScheduler, are_endless
@@ -56,20 +56,11 @@ class Critic:
         await self.model.begin_stage(stage, start=start)
 
     def value_only_steps(self, total_steps: int | None) -> int:
-        """The number of iterations that train only the value model: step k of N while k / N < value_only_fraction.
-
-        Raises ValueError if no iteration is left for the policy.
-        """
+        """The number of iterations that train only the value model. 0 for a run without an end. Raises ValueError if no
+        iteration is left for the policy."""
         if total_steps is None:
             return 0
-        fraction = self.credit.value_only_fraction
-        steps = sum(step / total_steps < fraction for step in range(total_steps))
-        if steps == total_steps:
-            raise ValueError(
-                f"value_only_fraction={fraction} leaves no step in which the policy is trained, of {total_steps} in "
-                "all; lower it, or train longer"
-            )
-        return steps
+        return value_only_steps(self.credit.value_only_fraction, total_steps)
 
     def plan(self, value: PolicyRef) -> ValuePlan:
         """How the tokens of a batch are credited, with the values of `value` as the baseline."""

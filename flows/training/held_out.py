@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.protocol import SamplingParams
@@ -10,7 +10,6 @@ from engine.workspace import Workspace
 from flows.callbacks import Cadence, Callback, HeldoutEvaluation
 from flows.configs.common import GRPOConfig
 from flows.configs.environments import ENVGRPOConfig
-from flows.configs.validation import EvaluationConfig
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
 from storage.store.tables import read_table
@@ -32,6 +31,8 @@ class HeldoutEvaluator:
     workspace: Workspace
     plan: EvaluationPlan | EpisodeEvaluationPlan | None
     """None: the run has no held-out prompts."""
+    _tables: dict[str, ArtifactRef] = field(default_factory=dict, compare=False, repr=False)
+    """The evaluations of this process, by the URI of the policy."""
 
     @classmethod
     def of_completions(
@@ -57,16 +58,21 @@ class HeldoutEvaluator:
         """The committed evaluation of a policy; None when the run has no held-out prompts."""
         if self.plan is None:
             return None
-        if isinstance(self.plan, EpisodeEvaluationPlan):
-            return await evaluate_in_environment(self.workspace, policy, self.plan)
-        return await evaluate_policy(self.workspace, policy, self.plan)
+        # evaluate each policy once, so that Prefect shows one task run for it
+        table = self._tables.get(policy.uri)
+        if table is None:
+            if isinstance(self.plan, EpisodeEvaluationPlan):
+                table = await evaluate_in_environment(self.workspace, policy, self.plan)
+            else:
+                table = await evaluate_policy(self.workspace, policy, self.plan)
+            self._tables[policy.uri] = table
+        return table
 
-    def callbacks(self, config: EvaluationConfig) -> list[Callback]:
-        """The evaluations during training. The flow makes those before and after it."""
-        cadence = Cadence.between(config)
-        if not cadence:
+    def callbacks(self, cadence: Cadence) -> list[Callback]:
+        """The callback that evaluates the policy at this cadence. Empty when the run has no held-out prompts."""
+        if self.plan is None:
             return []
-        return [HeldoutEvaluation(self.evaluate, cadence)]
+        return [HeldoutEvaluation(self.evaluate, cadence, prompts=len(self.plan.prompts.rows))]
 
     def compare(self, before: ArtifactRef | None, after: ArtifactRef | None) -> PairedDifference | None:
         """The paired difference of the rewards of the prompts that were graded both times; None for fewer than two."""

@@ -136,8 +136,8 @@ class RolloutCollector:
         # fail if the draws did not fill the batch
         if self.refill is not None and missing > 0 and self.refill.on_shortfall == "fail":
             raise BatchNotFilled(
-                f"step {step}: after {draws} draws of prompts, {missing} of {self.source.prompts_per_step} groups are "
-                "still missing, because all rewards of the other groups are equal. Raise max_refill_rounds, set "
+                f"step {step + 1}: after {draws} draws of prompts, {missing} of {self.source.prompts_per_step} groups "
+                "are still missing, because all rewards of the other groups are equal. Raise max_refill_rounds, set "
                 "refill_end='short', or give prompts that the model sometimes solves"
             )
         return CollectedRollouts(rollouts, graded, cursor, cursor_out)
@@ -152,8 +152,8 @@ class RolloutCollector:
 class RolloutLookahead:
     """Collects the rollouts of step after step, `staleness` steps ahead of training.
 
-    The rollouts of step k are always sampled from policy max(0, k - staleness), even if a later policy is ready, so
-    that the result does not depend on the timing.
+    The rollouts of the 0-based step k are always sampled from policy max(0, k - staleness), even if a later policy is
+    ready, so that the result does not depend on the timing.
     """
 
     collector: RolloutCollector

@@ -6,21 +6,21 @@ from __future__ import annotations
 from typing import Any
 
 from engine.handles import Model
+from flows.callbacks import Cadence
 from flows.configs.common import GRPOAlgorithm, GRPOConfig
 from flows.configs.env_ppo import ENVPPOConfig
 from flows.configs.environments import ENVGRPOConfig
 from flows.configs.ppo import PPOConfig
 from flows.display.terminal import TerminalProgress
-from flows.runs.session import RunSession, default_model_name, finish_run
+from flows.runs.session import RunSession
 from flows.training.checkpointing import CheckpointSchedule
+from flows.training.finish import publish_and_report
 from flows.training.held_out import HeldoutEvaluator
 from flows.training.optimizer import optimizer_arguments
 from flows.training.rollout_loop import RolloutLoop
 from storage.registry.models import registered_key
 from tasks.environments.spec import environment_spec
 from tasks.graders.spec import grader_spec
-from tasks.publish import publish_model
-from tasks.report import write_report
 from tasks.sampling.episodes import EpisodePlan
 from tasks.sampling.grading import Grading
 
@@ -114,20 +114,16 @@ async def train_on_episodes(
 async def _train_and_report(
     config: GRPOConfig | ENVGRPOConfig, session: RunSession, trainer: RolloutLoop, heldout: HeldoutEvaluator
 ) -> dict[str, Any]:
-    """Evaluates, trains, evaluates again, publishes and reports. Returns the result of the run."""
-    workspace = session.workspace
-    # evaluate, train, evaluate again
-    trainer.callbacks += heldout.callbacks(config.evaluation)
+    """Trains, with the evaluations before, during and after it, publishes and reports. Returns the result of the
+    run."""
+    trainer.callbacks += heldout.callbacks(Cadence.of(config.evaluation))
     start = await trainer.open()
-    before = await heldout.evaluate(start) if config.evaluation.before else None
     policy = await trainer.run()
+    # these return what the loop has committed; a resumed run begins after the first one
+    before = await heldout.evaluate(start) if config.evaluation.before else None
     after = await heldout.evaluate(policy)
-    # publish the model and the report
-    published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
-    result = heldout.result(before, after) | {
-        "run": session.run,
-        "policy": policy.uri,
-        "model": registered_key(published),
-    }
-    report = write_report(workspace, policy, before, after, result, samples_shown=config.evaluation.samples_shown)
-    return finish_run(session, result | {"report": report})
+    return await publish_and_report(
+        session, trainer.logger, config.model, policy,
+        before=before, after=after, differences=heldout.result(before, after),
+        samples_shown=config.evaluation.samples_shown,
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from engine.losses.policy_gradient import POLICY_LOSSES, CISPOSpec, GRPOSpec, GS
 from engine.text.threads import StringThread
 from flows.configs.common import GRPOAlgorithm, PromptDataConfig
 from flows.configs.defaults import default_of
-from flows.configs.reinforcement import BatchRules, Regularisation
+from flows.configs.reinforcement import BatchRules, Regularisation, old_logprobs_of_step
 from flows.training.arguments import check_one_length, whole_number
 from flows.training.critic import Critic
 from flows.training.options import PolicyOptions, read_options
@@ -173,7 +173,7 @@ class RolloutLoop(TrainingLoop):
         return BatchPlan(
             reference=start if self.loss.kl_beta > 0 or self.reward_kl else None,
             advantage_estimator=estimator,
-            old_logprobs=self.algorithm.old_logprobs,
+            old_logprobs=old_logprobs_of_step(self.algorithm, self.regularisation),
             temperature=self.model.sampling.temperature,
             reward_kl=self.reward_kl and self.reward_kl.model_copy(update={"beta": kl_beta}),
             overlong=overlong,
@@ -202,7 +202,7 @@ class RolloutLoop(TrainingLoop):
             parent=policy,
             batch=batch,
             reference=plan.reference,
-            old_logprobs=self.algorithm.old_logprobs,
+            old_logprobs=plan.old_logprobs,
             loss=self._loss_settings(kl_beta),
             controllers_in=self.kl.state(kl_beta),
             optimizer=self.optimizer.at(max(0, step - value_only_steps), trained_steps, self.schedule),

@@ -9,13 +9,14 @@ from typing import Self
 
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
-from flows.callbacks import Callback, Moment
+from flows.callbacks import Callback, HeldoutEvaluation, Moment, training_name, when
 from flows.configs.logging import LoggingConfig
 from flows.display.artifacts import put_table
 from flows.display.live_page import RunPage, flow_run_page
 from flows.display.terminal import TerminalProgress
 from flows.loggers import StageNotifier
 from flows.training.rollout_collection import CollectedRollouts
+from flows.training.time_left import TimeLeft
 from flows.training.watch import RunWatch
 from storage.chain.records import Chain, CommitRecord, PolicyRef
 from storage.chain.run_record import read_run
@@ -24,12 +25,16 @@ from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.worklog import log_work
 from tasks.datasets.order import DataCursor
-from tasks.evaluation.validation_curve import Validation, validation_of
+from tasks.evaluation.validation_curve import Validation, describe_size, read_validations, validation_of
 from tasks.loggers.base import LoggedRun, SentLog
 from tasks.loggers.stage_loggers import Loggers
 from tasks.loggers.tables import Table
 from tasks.reports.clock import StepClock
 from tasks.reports.step_metrics import measure_step, write_metrics
+from tasks.reports.table_cells import table_cells
+
+EVALUATION = "evaluation"
+"""The kind of work under which evaluations on held-out prompts are measured."""
 
 
 class StepReporter:
@@ -48,7 +53,9 @@ class StepReporter:
         loss: LossSpec | None = None,
         reference: PolicyRef | None = None,
         notifier: StageNotifier | None = None,
+        time_left: TimeLeft | None = None,
     ) -> None:
+        self.time_left = time_left or TimeLeft(total_steps, {})
         self.store = model.workspace.open_store()
         self.chain = Chain.of(self.store, policy)
         self.logger, self.total_steps = logger, total_steps
@@ -92,8 +99,10 @@ class StepReporter:
         self._resumed = False
         # store the metrics before they are shown, so that nothing is shown that a crash could lose
         write_metrics(self.store, policy, metrics)
-        self.logger.step(metrics)
-        self.page.add_step(metrics, rollouts, graded)
+        self.time_left.finish_step()
+        seconds_left = self.time_left.seconds(policy.step)
+        self.logger.step(metrics, seconds_left=seconds_left)
+        self.page.add_step(metrics, rollouts, graded, seconds_left=seconds_left)
         self.loggers.step(metrics)
         self._notify(policy.step)
         self.watch.stepped(policy.step - 1)
@@ -105,17 +114,22 @@ class StepReporter:
         rollouts, graded = _refs(collected)
         moment = Moment(
             self.model, policy, self.total_steps, self.loss, self.reference, tuple(rollouts), tuple(graded),
-            show=self._show,
+            show=self._show, note=self.logger.note,
         )  # fmt: skip
         # call what is due, and show the measurements that were committed
-        due = [callback for callback in callbacks if callback.cadence.due(policy.step, self.total_steps)]
-        for callback in due:
-            artifact = await callback.at(moment)
+        due = [
+            (callback, kind_of_work(number, callback))
+            for number, callback in enumerate(callbacks)
+            if callback.cadence.due(policy.step, self.total_steps)
+        ]
+        for callback, kind in due:
+            with self.time_left.measure(kind):
+                artifact = await callback.at(moment)
             if artifact is None:
                 continue
             validation = validation_of(self.store, artifact)
             if validation is not None:
-                self._show_validation(validation)
+                self._show_validation(validation, policy, artifact)
         # start the clock of the next step only now
         if due:
             self.clock.lap()
@@ -128,18 +142,34 @@ class StepReporter:
         # a resumed run calls again; SentLog remembers which tables Prefect has
         if flow_run_page() is not None and SentLog(self.store, run, stage, "prefect").mark_table(table):
             key = re.sub(r"[^a-z0-9]+", "-", table.name.lower())
-            await put_table(key, [dict(row) for row in table.rows], description=f"{stage} after {table.step} steps")
+            rows = [table_cells(row) for row in table.rows]
+            await put_table(key, rows, description=f"{stage} after {table.step} steps")
 
     def _notify(self, steps_done: int) -> None:
         """Reports the progress of the stage; a run without an end has none."""
         if self.notifier is not None and self.total_steps is not None:
             self.notifier.report_progress(min(steps_done, self.total_steps), self.total_steps)
 
-    def _show_validation(self, validation: Validation) -> None:
-        figures = "  ".join(f"{measure} {value:.4f}" for measure, value in validation.measures.items())
-        self.logger.note(f"{validation.name} after {validation.step} steps: {figures or 'nothing'}")
+    def _show_validation(self, validation: Validation, policy: PolicyRef, artifact: ArtifactRef) -> None:
+        """Shows a measurement in the log, on the page and in the loggers. The log also has the change since the
+        measurement before training."""
+        figures = []
+        before = self._measures_before(validation)
+        for measure, value in validation.measures.items():
+            figures.append(f"{measure} {value:.4f}")
+            if measure in before:
+                figures[-1] += f" ({value - before[measure]:+.4f} since before {training_name(policy)})"
+        time, size = when(policy, self.total_steps), describe_size(self.store, artifact)
+        self.logger.note(f"{validation.name} {time}, {size}: {'  '.join(figures) or 'no result'}")
         self.page.add_validation(validation)
         self.loggers.validation(validation)
+
+    def _measures_before(self, validation: Validation) -> dict[str, float]:
+        """The measures of the same evaluation before training. Empty if there are none, or if this is it."""
+        if validation.step == 0:
+            return {}
+        earlier = read_validations(self.store, self.chain.run, self.chain.stage, last_step=0)
+        return next((first.measures for first in earlier if first.name == validation.name), {})
 
     async def __aenter__(self) -> Self:
         self.watch.__enter__()
@@ -153,6 +183,13 @@ class StepReporter:
         await asyncio.to_thread(self.loggers.close)
         # release the terminal last, so that the messages of the loggers are still shown
         self.logger.close()
+
+
+def kind_of_work(number: int, callback: Callback) -> str:
+    """The kind under which the duration of a callback is measured. `number`: its place in the list of callbacks."""
+    if isinstance(callback, HeldoutEvaluation):
+        return EVALUATION
+    return f"callback {number}"
 
 
 def _refs(collected: CollectedRollouts | None) -> tuple[list[ArtifactRef], list[ArtifactRef]]:

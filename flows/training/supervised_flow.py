@@ -9,16 +9,15 @@ from engine.handles import Model
 from flows.callbacks import Cadence, Callback, ValidationLoss
 from flows.configs.common import TrainingConfig
 from flows.display.terminal import TerminalProgress
-from flows.runs.session import RunSession, default_model_name, finish_run
+from flows.runs.session import RunSession
 from flows.training.checkpointing import CheckpointSchedule
+from flows.training.finish import publish_and_report
 from flows.training.optimizer import optimizer_arguments
 from flows.training.supervised_loop import SupervisedLoop
 from storage.registry.models import registered_key
 from tasks.batches.truncation import ANY_LENGTH
 from tasks.datasets.spec import DatasetUse
 from tasks.load import load_prompts
-from tasks.publish import publish_model
-from tasks.report import write_report
 
 
 async def supervised_arguments(
@@ -57,11 +56,5 @@ def _validation_callbacks(config: TrainingConfig, session: RunSession) -> list[C
 
 async def train_on_dataset(config: TrainingConfig, session: RunSession, trainer: SupervisedLoop) -> dict[str, Any]:
     """Trains, publishes and reports. Returns the result of the run."""
-    # train
-    workspace = session.workspace
     policy = await trainer.run()
-    # publish the model and the report
-    published = await publish_model(workspace, policy, config.model.publish_as or default_model_name(session.run))
-    result = {"run": session.run, "policy": policy.uri, "model": registered_key(published)}
-    report = write_report(workspace, policy, None, None, result)
-    return finish_run(session, result | {"report": report})
+    return await publish_and_report(session, trainer.logger, config.model, policy)

@@ -15,16 +15,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
-from flows.training.checkpointing import CheckpointWriter
+from flows.training.checkpointing import CheckpointWriter, Due
 from flows.training.rollout_collection import CollectedRollouts
-from flows.training.step_reporter import StepReporter
+from flows.training.step_reporter import StepReporter, kind_of_work
+from flows.training.time_left import TimeLeft
 from flows.training.training_loop import TrainingLoop
 from storage.chain.records import CommitRecord, PolicyRef
 from tasks.datasets.order import DataCursor
+
+CHECKPOINT = "checkpoint"
+"""The kind of work under which the beginning of a checkpoint is measured, for which the loop waits."""
+LAST_CHECKPOINT = "last checkpoint"
+"""The kind of work under which complete checkpoints are measured. The loop waits for the last one only."""
 
 
 class TrainingStep:
@@ -85,7 +92,7 @@ class TrainingSteps:
         """Writes the checkpoint and calls the callbacks of the last committed step, in case a crash prevented them."""
         due = self._loop.checkpoints.missed(self.policy.step, self.total_steps, model=self._loop.model.name)
         if due is not None:
-            await self._checkpoints.start(self.policy, name=due.named)
+            await self._write_checkpoint(self.policies[:1], due)
         await self._reporter.call(self._loop.callbacks)
 
     async def __aiter__(self) -> AsyncIterator[TrainingStep]:
@@ -95,14 +102,19 @@ class TrainingSteps:
             await self._finish(step)
 
     async def save(self) -> None:
-        """Begins to save the weights of every model."""
-        for policy in self.policies:
-            await self._checkpoints.start(policy)
+        """Begins to save the last weights of every model."""
+        with self._reporter.time_left.measure(CHECKPOINT):
+            await self._checkpoints.write_last(self.policies)
+
+    async def _write_checkpoint(self, policies: Sequence[PolicyRef], due: Due) -> None:
+        """Begins to save the checkpoint that is due of each model."""
+        with self._reporter.time_left.measure(CHECKPOINT):
+            await self._checkpoints.write(policies, due)
 
     async def _finish(self, step: TrainingStep) -> None:
         """Records a complete step, shows it, calls what is due and saves what is due."""
         if len(step.results) != len(self._models):
-            raise RuntimeError(f"step {step.index} ended without step.complete(...) with the policy of each model")
+            raise RuntimeError(f"step {step.index + 1} ended without step.complete(...) with the policy of each model")
         self.policies = step.results
         # the models now sample and train from the new policies
         for model, policy in zip(self._models, self.policies, strict=True):
@@ -112,9 +124,7 @@ class TrainingSteps:
         await self._reporter.call(self._loop.callbacks, step.collected)
         due = self._loop.checkpoints.due(step.index, self.total_steps, model=self._loop.model.name)
         if due is not None:
-            await self._checkpoints.start(self.policy, name=due.named)
-            for further in self.policies[1:]:
-                await self._checkpoints.start(further)
+            await self._write_checkpoint(self.policies, due)
 
 
 @asynccontextmanager
@@ -137,9 +147,14 @@ async def training_steps(
     # resume after the last step that all models have committed
     models = (loop.model, *further_models)
     policies = await _last_common_policies(models)
+    time_left = time_left_of(loop, policies[0].step, total_steps)
     # both are closed when the loop ends, also by an exception
     async with (
-        CheckpointWriter(loop.model.workspace, retention=loop.checkpoints.retention) as checkpoints,
+        CheckpointWriter(
+            loop.model.workspace,
+            loop.checkpoints,
+            on_saved=partial(time_left.record, LAST_CHECKPOINT),
+        ) as checkpoints,
         StepReporter(
             loop.model,
             policies[0],
@@ -148,12 +163,27 @@ async def training_steps(
             loss=loss,
             reference=reference,
             notifier=loop.notifier,
+            time_left=time_left,
         ) as reporter,
     ):
         steps = TrainingSteps(loop, models, policies, total_steps, checkpoints, reporter)
         await steps.begin()
         yield steps
         await steps.save()
+
+
+def time_left_of(loop: TrainingLoop, first_step: int, total_steps: int | None) -> TimeLeft:
+    """The estimate of the remaining time, with everything that is due besides the steps."""
+    if total_steps is None:
+        return TimeLeft(None, {})
+    model, steps_done = loop.model.name, range(first_step + 1, total_steps + 1)
+    # the loop waits until a checkpoint has begun; the last one it waits for completely
+    checkpoints = [done for done in steps_done if loop.checkpoints.planned(done - 1, total_steps, model=model)]
+    planned = {CHECKPOINT: [*checkpoints, total_steps], LAST_CHECKPOINT: [total_steps]}
+    for number, callback in enumerate(loop.callbacks):
+        due = [done for done in steps_done if callback.cadence.due(done, total_steps)]
+        planned.setdefault(kind_of_work(number, callback), []).extend(due)
+    return TimeLeft(total_steps, {kind: sorted(due) for kind, due in planned.items()})
 
 
 async def _last_common_policies(models: Sequence[TrainingModel]) -> list[PolicyRef]:

@@ -6,6 +6,7 @@ server that does not answer.
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import logging
 import statistics
@@ -23,6 +24,7 @@ from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.exceptions import Pause, PrefectHTTPStatusError
 
+from flows.ops.deployment_settings import is_deployed
 from flows.runs.events import emit_run_stalled
 
 log = logging.getLogger(__name__)
@@ -65,15 +67,19 @@ class RunWatch:
         self._thread = threading.Thread(target=context.run, args=(self._watch,), name="run-watch", daemon=True)
 
     def stepped(self, step: int) -> None:
-        """Records the end of 0-based `step`. Raises prefect.exceptions.Pause if a person has paused the run.
+        """Records the end of 0-based `step`. Raises prefect.exceptions.Pause if a person has paused the run, and
+        asyncio.CancelledError if a person has cancelled a run from a terminal, which no worker ends.
 
         The flow then ends, which frees the engine. A resumed flow run continues with the next step.
         """
         now = self._clock()
         self._durations.append(now - self._last_step_end)
         self._last_step_end, self.step, self._stall_reported = now, step + 1, False
-        if self._pause is not None:
-            raise Pause(state=self._pause)
+        if self._pause is None:
+            return
+        if self._pause.is_cancelling():
+            raise asyncio.CancelledError(str(self._pause.message))
+        raise Pause(state=self._pause)
 
     def check(self) -> None:
         """Reads the state of the flow run, and reports a stalled step once."""
@@ -84,7 +90,7 @@ class RunWatch:
         if elapsed > limit and not self._stall_reported:
             self._stall_reported = True
             log.warning("run %s: step %d has not ended for %.0f s", self.run, self.step + 1, elapsed)
-            emit_run_stalled(self.run, step=self.step, silent_seconds=elapsed, usual_seconds=usual)
+            emit_run_stalled(self.run, step=self.step + 1, silent_seconds=elapsed, usual_seconds=usual)
 
     def _watch(self) -> None:
         while not self._stop.wait(self._poll_seconds):
@@ -100,7 +106,8 @@ class RunWatch:
 
 
 def paused_state() -> State | None:
-    """The state of the current flow run if a person has paused or suspended it, else None.
+    """The state of the current flow run if a person has paused or suspended it, or has cancelled it and it is not a
+    worker's, else None.
 
     Returns None also if there is no flow run, or if the Prefect server does not answer.
     """
@@ -113,7 +120,7 @@ def paused_state() -> State | None:
     except (httpx.HTTPError, PrefectHTTPStatusError) as error:
         log.debug("the state of the flow run is not known: %s", error)
         return None
-    if state is not None and state.type == StateType.PAUSED:
+    if state is not None and (state.type == StateType.PAUSED or (state.is_cancelling() and not is_deployed())):
         return state
     return None
 

@@ -269,7 +269,7 @@ def _validate(config: dict[str, Any], sets: Sequence[str], imported: Imported) -
         model.model_validate(config)
     except ValidationError as error:
         # the hint must fit this command, which has no config file to edit
-        text = describe_validation(error, model).replace("set it in the file or by ", "give it by --set ")
+        text = describe_validation(error, model, config).replace("set it in the file or by ", "give it by --set ")
         raise VerlError(f"the values are not a valid {imported.flow} config; {text}") from error
     return config
 

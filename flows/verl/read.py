@@ -160,7 +160,7 @@ def _file_of_entry(entry: Any, path: Path) -> tuple[Path | None, list[str]]:
     if isinstance(entry, str):
         return path.parent / (entry.lstrip("/") + ".yaml"), []
     if not isinstance(entry, dict) or len(entry) != 1:
-        raise VerlError(f"{path}: {entry!r} in defaults is neither a name nor `group: name`")
+        raise VerlError(f"{path}: {entry!r} in defaults is neither a name nor 'group: name'")
     name, option = next(iter(entry.items()))
     name = name.removeprefix("optional ").strip()
     if option is None or name.startswith("override "):

@@ -21,7 +21,7 @@ def as_yaml(imported: Imported, source: str) -> str:
     # the order of the fields of the config class
     fields = list(CONFIGS.get(imported.flow, GRPOConfig).model_fields)
     ordered = {name: imported.config[name] for name in sorted(imported.config, key=fields.index)}
-    header = f"# `ostinato {_command(imported.flow)} --config FILE`: imported from verl's {imported.kind}, {source}\n"
+    header = f"# 'ostinato {_command(imported.flow)} --config FILE': imported from verl's {imported.kind}, {source}\n"
     return header + yaml.dump(ordered, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=110)
 
 

@@ -1,27 +1,33 @@
 """Resolves the names of checkpoints, for stages that restart from one and for commands that take one.
 
+A name belongs to a committed step. It stays when the checkpoint of the step is not written (checkpoints that would be
+seconds apart) or is removed from a finished run: the policy is then computed from an earlier checkpoint.
+
 The full name of a checkpoint contains its run and its stage: `run/0-sft/policy-0.4`. A shorter name is accepted if only
 one checkpoint matches it: `policy-0.4` or `0-sft/policy-0.4` in the same run, `run/policy-0.4` in another.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 
-from storage.chain.listing import run_chains, stage_position, stored_checkpoint_steps
+from storage.chain.listing import run_chains, stage_position
 from storage.chain.records import Chain, PolicyRef
 from storage.errors import NoSuchCheckpoint, ObjectNotFound
-from storage.serialization import Frozen
+from storage.serialization import Frozen, canonical_json
 from storage.store import keys
-from storage.store.artifacts import read_manifest
+from storage.store.artifacts import Manifest, read_manifest
 from storage.store.objects import ObjectStore, read_json
 
 MAX_LISTED = 40
 """Number of names that an error message lists at most."""
+_SHARE = re.compile(r"0\.\d+", re.ASCII)
 
 
 class NamedCheckpoint(Frozen):
-    """One name of a complete checkpoint."""
+    """One name of a committed step, whether or not its checkpoint is stored."""
 
     name: str
     policy: PolicyRef
@@ -37,6 +43,29 @@ class NamedCheckpoint(Frozen):
         if text in (f"{run}/{stage}/{name}", f"{run}/{name}"):
             return True
         return run == current_run and text in (name, f"{stage}/{name}")
+
+
+def share_name(model: str, share: float) -> str:
+    """Returns the name of the checkpoint after this share of a run: policy-0.4. The whole run has the share 1."""
+    return f"{model}-{share:.4g}"
+
+
+def is_share_name(name: str, model: str) -> bool:
+    """Whether `share_name` made the name for a share below 1, and neither a person nor a number of steps."""
+    return name.startswith(f"{model}-") and _SHARE.fullmatch(name.removeprefix(f"{model}-")) is not None
+
+
+def name_step(store: ObjectStore, policy: PolicyRef, name: str) -> None:
+    """Gives a committed step a name, without writing a checkpoint. A name that was given this way before stays."""
+    key = keys.checkpoint(policy.run, policy.stage, policy.model, policy.step)
+    store.put_if_absent(keys.checkpoint_name(key), canonical_json({"name": name}))
+
+
+def stored_names(store: ObjectStore, checkpoint_key: str, manifest: Manifest | None) -> list[str]:
+    """Returns the names of a step: that in the manifest of its checkpoint, and one that was given by `name_step`."""
+    names = [manifest.extra.get("name")] if manifest is not None else []
+    names.append((read_json(store, keys.checkpoint_name(checkpoint_key)) or {}).get("name"))
+    return list(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
 def named_checkpoints(store: ObjectStore, run: str) -> list[NamedCheckpoint]:
@@ -110,20 +139,24 @@ def _names_of(store: ObjectStore, policy: PolicyRef) -> list[NamedCheckpoint]:
 
 
 def _named_checkpoints_of(chain: Chain) -> Iterator[NamedCheckpoint]:
-    for step in stored_checkpoint_steps(chain):
+    for step in _listed_steps(chain):
         key = keys.checkpoint(chain.run, chain.stage, chain.model, step)
-        try:
-            names = [read_manifest(chain.store, key).extra.get("name")]
-        except ObjectNotFound:
-            continue  # pruned since it was listed
-        # a name that was given after the checkpoint was written
-        later_name = read_json(chain.store, keys.checkpoint_name(key))
-        if later_name:
-            names.append(later_name.get("name"))
+        manifest = None
+        with suppress(ObjectNotFound):  # only the name is stored
+            manifest = read_manifest(chain.store, key)
         policy = chain.policy(step)
-        for name in dict.fromkeys(names):
-            if isinstance(name, str):
-                yield NamedCheckpoint(name=name, policy=policy)
+        for name in stored_names(chain.store, key, manifest):
+            yield NamedCheckpoint(name=name, policy=policy)
+
+
+def _listed_steps(chain: Chain) -> list[int]:
+    """Returns the steps that have a complete checkpoint or a name, ascending."""
+    steps = set()
+    for info in chain.store.list(keys.checkpoints_prefix(chain.run, chain.stage, chain.model)):
+        folder = info.key.rpartition("/")[0]
+        if info.key in (keys.manifest_of_files(folder), keys.checkpoint_name(folder)):
+            steps.add(keys.checkpoint_step(keys.manifest_of_files(folder)))
+    return sorted(step for step in steps if step is not None)
 
 
 def _runs_in(text: str) -> list[str]:

@@ -21,6 +21,7 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
+from storage.chain.leases import check_not_deleted
 from storage.chain.listing import has_objects, run_chains, stages_of
 from storage.chain.rebase import (
     Rebase,
@@ -83,19 +84,26 @@ def fork_run(
     Raises:
         ObjectNotFound: there is no such run, stage or step.
         ForkRefused: `new` is another run already.
+        RunBeingDeleted: a deletion of `run` has begun.
     """
     keys.validate_run(new)
     if keys.validate_run(run) == new:
         raise ForkRefused(f"run {run!r} cannot be forked into itself; give another key for the new run")
     check_fork(store, run)
+    check_not_deleted(store, run)
 
     # commit what will be copied
     stages = stages_of(store, run)
     stage = _choose_stage(store, run, stages, stage)
     info = _claim(store, new, _draft_fork(store, run, stage, step, code_version))
+    # after the claim, which a deletion of the old run looks for
+    check_not_deleted(store, run)
 
-    # copy the loop marks, the earlier stages whole, and the last stage up to the step
+    # copy the loop marks, the versions of the datasets, the earlier stages whole, and the last stage up to the step
     _copy_loops(store, run, new, info, stages)
+    for dataset in store.list(keys.pinned_datasets_prefix(run)):
+        key = keys.pinned_datasets_prefix(new) + dataset.key.removeprefix(keys.pinned_datasets_prefix(run))
+        store.put_if_absent(key, store.get(dataset.key))
     last_steps = {policy.model: policy.step for policy in info.shared}
     for copied_stage in stages[: stages.index(stage) + 1]:
         is_last = copied_stage == stage
@@ -141,7 +149,7 @@ def check_fork(store: ObjectStore, run: str) -> None:
 
 def _choose_stage(store: ObjectStore, run: str, stages: list[str], stage: str | None) -> str:
     if not stages:
-        raise ObjectNotFound(f"no run {run!r} with a chain in {store.url}; `ostinato runs ls` lists the runs")
+        raise ObjectNotFound(f"no run {run!r} with a chain in {store.url}; 'ostinato runs ls' lists the runs")
     if stage is not None and stage not in stages:
         raise ObjectNotFound(f"run {run!r} has no stage {stage!r}; it has {', '.join(stages)}")
     return stage or stages[-1]
@@ -153,7 +161,7 @@ def _draft_fork(store: ObjectStore, run: str, stage: str, step: int, code_versio
     heads = {chain: chain.head() for chain in run_chains(store, run) if chain.stage == stage}
     longest = max(head.step for head in heads.values())
     if not 0 <= step <= longest:
-        raise ObjectNotFound(f"stage {stage} of run {run!r} has no step {step}; it has steps 0 to {longest}")
+        raise ObjectNotFound(f"stage {stage} of run {run!r} has no step {step}; it has {_steps_text(longest)}")
     shared = {chain: chain.policy(min(step, head.step)) for chain, head in heads.items()}
     # the policies among them at which the old run was rebased
     rebased = []
@@ -170,6 +178,11 @@ def _draft_fork(store: ObjectStore, run: str, stage: str, step: int, code_versio
         attempt=uuid4().hex,
         created=datetime.now(UTC).isoformat(),
     )
+
+
+def _steps_text(last: int) -> str:
+    """The steps after which a stage can be forked."""
+    return f"steps 1 to {last} (0: before step 1)" if last else "no step yet (0: before step 1)"
 
 
 def _claim(store: ObjectStore, new: str, draft: ForkInfo) -> ForkInfo:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-from storage.errors import CorruptArtifact, ObjectNotFound
+from storage.errors import CorruptArtifact, ObjectNotFound, RunBeingDeleted
 from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.objects import ObjectStore, list_numbers
@@ -20,7 +20,7 @@ from storage.store.objects import ObjectStore, list_numbers
 def acquire_lease(store: ObjectStore, run: str, info: Mapping[str, Any]) -> int:
     """Takes a new lease of the run and returns its epoch, which is higher than all earlier ones. The first is 1.
 
-    `info` describes the holder. Holders of earlier epochs are refused from now on.
+    `info` describes the holder. Holders of earlier epochs are refused from now on. Raises RunBeingDeleted.
     """
     body = {"info": dict(info), "attempt": uuid4().hex, "created": datetime.now(UTC).isoformat()}
     # another process may take the next epoch first: then try the one after it
@@ -28,7 +28,22 @@ def acquire_lease(store: ObjectStore, run: str, info: Mapping[str, Any]) -> int:
     while True:
         epoch += 1
         if store.put_if_absent(keys.lease(run, epoch), canonical_json(body | {"epoch": epoch})).won:
-            return epoch
+            break
+    # after the lease: a deletion looks for leases after it has marked the run, so one of the two notices the other
+    try:
+        check_not_deleted(store, run)
+    except RunBeingDeleted:
+        release_lease(store, run, epoch)
+        raise
+    return epoch
+
+
+def check_not_deleted(store: ObjectStore, run: str) -> None:
+    """Raises RunBeingDeleted if a deletion of the run has begun and has not ended."""
+    if store.exists(keys.deletion(run)):
+        raise RunBeingDeleted(
+            f"run {run!r} in {store.url} is deleted in part; finish it with: ostinato runs delete {run} --yes"
+        )
 
 
 def release_lease(store: ObjectStore, run: str, epoch: int) -> None:

@@ -1,10 +1,10 @@
-"""The chain of a policy: policy[k+1] = step(policy[k], batch[k]), with one committed record per step.
+"""The chain of a policy: policy[k] = step(policy[k-1], batch[k]), with one committed record per step.
 
 Weights are a cache; the records are the source of truth. A record is put under its step if there is none, so that a
 step is taken once, however often it is requested. `state` is a hash chain that names the whole history of a policy:
 
-    state[0]   = H(base weights digest or start state, trainable spec, init seed)
-    state[k+1] = H(state[k], content of the StepRequest)
+    state[0] = H(base weights digest or start state, trainable spec, init seed)
+    state[k] = H(state[k-1], content of the StepRequest of step k)
 
 The content of a request leaves out run names and object keys, so that equal data, config and seed give equal states
 under any run key.
@@ -33,6 +33,11 @@ CHAIN_VERSION = 1
 
 OldLogprobs = Literal["trainer", "sampler"]
 """Whether the trainer or the sampler computes the logprobs of the policy before the step."""
+
+StepOldLogprobs = Literal["trainer", "sampler", "forward"]
+"""Where a step takes the logprobs of the policy before it from. trainer, sampler: from the batch, whose column was
+computed by the trainer or by the sampler. forward: from the forward pass of the step's only update, whose weights are
+still those before the step."""
 
 NanPolicy = Literal["fail", "skip"]
 """Whether a non-finite gradient fails the step or skips its update."""
@@ -82,7 +87,7 @@ class StepRequest(Frozen):
     parent: PolicyRef
     batch: ArtifactRef
     reference: PolicyRef | None = None
-    old_logprobs: OldLogprobs = "trainer"
+    old_logprobs: StepOldLogprobs = "trainer"
     # the algorithm
     loss: dict[str, JsonValue]
     """The engine's LossSpec as JSON. Storage does not interpret it."""
@@ -248,7 +253,8 @@ class Chain:
             record = self.record(step)
             state = record.state if record else None
         if state is None:
-            raise ObjectNotFound(f"policy {self.run}/{self.stage}/{self.model} has no committed step {step}")
+            problem = f"no committed step {step}" if step else "not begun"
+            raise ObjectNotFound(f"policy {self.run}/{self.stage}/{self.model} has {problem}")
         return PolicyRef(run=self.run, stage=self.stage, model=self.model, step=step, state=state)
 
     def head(self) -> PolicyRef:

@@ -1,7 +1,11 @@
 """Deletes checkpoints. They are caches: the chain rebuilds any policy without them, only more slowly.
 
-Batches and records are never deleted, so a deleted checkpoint only costs time. The checkpoint of a rebase in effect is
-an exception: the chain cannot rebuild it, and it is never deleted.
+Batches and records stay, so a deleted checkpoint only costs time. The checkpoint of a rebase in effect is an exception:
+the chain cannot rebuild it, and it is never deleted.
+
+A finished chain needs one checkpoint with the optimizer's moments, the last, from which a fork continues at once.
+`verify` needs none: it begins at the root. The names of deleted checkpoints of shares of the run stay, so that a later
+stage can still start there.
 """
 
 from __future__ import annotations
@@ -9,13 +13,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection
-from typing import Literal
+from typing import Literal, NamedTuple, Self
 
+from storage.chain.checkpoint_names import is_share_name, name_step, stored_names
 from storage.chain.checkpoint_uses import reasons_to_keep
 from storage.chain.listing import stored_checkpoint_steps
 from storage.chain.rebase import is_in_effect, rebase_at, rebases_in_effect
 from storage.chain.records import Chain, PolicyRef
 from storage.errors import CheckpointInUse, ObjectNotFound, PermanentStorageError
+from storage.failpoints import failpoint
 from storage.serialization import Frozen, canonical_json
 from storage.store import keys
 from storage.store.artifacts import Manifest, read_manifest
@@ -25,78 +31,91 @@ log = logging.getLogger(__name__)
 
 
 class Retention(Frozen):
-    """Rules for the checkpoints to keep. A checkpoint stays if any rule asks for it. See prune_checkpoints."""
+    """Rules for the checkpoints to keep. A checkpoint stays if any rule asks for it."""
 
     keep_last: int = 2
+    """Keep this many of the latest unnamed checkpoints."""
     keep_named: int | None = None
+    """Keep this many of the latest named checkpoints; None keeps all. An older one stays if something refers to it
+    (`reasons_to_keep`), or if keep_every or keep_best keeps it."""
     keep_every: int | None = None
+    """Keep the checkpoints whose step is a multiple of this."""
     keep_best: int | None = None
+    """Keep this many checkpoints with the best `metric` in the record of their step. Of equal values, the earlier is
+    better. A record without the metric, or with a value that is not finite, does not count."""
     metric: str | None = None
+    """Metric of keep_best."""
     best: Literal["min", "max"] = "max"
+    """Whether the largest or the smallest values of the metric are best."""
+    finished: bool = False
+    """The chain has taken its last step. Keep its last checkpoint instead of `keep_last`, and delete those of shares of
+    the run as well, unless keep_named is given or something refers to them. Their names stay."""
+
+    def of_finished(self) -> Self:
+        """Returns the rules for the same chain after its last step."""
+        return self.model_copy(update={"finished": True})
 
 
 KEEP_LAST_TWO = Retention()
 
 
-def prune_checkpoints(
-    store: ObjectStore,
-    policy: PolicyRef,
-    *,
-    keep_last: int,
-    keep_named: int | None = None,
-    keep_every: int | None = None,
-    keep_best: int | None = None,
-    metric: str | None = None,
-    best: Literal["min", "max"] = "max",
-) -> list[int]:
-    """Deletes the checkpoints of a chain that no rule keeps, and returns their steps.
+class Removal(NamedTuple):
+    """A checkpoint that no rule keeps."""
 
-    Args:
-        keep_last: Keep this many of the latest unnamed checkpoints.
-        keep_named: Keep this many of the latest named checkpoints; None keeps all. An older one stays if something
-            refers to it (`reasons_to_keep`), or if keep_every or keep_best keeps it.
-        keep_every: Keep the checkpoints whose step is a multiple of this.
-        keep_best: Keep this many checkpoints with the best `metric` in the record of their step. `best` says whether
-            larger or smaller is better. Of equal values, the earlier is better. A record without the metric, or with a
-            value that is not finite, does not count.
+    step: int
+    manifest: Manifest
+    kept_name: str | None = None
+    """The name that the step keeps without its checkpoint."""
+
+
+def prune_checkpoints(store: ObjectStore, policy: PolicyRef, rules: Retention) -> list[int]:
+    """Deletes the checkpoints of a chain that no rule keeps, and returns their steps.
 
     The checkpoint of a rebase in effect always stays. If another run or model of the store is damaged, so that the uses
     of named checkpoints are unknown, all named checkpoints stay, with a warning. Raises ValueError when no record has
-    `metric`. The message lists the metrics of the records.
+    the metric of the rules. The message lists the metrics of the records.
     """
+    return [removal.step for removal in plan_pruning(store, policy, rules) if remove(store, policy, removal)]
+
+
+def plan_pruning(store: ObjectStore, policy: PolicyRef, rules: Retention) -> list[Removal]:
+    """Returns the checkpoints of a chain that `rules` do not keep, ascending. See prune_checkpoints."""
     chain = Chain.of(store, policy)
-    # sort the checkpoints that may be deleted into unnamed ones and named ones beyond keep_named
+    # sort the checkpoints that may be deleted: unnamed ones, named ones, and named ones of shares of the run
     rebase_checkpoints = {rebase.checkpoint.key for rebase in rebases_in_effect(chain)}
-    manifests: dict[int, Manifest] = {}
+    manifests = _read_checkpoints(store, policy)
     named: list[int] = []
     unnamed: list[int] = []
-    for step, manifest in _read_checkpoints(store, policy).items():
+    share_names: dict[int, str] = {}
+    for step, manifest in manifests.items():
         if manifest.key in rebase_checkpoints:
             continue
-        manifests[step] = manifest
-        if _is_named(store, manifest):
-            named.append(step)
-        else:
+        names = stored_names(store, manifest.key, manifest)
+        if not names:
             unnamed.append(step)
-    old_named = [] if keep_named is None else named[: max(0, len(named) - keep_named)]
+        elif rules.finished and rules.keep_named is None and len(names) == 1 and is_share_name(names[0], policy.model):
+            share_names[step] = names[0]
+        else:
+            named.append(step)
+    old_named = [] if rules.keep_named is None else named[: max(0, len(named) - rules.keep_named)]
 
     # apply the rules
-    steps = sorted([*unnamed, *old_named])
-    steps_to_keep = set(unnamed[-keep_last:]) if keep_last else set()
-    if keep_every is not None:
-        steps_to_keep |= {step for step in steps if step % keep_every == 0}
-    if keep_best is not None:
-        if metric is None:
-            raise ValueError(f"keep_best={keep_best} was given without a metric; name one of the records' metrics")
-        steps_to_keep |= set(_rank_by_metric(store, policy, steps, metric, best)[:keep_best])
-
-    steps_to_keep |= _steps_in_use(chain, [step for step in old_named if step not in steps_to_keep])
-
-    removed = []
-    for step in steps:
-        if step not in steps_to_keep and _remove(store, policy, step, manifests[step]):
-            removed.append(step)
-    return removed
+    steps = sorted([*unnamed, *old_named, *share_names])
+    if rules.finished:
+        steps_to_keep = set(list(manifests)[-1:])
+    else:
+        steps_to_keep = set(unnamed[-rules.keep_last :]) if rules.keep_last else set()
+    if rules.keep_every is not None:
+        steps_to_keep |= {step for step in steps if step % rules.keep_every == 0}
+    if rules.keep_best is not None:
+        if rules.metric is None:
+            raise ValueError(
+                f"keep_best={rules.keep_best} was given without a metric; name one of the records' metrics"
+            )
+        ranked_steps = _rank_by_metric(store, policy, steps, rules.metric, rules.best)
+        steps_to_keep |= set(ranked_steps[: rules.keep_best])
+    steps_to_keep |= _steps_in_use(chain, [step for step in (*old_named, *share_names) if step not in steps_to_keep])
+    return [Removal(step, manifests[step], share_names.get(step)) for step in steps if step not in steps_to_keep]
 
 
 def remove_checkpoints(store: ObjectStore, policies: Collection[PolicyRef], *, dry_run: bool = False) -> list[Manifest]:
@@ -115,28 +134,40 @@ def remove_checkpoints(store: ObjectStore, policies: Collection[PolicyRef], *, d
         try:
             manifest = read_manifest(store, keys.checkpoint(policy.run, policy.stage, policy.model, policy.step))
         except ObjectNotFound:
-            continue  # another process removed it meanwhile
-        if not dry_run and not _remove(store, policy, policy.step, manifest):
+            # only its name is stored, or another process removed it meanwhile
+            if not dry_run:
+                key = keys.checkpoint(policy.run, policy.stage, policy.model, policy.step)
+                store.delete(keys.checkpoint_name(key))
+            continue
+        if not dry_run and not remove(store, policy, Removal(policy.step, manifest)):
             raise CheckpointInUse(f"{policy.uri} was not removed: its run was rebased there a moment ago")
         removed.append(manifest)
     return removed
 
 
-def _remove(store: ObjectStore, policy: PolicyRef, step: int, manifest: Manifest) -> bool:
-    """Deletes a checkpoint. Returns False, and restores its manifest, if a rebase on it was committed meanwhile.
+def remove(store: ObjectStore, policy: PolicyRef, removal: Removal) -> bool:
+    """Deletes a checkpoint of the policy's chain. Returns False, and restores its manifest, if a rebase on it was
+    committed meanwhile.
 
     A process that rebases checks for the manifest after its commit. This function checks for the rebase after the
     manifest is deleted. So at least one of the two notices the other.
     """
-    # the manifest first, so that no reader follows it to deleted data
+    step, manifest, kept_name = removal
+    if kept_name is not None:
+        # before the manifest, which may be the only object with the name
+        name_step(store, policy.model_copy(update={"step": step}), kept_name)
+        failpoint("retention.named")
+    # the manifest before the data, so that no reader follows it to deleted data
     key = keys.manifest_of_files(manifest.key)
     store.delete(key)
+    failpoint("retention.unlisted")
     chain = Chain.of(store, policy)
     rebase = rebase_at(chain, step)
     if rebase is not None and rebase.checkpoint.key == manifest.key and is_in_effect(chain, rebase):
         store.put_if_absent(key, canonical_json(manifest.model_dump(mode="json")))
         return False
-    store.delete(keys.checkpoint_name(manifest.key))
+    if kept_name is None:
+        store.delete(keys.checkpoint_name(manifest.key))
     for entry in manifest.files:
         store.delete(entry.key)
     return True
@@ -162,10 +193,6 @@ def _read_checkpoints(store: ObjectStore, policy: PolicyRef) -> dict[int, Manife
         except ObjectNotFound:
             continue  # another process pruned it meanwhile
     return manifests
-
-
-def _is_named(store: ObjectStore, manifest: Manifest) -> bool:
-    return manifest.extra.get("name") is not None or store.exists(keys.checkpoint_name(manifest.key))
 
 
 def _rank_by_metric(

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from pydantic import JsonValue, ValidationError
 
+from storage.chain.leases import check_not_deleted
 from storage.errors import CorruptArtifact, ObjectNotFound, SemanticMismatch
 from storage.serialization import Frozen, canonical_json
 from storage.store import keys
@@ -58,10 +59,11 @@ def create_or_check_run(
     """Records a new run, or checks that the recorded one has the same semantic configuration.
 
     Raises SemanticMismatch, which names each differing key, both values, and what to do. Another code version, package
-    or machine is only a warning, so that a run can be resumed after a bug was fixed.
+    or machine is only a warning, so that a run can be resumed after a bug was fixed. Raises RunBeingDeleted.
     """
+    check_not_deleted(store, keys.validate_run(run))
     new_info = RunInfo(
-        run=keys.validate_run(run),
+        run=run,
         semantic=json.loads(canonical_json(dict(semantic))),
         other=json.loads(canonical_json(dict(other))),
         code_version=code_version,
@@ -82,7 +84,7 @@ def create_or_check_run(
         listed = "\n".join(f"  {key}: the run has {old}, given {new}" for key, old, new in differences)
         raise SemanticMismatch(
             f"run {run!r} was started with another configuration:\n{listed}\n"
-            "resume it with its own values, choose another run key, or fork it (`ostinato fork`) to change them mid-way"
+            "resume it with its own values, choose another run key, or fork it ('ostinato fork') to change them mid-way"
         )
     return RunOpening(created=False, warnings=tuple(_warnings(recorded, new_info)), info=recorded)
 

@@ -59,7 +59,7 @@ class _Audit:
         """Keys of the checkpoints of rebases, which cannot be redone."""
 
     def report(self) -> AuditReport:
-        objects = list(self.store.list())
+        objects = self._without_deletions(list(self.store.list()))
         self.findings.counts["objects"] = len(objects)
         self.sizes = {info.key: info.size for info in objects}
         # checkpoints of rebases need another remedy than those of chains
@@ -84,6 +84,16 @@ class _Audit:
         self._check_leases(objects)
         self._check_aliases(objects)
         return self.findings.report(pending=self._check_unreferenced(objects))
+
+    def _without_deletions(self, objects: list[ObjectInfo]) -> list[ObjectInfo]:
+        """Returns the objects without those of runs that are deleted in part, and reports these runs."""
+        runs = {keys.run_of(info.key) for info in objects}
+        listed_keys = {info.key for info in objects}
+        deleting = {run for run in runs if run is not None and keys.deletion(run) in listed_keys}
+        for run in sorted(deleting):
+            remedy = f"finish it with: ostinato runs delete {run} --yes"
+            self.findings.warning(keys.deletion(run), f"run {run!r} is deleted in part", remedy)
+        return [info for info in objects if keys.run_of(info.key) not in deleting]
 
     # -- artifacts -------------------------------------------------------------------------------------------
 

@@ -97,7 +97,8 @@ class ChainAudit:
         key, request = keys.chain_record(*self.name, step), record.request
         # parent, state and reference
         if request.parent != parent:
-            self.findings.error(key, f"is not a child of step {step - 1}, its parent is {request.parent.uri}", FORK)
+            before = f"step {step - 1}" if step > 1 else "the chain's root"
+            self.findings.error(key, f"is not a child of {before}, its parent is {request.parent.uri}", FORK)
         if record.state != request.next_state():
             self.findings.error(
                 key, f"says state {record.state[:12]}, its request makes {request.next_state()[:12]}", FORK

@@ -1,4 +1,5 @@
-"""Garbage collection: deletes data that no manifest names, and what killed writers left.
+"""Garbage collection: deletes data that no manifest names, what killed writers left, and checkpoints that finished runs
+do not need (storage.chain.finished).
 
 A writer commits no attempt that is older than 12 hours (storage.store.artifacts). So data that is older than 24 hours,
 and that no manifest names, can never be committed. Ages are measured by the store's own clock. Objects that a manifest
@@ -6,6 +7,8 @@ names, objects without a manifest (records, leases, claims, aliases) and unknown
 
 All publishers of a model version write its files at the same keys, so the age of such a file does not tell whether a
 publisher is about to commit it. An incomplete version is kept, unless the caller says that no other process writes.
+
+The age does not matter for checkpoints of finished runs: readers go on without a checkpoint that was removed.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Literal, NamedTuple, TypeVar
 
+from storage.chain.finished import Surplus, surplus_checkpoints
 from storage.chain.rebase import rebase_at
 from storage.chain.records import Chain
+from storage.chain.retention import remove
 from storage.errors import CorruptArtifact, ObjectNotFound, PermanentStorageError
 from storage.serialization import Frozen
 from storage.store import key_patterns, keys
@@ -36,6 +41,7 @@ delayed listings."""
 GarbageReason = Literal[
     "attempt without a manifest",
     "checkpoint of a rebase that was not committed",
+    "checkpoint that a finished run does not need",
     "uploaded model that was not imported",
     "incomplete version of a model",
     "temporary file",
@@ -90,9 +96,7 @@ class GcReport(Frozen):
     def total(self) -> ObjectTotals:
         """Totals of everything that was deleted."""
         totals = self.deleted.values()
-        return ObjectTotals(
-            objects=sum(total.objects for total in totals), bytes=sum(total.bytes for total in totals)
-        )
+        return ObjectTotals(objects=sum(total.objects for total in totals), bytes=sum(total.bytes for total in totals))
 
 
 def collect_garbage(
@@ -137,6 +141,7 @@ class _Collection:
         self.kept_sizes: dict[KeptReason, list[int]] = defaultdict(list)
         self.unknown: list[str] = []
         self.unreadable: set[str] = set()
+        self.surplus: dict[str, Surplus] = {}
         self._manifest_files: dict[tuple[str, float], frozenset[str]] = {}
         """Keys that a manifest names, by (key of the manifest, time of its last change). A cache for the second
         listing."""
@@ -165,6 +170,7 @@ class _Collection:
         if self.now is None:
             self.now = self.store.now()
         named_keys = self._named_keys(objects)
+        self.surplus = surplus_checkpoints(self.store, [info.key for info in objects])
         return sorted([*self._garbage_objects(objects, named_keys), *self._garbage_leftovers(leftovers)])
 
     # -- which data is named by a manifest ---------------------------------------------------------------------
@@ -219,6 +225,8 @@ class _Collection:
                 self._keep("unknown kind of object", info.size)
             elif artifact in orphans:
                 yield Garbage(info.key, "checkpoint of a rebase that was not committed", info.size, info.modified)
+            elif artifact in self.surplus and (kind == "manifest" or info.key in named_keys):
+                yield Garbage(info.key, "checkpoint that a finished run does not need", info.size, info.modified)
             elif kind in ("standalone", "manifest") or info.key in named_keys:
                 self._keep("in use", info.size)
             elif artifact in unreadable_artifacts:
@@ -274,6 +282,7 @@ class _Collection:
         objects, leftovers = list(self.store.list()), list(self.store.leftovers())
         named_keys = self._named_keys(objects)
         unreadable_artifacts = {key_patterns.artifact_of_manifest(key) for key in self.unreadable}
+        self.surplus = surplus_checkpoints(self.store, [info.key for info in objects])
         # an object that was written again has another time of change
         modified = {info.key: info.modified for info in objects}
         modified |= {leftover.name: leftover.modified for leftover in leftovers}
@@ -283,6 +292,8 @@ class _Collection:
             artifact = key_patterns.owning_artifact(item.name) if item.leftover is None else None
             if item.reason == "checkpoint of a rebase that was not committed":
                 is_named = artifact is None or not self._is_orphaned(artifact)
+            elif item.reason == "checkpoint that a finished run does not need":
+                is_named = artifact not in self.surplus
             else:
                 is_named = item.leftover is None and (item.name in named_keys or artifact in unreadable_artifacts)
             if is_named or modified.get(item.name) != item.modified:
@@ -292,11 +303,11 @@ class _Collection:
         return still_garbage
 
     def _delete(self, garbage: list[Garbage]) -> list[Garbage]:
-        """Deletes the garbage, grouped by artifact. Returns what was deleted."""
-        groups: defaultdict[str, list[Garbage]] = defaultdict(list)
+        """Deletes the garbage, grouped by artifact and reason. Returns what was deleted."""
+        groups: defaultdict[tuple[str, GarbageReason], list[Garbage]] = defaultdict(list)
         for item in garbage:
             artifact = None if item.leftover else key_patterns.owning_artifact(item.name)
-            groups[artifact or item.name].append(item)
+            groups[artifact or item.name, item.reason].append(item)
         deleted: list[Garbage] = []
         for deleted_group in self._map(self._delete_group, sorted(groups.items())):
             deleted += deleted_group
@@ -304,14 +315,15 @@ class _Collection:
             self._keep("named or written again meanwhile", item.size)
         return deleted
 
-    def _delete_group(self, group: tuple[str, list[Garbage]]) -> list[Garbage]:
+    def _delete_group(self, group: tuple[tuple[str, GarbageReason], list[Garbage]]) -> list[Garbage]:
         """Deletes the garbage of one artifact, right after a last look at the manifest that could name it."""
-        # all items of a group are of one kind
-        artifact, items = group
-        leftover, reason = items[0].leftover, items[0].reason
+        (artifact, reason), items = group
+        leftover = items[0].leftover
         if leftover is not None:
             self.store.remove_leftover(leftover)
             return items
+        if reason == "checkpoint that a finished run does not need":
+            return items if remove(self.store, *self.surplus[artifact]) else []
         if reason == "checkpoint of a rebase that was not committed" and not self._is_orphaned(artifact):
             return []
         if reason in ("uploaded model that was not imported", "checkpoint of a rebase that was not committed"):

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 from storage.chain.listing import run_chains
 from storage.chain.records import Chain, CommitRecord, PolicyRef
-from storage.chain.run_record import read_run
+from storage.chain.run_record import find_run
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.inspect.accounting import StepInputs, step_inputs
+from storage.inspect.fork_lineage import RunSteps, steps_by_run
 from storage.registry.models import find_model, registered_key
 from storage.serialization import Frozen
 from storage.store import keys
@@ -30,6 +31,15 @@ class ChainSegment(Frozen):
     stage: str
     model: str
     until: int
+    forked: tuple[RunSteps, ...] = ()
+    """Which run took which of the steps, oldest first. Empty if `run` took all of them."""
+
+    @property
+    def runs(self) -> tuple[tuple[str, int, int], ...]:
+        """(run, first step, last step) of each run that took some of the steps, oldest first."""
+        if not self.forked:
+            return ((self.run, 1, self.until),)
+        return tuple((steps.run, steps.first, steps.last) for steps in self.forked)
 
     @property
     def title(self) -> str:
@@ -124,18 +134,18 @@ def step_lineage(store: ObjectStore, record: CommitRecord) -> StepLineage:
 def training_datasets(store: ObjectStore, target: str) -> set[str]:
     """Returns the sha256 of every dataset that a model, policy or run and its ancestors were trained on."""
     digests: set[str] = set()
-    lineage = lineage_of(store, target)
-    for chain, until in lineage.chains(store):
-        try:
-            inputs = read_run(store, chain.run).semantic.get("inputs")
-        except ObjectNotFound:
-            inputs = None  # a fork that has not run yet
-        if isinstance(inputs, dict) and isinstance(inputs.get("dataset"), str):
-            digests |= {str(sha256) for name, sha256 in inputs.items() if name != "model"}
-            continue
-        # the configuration of a recipe does not name its datasets: read them from the steps
-        for record in chain.records(after=0, until=until):
-            digests |= {uri.rpartition("#")[2] for uri in step_lineage(store, record).datasets}
+    for segment in lineage_of(store, target).segments:
+        chain = Chain(store, segment.run, segment.stage, segment.model)
+        # the first steps of a fork were trained on the datasets of its origin
+        for run, first, last in segment.runs:
+            info = find_run(store, run)
+            inputs = info.semantic.get("inputs") if info else None
+            if isinstance(inputs, dict) and isinstance(inputs.get("dataset"), str):
+                digests |= {str(sha256) for name, sha256 in inputs.items() if name != "model"}
+                continue
+            # the configuration of a recipe does not name its datasets: read them from the steps
+            for record in chain.records(after=first - 1, until=last):
+                digests |= {uri.rpartition("#")[2] for uri in step_lineage(store, record).datasets}
     return digests
 
 
@@ -197,7 +207,8 @@ def _segments(store: ObjectStore, policy: PolicyRef) -> tuple[str | None, list[C
         root = Chain.of(store, end).root()
         if root is None:
             raise CorruptArtifact(f"{end.uri} has no root: restore {keys.chain_root(end.run, end.stage, end.model)}")
-        segments.append(ChainSegment(run=end.run, stage=end.stage, model=end.model, until=end.step))
+        forked = steps_by_run(Chain.of(store, end), end.step)
+        segments.append(ChainSegment(run=end.run, stage=end.stage, model=end.model, until=end.step, forked=forked))
         # the chain before ends at the start policy, or at the policy from which the base model was made
         base = root.base
         if base is None:

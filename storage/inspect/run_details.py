@@ -71,7 +71,7 @@ class RunDetails(Frozen):
     packages: dict[str, JsonValue]
     chains: tuple[ChainDetails, ...]
     last_metrics: dict[str, dict[str, JsonValue]]
-    """Metrics of the last step of each stage that has some."""
+    """Metrics of the last step of each stage that has some. `step` counts from 1."""
     leases: tuple[LeaseDetails, ...]
     result: dict[str, JsonValue] | None
     models: tuple[PublishedModel, ...]
@@ -81,7 +81,7 @@ class RunDetails(Frozen):
 def describe_run(store: ObjectStore, run: str) -> RunDetails:
     """Reads the details of a run. Raises ObjectNotFound, CorruptArtifact."""
     if not has_objects(store, run):
-        raise ObjectNotFound(f"no run {run!r} in {store.url}; `ostinato runs ls` lists the runs")
+        raise ObjectNotFound(f"no run {run!r} in {store.url}; 'ostinato runs ls' lists the runs")
     # run.json, which a fork that has not run yet lacks
     info = find_run(store, run)
     machine: dict[str, Any] = dict(info.machine) if info else {}
@@ -136,8 +136,14 @@ def _last_metrics(store: ObjectStore, run: str, stages: list[str]) -> dict[str, 
     for stage in stages:
         listed = [info.key for info in store.list(keys.step_metrics_prefix(run, stage))]
         if listed:
-            last_metrics[stage] = read_json(store, listed[-1]) or {}
+            last_metrics[stage] = _counted_from_one(read_json(store, listed[-1]) or {})
     return last_metrics
+
+
+def _counted_from_one(metrics: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """The stored metrics of a step, whose `step` counts from 0, with a `step` that counts from 1."""
+    step = metrics.get("step")
+    return metrics | {"step": step + 1} if isinstance(step, int) else metrics
 
 
 def _describe_leases(store: ObjectStore, run: str) -> list[LeaseDetails]:

@@ -13,7 +13,7 @@ from storage.serialization import Frozen
 from storage.store import keys
 from storage.store.objects import ObjectStore, read_json
 
-RunState = Literal["finished", "running?", "stopped", "fork"]
+RunState = Literal["finished", "running?", "stopped", "fork", "deleting"]
 
 
 class RunSummary(Frozen):
@@ -26,10 +26,11 @@ class RunSummary(Frozen):
     """ISO time of the first start. None for a fork that has not run yet."""
     state: RunState
     """finished: the run has a result. fork: it was forked and has not run yet. stopped: its lease was released.
-    running?: its lease is held. A killed process holds its lease, too: see `last_commit`."""
+    running?: its lease is held. A killed process holds its lease, too: see `last_commit`. deleting: it is deleted in
+    part, by a deletion that has not ended."""
     stages: tuple[str, ...]
     head_step: int
-    """Last committed step of the longest chain of the last stage."""
+    """Last committed step of the longest chain of the last stage, counted from 1. 0: none is committed."""
     last_commit: str | None
     """ISO time of that step's commit. None at step 0."""
     lease_epoch: int
@@ -87,6 +88,8 @@ def _longest_head(chains: list[Chain]) -> tuple[int, str | None]:
 
 
 def _state(store: ObjectStore, run: str, *, opened: bool) -> RunState:
+    if store.exists(keys.deletion(run)):
+        return "deleting"
     if store.exists(keys.result_json(run)):
         return "finished"
     if is_held(store, run):

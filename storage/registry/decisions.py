@@ -163,8 +163,8 @@ def apply_decision(store: ObjectStore, decision: Decision) -> None:
     if entry.decision != decision.id:
         raise AliasMoved(
             f"{decision.model} was to be moved from {decision.champion or 'no champion'} to {decision.version}, but "
-            f"entry {number} of its log says {entry.version} since {entry.created}; look at `ostinato models show "
-            f"{decision.model}`, and decide again"
+            f"entry {number} of its log says {entry.version} since {entry.created}; look at 'ostinato models show "
+            f"{decision.model}', and decide again"
         )
 
 

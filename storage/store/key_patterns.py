@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from storage.store.keys import RESERVED_VERSIONS, RUN_FILES
+from storage.store.keys import RESERVED_VERSIONS, RUN_PARTS
 
 _NO_VERSION = "|".join(f"{part}/" for part in sorted(RESERVED_VERSIONS))
-_OF_RUN = "|".join(map(re.escape, RUN_FILES))
+_OF_RUN = "|".join(re.escape(part) for part in RUN_PARTS if "." in part)
 
 # group 1: the logical key of a one-file artifact; group 2: that of an artifact that is a folder
 _MANIFEST = re.compile(
@@ -30,10 +30,10 @@ _DATA = re.compile(
 )
 # objects without a manifest
 _STANDALONE = re.compile(
-    r"store\.json|models/[^/]+/(?:claims/[^/]+|aliases/[^/]+/\d{6,})\.json"
+    r"store\.json|files/(?:seen|loaded)/[0-9a-f]{64}\.json|models/[^/]+/(?:claims/[^/]+|aliases/[^/]+/\d{6,})\.json"
     rf"|runs/.+/(?:{_OF_RUN}"
-    r"|leases/\d{6,}(?:\.released)?\.json"
-    r"|loops/\d{6,}/\d{6,}\.json|stages/[^/]+/(?:stage\.json"
+    r"|leases/(?:\d{6,}(?:\.released)?|deleting)\.json"
+    r"|loops/\d{6,}/\d{6,}\.json|datasets/[^/]+\.json|stages/[^/]+/(?:stage\.json"
     r"|metrics/\d{6,}\.json|logged/[^/]+\.json|chains/[^/]+/(?:root|(?:rebases/)?\d{6,})\.json"
     r"|checkpoints/[^/]+/\d{6,}/name\.json))",
     re.ASCII,

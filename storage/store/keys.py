@@ -11,10 +11,6 @@ from typing import Literal, get_args
 
 from storage.errors import InvalidKey
 
-MAX_KEY = 900  # S3 allows 1,024 bytes, including the prefix of the store
-MAX_SEGMENT = 200  # file systems allow 255
-_KEY = re.compile(r"[A-Za-z0-9._=@+\-]+(/[A-Za-z0-9._=@+\-]+)*", re.ASCII)
-_PREFIX = re.compile(r"[A-Za-z0-9._=@+\-/]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._\-]{0,127}", re.ASCII)
 _NUMBERED = re.compile(r"(?:.*/)?(\d{6,})\.json", re.ASCII)
 _RECORD = re.compile(r"runs/.+/stages/[^/]+/chains/[^/]+/(\d{6,})\.json", re.ASCII)
@@ -25,10 +21,9 @@ _CHAIN_OBJECT = re.compile(r"runs/.*/stages/([^/]+)/chains/([^/]+)/(?:root|\d{6,
 _CHECKPOINT_KEY = re.compile(r"runs/(.+)/stages/([^/]+)/checkpoints/([^/]+)/\d{6,}", re.ASCII)
 _ALIAS = re.compile(r"models/([^/]+)/aliases/([^/]+)/\d{6,}\.json", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
-RunPart = Literal["run.json", "result.json", "fork.json", "report.html", "leases", "loops", "stages"]
+RunPart = Literal["run.json", "result.json", "fork.json", "report.html", "datasets", "leases", "loops", "stages"]
 """Names directly in the folder of a run. The folder of a run `x/y` lies there, too, so `y` may be none of them."""
 RUN_PARTS: tuple[RunPart, ...] = get_args(RunPart)
-RUN_FILES = tuple(part for part in RUN_PARTS if "." in part)
 _ANY_RUN_PART = "|".join(map(re.escape, RUN_PARTS))
 _RUN_OBJECT = re.compile(rf"runs/([^/]+(?:/(?!(?:{_ANY_RUN_PART})/)[^/]+)?)/(?:{_ANY_RUN_PART})(?=/|$)", re.ASCII)
 ModelPart = Literal["aliases", "claims", "decisions", "cards"]
@@ -36,31 +31,7 @@ ModelPart = Literal["aliases", "claims", "decisions", "cards"]
 RESERVED_VERSIONS = frozenset(get_args(ModelPart))
 
 
-# -- validation of keys, names and run keys ------------------------------------------------------------------
-
-
-def is_key(key: str) -> bool:
-    """Whether the text is a valid key: relative, with allowed characters, and not too long."""
-    if not isinstance(key, str) or len(key) > MAX_KEY or _KEY.fullmatch(key) is None:
-        return False
-    return all(part not in (".", "..") and len(part) <= MAX_SEGMENT for part in key.split("/"))
-
-
-def validate_key(key: str) -> str:
-    """Returns the key. Raises InvalidKey unless is_key."""
-    if not is_key(key):
-        raise InvalidKey(
-            f"{str(key)[:200]!r} is not a key; give relative segments of letters, digits and . _ = @ + - (at most "
-            f"{MAX_SEGMENT} characters each, {MAX_KEY} in all), divided by single slashes, none of them . or .."
-        )
-    return key
-
-
-def validate_prefix(prefix: str) -> str:
-    """Returns the prefix. Raises InvalidKey unless it is empty or the beginning of a key."""
-    if not _PREFIX.fullmatch(prefix) or prefix.startswith("/") or {".", ".."} & set(prefix.split("/")[:-1]):
-        raise InvalidKey(f"{prefix[:200]!r} is not the beginning of a key; give relative segments, like 'runs/a/'")
-    return prefix
+# -- validation of names and run keys -------------------------------------------------------------------------
 
 
 def validate_name(name: str) -> str:
@@ -108,8 +79,7 @@ def parse_number(key: str) -> int | None:
 
 
 def _number_in(pattern: re.Pattern[str], key: str) -> int | None:
-    match = pattern.fullmatch(key)
-    return int(match[1]) if match else None
+    return int(match[1]) if (match := pattern.fullmatch(key)) else None
 
 
 def manifest(key: str) -> str:
@@ -161,6 +131,16 @@ def fork_json(run: str) -> str:
     return _of_run(run, "fork.json")
 
 
+def pinned_datasets_prefix(run: str) -> str:
+    """Prefix of the records of which version a run uses of each dataset that its config names without a version."""
+    return f"{_of_run(run, 'datasets')}/"
+
+
+def pinned_dataset(run: str, name: str, version: str, use: str) -> str:
+    """Key of the record of one dataset. `version` is what the config says: the beginning of a version, or nothing."""
+    return f"{pinned_datasets_prefix(run)}{validate_name(name)}@{version}.{validate_name(use)}.json"
+
+
 def run_of(key: str) -> str | None:
     """Returns the run that the object at `key` belongs to, or None."""
     return match[1] if (match := _RUN_OBJECT.match(key)) else None
@@ -178,6 +158,10 @@ def leases_prefix(run: str) -> str:
 
 def lease(run: str, epoch: int) -> str:
     return f"{leases_prefix(run)}{format_number(epoch)}.json"
+
+
+def deletion(run: str) -> str:
+    return f"{leases_prefix(run)}deleting.json"
 
 
 def lease_release(run: str, epoch: int) -> str:
@@ -319,8 +303,7 @@ def checkpoint_step(key: str) -> int | None:
 
 def checkpoint_chain(checkpoint_key: str) -> tuple[str, str, str]:
     """Returns (run, stage, model) for a checkpoint's logical key. Raises InvalidKey."""
-    match = _CHECKPOINT_KEY.fullmatch(checkpoint_key)
-    if not match:
+    if not (match := _CHECKPOINT_KEY.fullmatch(checkpoint_key)):
         raise InvalidKey(f"{checkpoint_key[:200]!r} is not the key of a checkpoint")
     return match[1], match[2], match[3]
 
@@ -328,6 +311,11 @@ def checkpoint_chain(checkpoint_key: str) -> tuple[str, str, str]:
 def evaluation(run: str, stage: str, name: str) -> str:
     """Logical key of an evaluation."""
     return f"{stage_prefix(run, stage)}evaluations/{validate_name(name)}"
+
+
+def datasets_prefix(name: str | None = None) -> str:
+    """Prefix of all datasets, or of the versions of one."""
+    return "datasets/" if name is None else f"datasets/{validate_name(name)}/"
 
 
 def dataset(key: str, version: str) -> str:
@@ -341,6 +329,16 @@ def dataset_of(key: str) -> tuple[str, str]:
     if area != "datasets" or len(names) != 3:
         raise InvalidKey(f"{key[:200]!r} is not the key of a dataset")
     return names[0], names[1]
+
+
+def seen_file(digest: str) -> str:
+    """Key of the record of a file that was read for a dataset. `digest` is that of its machine and path."""
+    return f"files/seen/{_validate_sha256(digest)}.json"
+
+
+def loaded_files(digest: str) -> str:
+    """Key of the record of the dataset that was made of some files. `digest` is that of their contents."""
+    return f"files/loaded/{_validate_sha256(digest)}.json"
 
 
 # -- registered models and uploads ---------------------------------------------------------------------------
@@ -388,12 +386,15 @@ def model_note(key: str, kind: Literal["decisions", "cards"], decision: str) -> 
 
 def alias_of(key: str) -> tuple[str, str] | None:
     """Returns (model, alias) for the key of an entry of an alias's log, and None for any other key."""
-    match = _ALIAS.fullmatch(key)
-    return (match[1], match[2]) if match else None
+    return (match[1], match[2]) if (match := _ALIAS.fullmatch(key)) else None
 
 
 def upload(name: str, digest: str) -> str:
     """Logical key of a model folder that a client uploads for import. The engine deletes it afterwards."""
+    return f"uploads/{validate_name(name)}/{_validate_sha256(digest)}"
+
+
+def _validate_sha256(digest: str) -> str:
     if not _SHA256.fullmatch(digest):
-        raise InvalidKey(f"{digest[:80]!r} is not a digest of an upload; give the 64 hex digits of its sha256")
-    return f"uploads/{validate_name(name)}/{digest}"
+        raise InvalidKey(f"{digest[:80]!r} is not a digest; give the 64 hex digits of a sha256")
+    return digest

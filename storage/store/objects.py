@@ -15,7 +15,8 @@ from storage.errors import CorruptArtifact, ObjectNotFound, StorageFull, Transie
 from storage.store.backends.local import LocalBackend
 from storage.store.backends.memory import MemoryBackend
 from storage.store.backends.protocol import HIDDEN_PREFIX, Backend, Leftover, ObjectInfo, PutResult
-from storage.store.keys import parse_number, validate_key, validate_name, validate_prefix
+from storage.store.key_syntax import validate_key, validate_prefix
+from storage.store.keys import parse_number, validate_name
 from storage.store.retry import RetryPolicy, with_retries
 
 __all__ = ["Leftover", "ObjectInfo", "ObjectStore", "PutResult", "list_numbers", "open_store", "read_json"]

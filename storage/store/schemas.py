@@ -8,7 +8,8 @@ import pyarrow as pa
 
 from storage.errors import SchemaMismatch
 
-_LISTS_INT, _LISTS_FLOAT, _LISTS_DOUBLE = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.list_(pa.float64())
+_LISTS_INT, _LISTS_BOOL = pa.list_(pa.int32()), pa.list_(pa.bool_())
+_LISTS_FLOAT, _LISTS_DOUBLE = pa.list_(pa.float32()), pa.list_(pa.float64())
 
 
 def _schema(*required: tuple[str, pa.DataType], nullable: Sequence[tuple[str, pa.DataType]] = ()) -> pa.Schema:
@@ -45,8 +46,8 @@ SCHEMAS: dict[str, pa.Schema] = {
         ("completion", pa.int32()),  # index of the episode among those of its prompt
         ("segment", pa.int32()),
         ("token_ids", _LISTS_INT),
-        ("weights", _LISTS_FLOAT),  # above 0: sampled in this segment
-        ("logprobs", _LISTS_FLOAT),  # under the sampler, one per token with a weight above 0
+        ("loss_mask", _LISTS_BOOL),  # true: sampled in this segment
+        ("logprobs", _LISTS_FLOAT),  # under the sampler, one per sampled token
         ("first_turn", pa.int32()),  # index of the segment's first assistant turn in the episode
         ("turn_tokens", _LISTS_INT),  # number of sampled tokens in each turn of this segment
         ("graded_turns", _LISTS_INT),  # indices of the turns that have a grade; `grades` has one value for each
@@ -72,7 +73,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         ("group", pa.string()),
         ("completion", pa.int32()),
         ("token_ids", _LISTS_INT),
-        ("weights", _LISTS_FLOAT),  # one per token; above 0: trained
+        ("loss_mask", _LISTS_BOOL),  # one per token; true: trained
         nullable=[
             ("advantages", _LISTS_FLOAT),  # this and the next three: one per trained token
             ("old_logprobs", _LISTS_FLOAT),

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from pydantic import JsonValue
 
 from storage.errors import CorruptArtifact, SchemaMismatch, StorageError
-from storage.serialization import digest_file
+from storage.serialization import digest, digest_file
 from storage.store.artifacts import (
     ArtifactRef,
     FileEntry,
@@ -33,6 +33,7 @@ from storage.store.artifacts import (
 )
 from storage.store.backends.local_errors import storage_error_of
 from storage.store.objects import ObjectStore
+from storage.store.recent_tables import KINDS, MAX_BYTES, RECENT, table_key
 from storage.store.schemas import OPTIONAL, SCHEMAS, table_schema
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "commit_table",
     "conform_table",
     "read_rows",
+    "read_step_table",
     "read_table",
     "table_schema",
 ]
@@ -71,10 +73,15 @@ def commit_table(
     buffer = io.BytesIO()
     with _parquet_writer(buffer, table.schema) as writer:
         _write_groups(writer, table)
-    return commit_bytes(
-        store, key, buffer.getvalue(), kind=kind, suffix=".parquet", rows=table.num_rows, parents=parents,
+    data = buffer.getvalue()
+    ref = commit_bytes(
+        store, key, data, kind=kind, suffix=".parquet", rows=table.num_rows, parents=parents,
         provenance=provenance, extra=extra,
     )  # fmt: skip
+    # another writer may have committed other rows first
+    if kind in KINDS and ref.sha256 == digest(data):
+        RECENT.add(store, ref, table)
+    return ref
 
 
 def read_table(store: ObjectStore, ref: ArtifactRef, columns: Sequence[str] | None = None) -> pa.Table:
@@ -85,14 +92,17 @@ def read_table(store: ObjectStore, ref: ArtifactRef, columns: Sequence[str] | No
     data = read_bytes(store, ref)
     try:
         file = pq.ParquetFile(pa.BufferReader(data))
-        # a table without an optional column is valid
-        if columns is not None and ref.kind in OPTIONAL:
-            absent = set(OPTIONAL[ref.kind].names) - set(file.schema_arrow.names)
-            columns = [name for name in columns if name not in absent]
-        _check_columns(file, columns, ref)
-        return file.read(columns=None if columns is None else list(columns))
+        return file.read(columns=_present_columns(columns, file.schema_arrow.names, ref))
     except (pa.ArrowException, OSError) as error:
         raise CorruptArtifact(f"{ref.key} is no readable Parquet file: {error}") from error
+
+
+def read_step_table(store: ObjectStore, ref: ArtifactRef, columns: Sequence[str] | None = None) -> pa.Table:
+    """Like read_table, but without a request to the store if this process committed the table a short time ago."""
+    table = RECENT.find(store, ref)
+    if table is None:
+        return read_table(store, ref, columns)
+    return table.select(_present_columns(columns, table.column_names, ref) or table.column_names)
 
 
 class TableWriter:
@@ -117,6 +127,8 @@ class TableWriter:
         self._finished = False
         self._pending: list[pa.Table] = []
         self._pending_rows = 0
+        self._recent: list[pa.Table] | None = [] if kind in KINDS else None
+        """The rows so far, until they are more than RECENT keeps."""
 
     def __enter__(self) -> TableWriter:
         return self
@@ -135,7 +147,11 @@ class TableWriter:
         # the first rows decide which optional columns the table has
         if not self.rows:
             self._schema = table.schema
-        self._pending.append(_with_schema(table, self._schema, self.kind))
+        table = _with_schema(table, self._schema, self.kind)
+        if self._recent is not None:
+            fits = sum(kept.nbytes for kept in (*self._recent, table)) <= MAX_BYTES
+            self._recent = [*self._recent, table] if fits else None
+        self._pending.append(table)
         self._pending_rows += table.num_rows
         self.rows += table.num_rows
         # write all complete row groups; the rest waits for more rows
@@ -160,11 +176,14 @@ class TableWriter:
         extra: Mapping[str, JsonValue] | None = None,
     ) -> ArtifactRef:
         """Commits the rows that were written. The local file is removed."""
+        sha256 = self.digest() if self._recent else None
         self._finish()
         ref = commit_file(
             store, key, self.path, kind=self.kind, suffix=".parquet", rows=self.rows, parents=parents,
             provenance=provenance, extra=extra,
         )  # fmt: skip
+        if self._recent and ref.sha256 == sha256:
+            RECENT.add(store, ref, pa.concat_tables(self._recent))
         self.close()
         return ref
 
@@ -276,7 +295,7 @@ class _ReaderKey:
 
     def __init__(self, store: ObjectStore, ref: ArtifactRef) -> None:
         self.store, self.ref = store, ref
-        self.name = (store.url, ref.key, ref.sha256)
+        self.name = table_key(store, ref)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _ReaderKey) and self.name == other.name
@@ -369,6 +388,11 @@ def _write_groups(writer: pq.ParquetWriter, table: pa.Table) -> None:
         writer.write_table(table.slice(start, ROW_GROUP).combine_chunks(), row_group_size=ROW_GROUP)
 
 
-def _check_columns(file: pq.ParquetFile, columns: Sequence[str] | None, ref: ArtifactRef) -> None:
-    if missing := set(columns or ()) - set(file.schema_arrow.names):
-        raise SchemaMismatch(f"{ref.key} has no column {sorted(missing)}; it has {file.schema_arrow.names}")
+def _present_columns(columns: Sequence[str] | None, present: list[str], ref: ArtifactRef) -> list[str] | None:
+    """`columns` without the OPTIONAL ones that the table does not have; None for all columns."""
+    if columns is None:
+        return None
+    optional = set(OPTIONAL[ref.kind].names) if ref.kind in OPTIONAL else set()
+    if missing := set(columns) - set(present) - optional:
+        raise SchemaMismatch(f"{ref.key} has no column {sorted(missing)}; it has {present}")
+    return [name for name in columns if name in present]

@@ -23,11 +23,11 @@ class Grades:
     """
 
     def __init__(self, table: pa.Table) -> None:
-        self._prompts = _in_one_chunk(table.column("prompt_id"))
-        self._completions = _in_one_chunk(table.column("completion"))
+        self._prompts = table.column("prompt_id").combine_chunks()
+        self._completions = table.column("completion").combine_chunks()
         valid = pc.equal(table.column("status"), "ok")
         rewards = pc.if_else(valid, table.column("reward"), pa.scalar(None, pa.float64()))
-        self.rewards: pa.Array = _in_one_chunk(rewards)
+        self.rewards: pa.Array = rewards.combine_chunks()
         """Null where the grade is masked or ignored."""
         self.rewards_after_penalty_N = self.rewards.to_numpy(zero_copy_only=False).astype(np.float64)
         """The rewards minus the penalties, from which advantages are computed; NaN where there is no reward."""
@@ -65,13 +65,13 @@ class Grades:
         empty, masked or without a grade. None if the rows from `start` are not the grades of this shard."""
         # The grades must be in the same order as the rollouts: a wrong order would train on the rewards of others.
         part = slice(start, start + rollouts.num_rows)
-        same_prompts = self._prompts[part].equals(_in_one_chunk(rollouts.column("prompt_id")))
-        same_completions = self._completions[part].equals(_in_one_chunk(rollouts.column("completion")))
+        same_prompts = self._prompts[part].equals(rollouts.column("prompt_id").combine_chunks())
+        same_completions = self._completions[part].equals(rollouts.column("completion").combine_chunks())
         if not same_prompts or not same_completions:
             return None
 
         # Choose the rows that are trained.
-        has_tokens_N = _lengths(_in_one_chunk(rollouts.column("completion_ids"))) > 0
+        has_tokens_N = _lengths(rollouts.column("completion_ids").combine_chunks()) > 0
         trained_N = has_tokens_N & ~np.isnan(self.rewards_after_penalty_N[part]) & ~self.masked_N[part]
         self._in_batch_N[part] = trained_N
         mask = pa.array(trained_N)
@@ -99,24 +99,24 @@ def group_advantages(prompts_N: pa.Array, rewards_N: Rewards, estimator: str) ->
 
 
 def batch_columns(rollouts: pa.Table, advantages_N: np.ndarray, rewards_N: pa.Array) -> dict[str, pa.Array]:
-    """The columns of a batch without the trainer's logprobs. Prompt and completion become one sequence, with weight 1
-    on the tokens of the completion. All rows of `rollouts` are trained."""
-    prompts = _in_one_chunk(rollouts.column("prompt_ids"))
-    completions = _in_one_chunk(rollouts.column("completion_ids"))
+    """The columns of a batch without the trainer's logprobs. Prompt and completion become one sequence, whose trained
+    tokens are those of the completion. All rows of `rollouts` are trained."""
+    prompts = rollouts.column("prompt_ids").combine_chunks()
+    completions = rollouts.column("completion_ids").combine_chunks()
     token_ids_T, from_completion_T, offsets = _concatenate_rows(prompts, completions)
     lengths_N = _lengths(completions)
     columns = {
-        "group": _in_one_chunk(rollouts.column("prompt_id")),
-        "completion": _in_one_chunk(rollouts.column("completion")),
+        "group": rollouts.column("prompt_id").combine_chunks(),
+        "completion": rollouts.column("completion").combine_chunks(),
         "token_ids": _lists(offsets, token_ids_T, pa.int32()),
-        "weights": _lists(offsets, from_completion_T.astype(np.float32), pa.float32()),
+        "loss_mask": _lists(offsets, from_completion_T, pa.bool_()),
         "advantages": _lists(_offsets(lengths_N), np.repeat(advantages_N, lengths_N), pa.float32()),
-        "sampler_logprobs": _in_one_chunk(rollouts.column("logprobs")),
+        "sampler_logprobs": rollouts.column("logprobs").combine_chunks(),
         "reward": rewards_N,
     }
     if "images" in rollouts.column_names:
         # Images are in the prompt, so their positions are the same in the whole sequence.
-        columns["images"] = _in_one_chunk(rollouts.column("images"))
+        columns["images"] = rollouts.column("images").combine_chunks()
     return columns
 
 
@@ -143,7 +143,7 @@ def with_token_column(table: pa.Table, name: str, values_T: np.ndarray) -> pa.Ta
 
 def trained_lengths(table: pa.Table) -> np.ndarray:
     """int64 [N]: number of trained tokens of each row."""
-    return _lengths(_in_one_chunk(table["advantages"]))
+    return _lengths(table["advantages"].combine_chunks())
 
 
 def gap_to_reference(table: pa.Table, column: str) -> np.ndarray:
@@ -191,13 +191,9 @@ def _group_numbers(prompts_N: pa.Array) -> np.ndarray:
     return prompts_N.dictionary_encode().indices.to_numpy(zero_copy_only=False)
 
 
-def _in_one_chunk(column: pa.ChunkedArray) -> pa.Array:
-    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-
-
 def _token_values(table: pa.Table, column: str) -> np.ndarray:
     """float64 [T]: the values of a list column, all rows one after the other."""
-    return _flatten(_in_one_chunk(table[column])).astype(np.float64)
+    return _flatten(table[column].combine_chunks()).astype(np.float64)
 
 
 def _lengths(lists: pa.ListArray) -> np.ndarray:

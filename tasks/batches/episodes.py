@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from engine.errors import BadSpec
+from engine.models.token_arrays import rows_of_lists
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef, require_parent
@@ -26,7 +27,10 @@ from tasks.reports.clock import timed
 from tasks.sampling.shards import read_tables
 from tasks.sampling.trajectories import Trajectory, read_trajectories
 
-_COLUMNS = ("group", "completion", "token_ids", "weights", "advantages", "sampler_logprobs", "reward")
+_COLUMNS = ("group", "completion", "token_ids", "loss_mask", "advantages", "sampler_logprobs", "reward")
+_ROW_COLUMNS = ("prompt_id", "completion", "first_turn", "turn_tokens")
+_TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs")
+"""Columns of trajectories that a batch needs: those with a value per row or turn, and those with one per token."""
 
 
 class NotOneGrade(BadSpec):
@@ -89,8 +93,9 @@ def check_graded(has_rows: bool, finished: int, step: int) -> None:
     """Raises BadSpec if no trajectory of a step is left to train."""
     if not has_rows:
         raise BadSpec(
-            f"step {step} has no graded trajectory: none of the {finished} finished trajectories has a grade; look at "
-            "the reasons in the step's trajectories table, and grade episodes that a limit ends in Environment.on_limit"
+            f"step {step + 1} has no graded trajectory: none of the {finished} finished trajectories has a grade; look "
+            "at the reasons in the step's trajectories table, and grade episodes that a limit ends in "
+            "Environment.on_limit"
         )
 
 
@@ -170,9 +175,13 @@ def graded_chunks(
     shards in order, about CHUNK_TOKENS at a time. The segments of a trajectory are adjacent and in order."""
     rows: list[dict[str, Any]] = []
     tokens = 0
-    columns = ["prompt_id", "completion", "token_ids", "weights", "logprobs", "first_turn", "turn_tokens"]
-    for table in read_tables(store, refs, columns):
-        for row in table.to_pylist():
+    for table in read_tables(store, refs, (*_ROW_COLUMNS, *_TOKEN_COLUMNS)):
+        # The columns with a value per token stay arrays.
+        table_rows = table.select(_ROW_COLUMNS).to_pylist()
+        for column in _TOKEN_COLUMNS:
+            for row, values in zip(table_rows, rows_of_lists(table[column]), strict=True):
+                row[column] = values
+        for row in table_rows:
             # Leave out masked and ignored episodes, and segments without a sampled token.
             name = row["prompt_id"], row["completion"]
             if name not in advantages or not row["turn_tokens"]:
@@ -188,16 +197,15 @@ def graded_chunks(
 
 def _batch_row(row: Mapping[str, Any], advantages: Sequence[float], reward: float) -> dict[str, Any]:
     """The batch row of a segment. The trained tokens of a turn have the advantage of the turn."""
-    # The segment has the turns from `first_turn` on; zip stops at its last turn.
-    token_advantages: list[float] = []
-    for advantage, tokens in zip(advantages[row["first_turn"] :], row["turn_tokens"], strict=False):
-        token_advantages += [advantage] * tokens
+    # The segment has the turns from `first_turn` on, one per entry of `turn_tokens`.
+    turns = len(row["turn_tokens"])
+    turn_advantages = advantages[row["first_turn"] :][:turns]
     return {
         "group": row["prompt_id"],
         "completion": row["completion"],
         "token_ids": row["token_ids"],
-        "weights": row["weights"],
-        "advantages": token_advantages,
+        "loss_mask": row["loss_mask"],
+        "advantages": np.repeat(np.array(turn_advantages), row["turn_tokens"]),
         "sampler_logprobs": row["logprobs"],
         "reward": reward,
     }

@@ -53,8 +53,8 @@ async def pair_batch(
     def pair_rows(record: Row, group: str, renderer: Renderer) -> list[Row]:
         # A scalar model has no reference, and scores the whole conversation at its last token.
         score_whole = reference is None
-        chosen = _batch_row(renderer, record["chosen"], group, 0, score_whole=score_whole)
-        rejected = _batch_row(renderer, record["rejected"], group, 1, score_whole=score_whole)
+        threads = [record["chosen"], record["rejected"]]
+        chosen, rejected = _batch_rows(renderer, threads, group, score_whole=score_whole)
         return [chosen | {"preferred": True}, rejected | {"preferred": False}]
 
     return await _committed_batch(
@@ -78,7 +78,7 @@ async def rating_batch(
 
     def thread_row(record: Row, group: str, renderer: Renderer) -> list[Row]:
         rating = rating_of(workspace.open_store(), dataset, record)
-        row = _batch_row(renderer, record["thread"], group, 0, score_whole=True)
+        (row,) = _batch_rows(renderer, [record["thread"]], group, score_whole=True)
         return [row | {"returns": [rating], "reward": rating}]
 
     return await _committed_batch(
@@ -186,10 +186,11 @@ def _packed_tokens(unit: list[Row]) -> int:
     """Tokens of the rows in one forward pass, which computes their common beginning once."""
     sequences = [row["token_ids"] for row in unit]
     # The last token of the shortest sequence is never shared, so that each sequence has a token of its own.
-    longest_shared = min(len(tokens) for tokens in sequences) - 1
-    shared = 0
-    while shared < longest_shared and len({tokens[shared] for tokens in sequences}) == 1:
-        shared += 1
+    shared = min(len(tokens) for tokens in sequences) - 1
+    for tokens in sequences:
+        differs = tokens[:shared] != sequences[0][:shared]
+        if differs.any():
+            shared = int(differs.argmax())
     return sum(len(tokens) for tokens in sequences) - shared * (len(sequences) - 1)
 
 
@@ -202,14 +203,18 @@ def _group_names(records: Sequence[Row], row_numbers: list[int]) -> list[str]:
     return groups
 
 
-def _batch_row(renderer: Renderer, thread_json: str, group: str, number: int, *, score_whole: bool) -> Row:
-    tokenized = renderer.tokenize(StringThread.from_json(thread_json))
-    # Models with a scalar head take no images; `serialize` raises an error for them.
-    if score_whole:
-        sequence = last_token_sequence(renderer.serialize(tokenized)[0], end=renderer.tokenizer.eos_token_ids[0])
-    else:
-        sequence = renderer.sequence(tokenized)
-    return sequence_row(renderer, sequence, group, completion=number)
+def _batch_rows(renderer: Renderer, threads_json: list[str], group: str, *, score_whole: bool) -> list[Row]:
+    """The batch rows of the conversations of one dataset row."""
+    threads = [StringThread.from_json(thread_json) for thread_json in threads_json]
+    rows = []
+    for number, tokenized in enumerate(renderer.tokenize_all(threads)):
+        # Models with a scalar head take no images; `serialize` raises an error for them.
+        if score_whole:
+            sequence = last_token_sequence(renderer.serialize(tokenized)[0], end=renderer.tokenizer.eos_token_ids[0])
+        else:
+            sequence = renderer.sequence(tokenized)
+        rows.append(sequence_row(renderer, sequence, group, completion=number))
+    return rows
 
 
 def _chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
@@ -230,7 +235,7 @@ async def _add_reference_logprobs(workspace: Workspace, reference: PolicyRef, ro
     sequences = []
     for row in rows:
         images = images_from_rows(row.get("images"))
-        sequences.append(TokenSequence(row["token_ids"], row["weights"], row["group"], images))
+        sequences.append(TokenSequence(row["token_ids"], row["loss_mask"], row["group"], images))
     with timed("train"):
         request = LogprobsRequest(reference, sequences, max_tokens=workspace.max_tokens)
         logprobs = await workspace.connect().logprobs(request, epoch=workspace.epoch)

@@ -8,21 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import JsonValue
+from pydantic import JsonValue, model_validator
 
 from engine.errors import BadSpec, PermanentEngineError
 from engine.models.images import images_from_rows, images_to_rows
+from engine.models.token_arrays import rows_of_lists
 from engine.protocol import LogprobsRequest, TokenSequence
 from engine.text.rendering import Renderer
 from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
-from storage.chain.records import OldLogprobs, PolicyRef
+from storage.chain.records import PolicyRef, StepOldLogprobs
 from storage.serialization import Frozen
 from storage.store.artifacts import ArtifactRef, require_parent
 from storage.store.objects import ObjectStore
@@ -58,7 +59,8 @@ class BatchPlan(Frozen):
     reference: PolicyRef | None
     """The policy whose logprobs the KL term compares with; None if the coefficient of the KL term is 0."""
     advantage_estimator: AdvantageEstimator = "group"
-    old_logprobs: OldLogprobs = "trainer"
+    old_logprobs: StepOldLogprobs = "trainer"
+    """Where the step takes the old logprobs from. Only with "trainer", the engine computes them for the batch."""
     temperature: float = 1.0
     reward_kl: RewardKL | None = None
     """A KL penalty that is subtracted from the reward; it needs `reference`."""
@@ -68,6 +70,12 @@ class BatchPlan(Frozen):
     drop_equal_groups: bool = False
     max_staleness: int = 0
     """How many steps older than the trained policy the sampling policy may be."""
+
+    @model_validator(mode="after")
+    def _penalty_has_logprobs(self) -> Self:
+        if self.reward_kl is not None and self.old_logprobs == "forward":
+            raise ValueError("reward_kl needs the old logprobs before the step; use old_logprobs='trainer'")
+        return self
 
     @property
     def rules(self) -> dict[str, JsonValue]:
@@ -206,7 +214,7 @@ def with_batch_advantages(table: pa.Table, grades: Grades, plan: BatchPlan) -> t
     return with_token_column(table, "advantages", advantages_T), extra
 
 
-def kl_per_token(table: pa.Table, reward_kl: RewardKL, old_logprobs: OldLogprobs) -> np.ndarray:
+def kl_per_token(table: pa.Table, reward_kl: RewardKL, old_logprobs: StepOldLogprobs) -> np.ndarray:
     """(T,) float64: the KL to the reference at each trained token, in nats, by the estimator of `reward_kl`."""
     old_column = "old_logprobs" if old_logprobs == "trainer" else "sampler_logprobs"
     return KL_OF_GAP[reward_kl.estimator](gap_to_reference(table, old_column))
@@ -282,13 +290,13 @@ async def score_shards(
 def sequences_of(table: pa.Table | Mapping[str, pa.Array]) -> list[TokenSequence]:
     """The rows of a batch in the form in which the engine scores them."""
     names = table.column_names if isinstance(table, pa.Table) else table
-    token_ids = table["token_ids"].to_pylist()
-    weights = table["weights"].to_pylist()
+    token_ids = rows_of_lists(table["token_ids"])
+    loss_masks = rows_of_lists(table["loss_mask"])
     groups = table["group"].to_pylist()
     images = table["images"].to_pylist() if "images" in names else [None] * len(token_ids)
     sequences = []
-    for row_ids, row_weights, group, row_images in zip(token_ids, weights, groups, images, strict=True):
-        sequences.append(TokenSequence(row_ids, row_weights, group, images_from_rows(row_images)))
+    for row_ids, loss_mask, group, row_images in zip(token_ids, loss_masks, groups, images, strict=True):
+        sequences.append(TokenSequence(row_ids, loss_mask, group, images_from_rows(row_images)))
     return sequences
 
 
@@ -328,27 +336,25 @@ async def sft_batch(
     renderer = renderer_of(store, base)
     limit = lengths.limit(workspace, base)
     table_rows, truncated, dropped = [], 0, 0
-    for record in records:
-        whole = renderer.sequence(renderer.tokenize(StringThread.from_json(record["thread"])))
+    threads = [StringThread.from_json(record["thread"]) for record in records]
+    for record, tokenized in zip(records, renderer.tokenize_all(threads), strict=True):
+        whole = renderer.sequence(tokenized)
         sequence = cut(whole, lengths, limit, name=partial(row_name, store, dataset, record["index"]))
         if sequence is None:
             dropped += 1
             continue
         truncated += sequence is not whole
         table_rows.append(sequence_row(renderer, sequence, record["id"]))
-    if not any(max(row["weights"], default=0.0) > 0 for row in table_rows):
+    if not any(row["loss_mask"].any() for row in table_rows):
         raise BadSpec(
             f"step {step + 1}: none of its {len(rows)} rows, such as {row_name(store, dataset, rows[0])}, has an "
             "assistant turn to train on" + _why_nothing(truncated, dropped)
         )
 
-    # The manifest names only counts above zero.
     schema = table_schema("batch", ["images"] if renderer.tokenizer.images else [])
-    extra: dict[str, JsonValue] = {"prompts": len({row["group"] for row in table_rows}), "logprob_gap": None}
-    if truncated:
-        extra["cut"] = truncated
-    if dropped:
-        extra["dropped"] = dropped
+    # The manifest names only counts above zero.
+    lost = {name: count for name, count in (("cut", truncated), ("dropped", dropped)) if count}
+    extra: dict[str, JsonValue] = {"prompts": len({row["group"] for row in table_rows}), "logprob_gap": None, **lost}
     with timed("storage"):
         committed = commit_table(
             store,
@@ -365,7 +371,8 @@ async def sft_batch(
 def sequence_row(renderer: Renderer, sequence: TokenSequence, group: str, *, completion: int = 0) -> dict[str, Any]:
     """The batch row of a tokenised conversation. If the model takes images, the row has the column `images`, too."""
     row: dict[str, Any] = dict.fromkeys(SCHEMAS["batch"].names)
-    row |= {"group": group, "completion": completion, "token_ids": sequence.token_ids, "weights": sequence.weights}
+    row |= {"group": group, "completion": completion}
+    row |= {"token_ids": sequence.token_ids, "loss_mask": sequence.loss_mask}
     if renderer.tokenizer.images:
         row["images"] = images_to_rows(sequence.images)
     return row

@@ -81,4 +81,6 @@ def cut(
         )
     # left keeps the last tokens, right keeps the first ones
     part = slice(length - limit, None) if plan.truncation == "left" else slice(limit)
-    return replace(sequence, token_ids=sequence.token_ids[part], weights=[0.0, *sequence.weights[part][1:]])
+    loss_mask = sequence.loss_mask[part].copy()
+    loss_mask[0] = False
+    return replace(sequence, token_ids=sequence.token_ids[part], loss_mask=loss_mask)

@@ -4,9 +4,9 @@ Reading the rows from files is the job of `tasks.datasets.read`.
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.text.errors import TextError, ThreadError
 from engine.text.fragments import ImageFragment, TextFragment
@@ -25,8 +25,7 @@ RawTurn = tuple[str, str | tuple[TextFragment | ImageFragment, ...]]
 """(role, content) of a turn whose thread is not built yet."""
 
 
-@dataclass(frozen=True)
-class RowLocation:
+class RowLocation(NamedTuple):
     """The source of a row (a file, or the import path of a user's code) and the row's number, from 1."""
 
     source: str
@@ -37,8 +36,24 @@ class RowLocation:
         return BadRow(self.source, self.row, column, given=given, expected=expected, todo=todo)
 
 
+class Conversation(NamedTuple):
+    """The checked content of a row whose thread is not built yet."""
+
+    turns: list[RawTurn]
+    metadata: dict[str, Any]
+    first_trained_turn: int | None
+    """Index of the first turn that can be trained. None for prompts, which have default weights."""
+
+
 def thread_from_row(values: dict[str, Any], location: RowLocation, spec: RowsDataset, kind: DatasetUse) -> StringThread:
-    """Convert a row to a thread. Raises BadRow.
+    """Convert a row to a thread. Raises BadRow. See `conversation_from_row`."""
+    return thread_of(conversation_from_row(values, location, spec, kind), location, kind)
+
+
+def conversation_from_row(
+    values: dict[str, Any], location: RowLocation, spec: RowsDataset, kind: DatasetUse
+) -> Conversation:
+    """Read the turns and the metadata of a row. Raises BadRow.
 
     kind prompt: the last turn must not be the assistant's. kind completion: it must be, and the trained assistant turns
     have weight 1: those of the completion column or, in the messages layout, all assistant turns. kind rating: as
@@ -58,26 +73,30 @@ def thread_from_row(values: dict[str, Any], location: RowLocation, spec: RowsDat
             turns = turns + answer_turns(values, column_of("completion", spec), location)
     # Another turn at the beginning moves the first trained turn.
     if spec.system_prompt and turns[0][0] != "system":
-        turns = [("system", spec.system_prompt), *turns]
+        turns = [("system", _text(spec.system_prompt, "system_prompt", location)), *turns]
         first_trained_turn += 1
-
-    # Build the thread and check it against the use of the dataset.
     _check_last_turn(turns, location, kind)
+    return Conversation(turns, metadata, first_trained_turn if has_answer else None)
+
+
+def thread_of(conversation: Conversation, location: RowLocation, kind: DatasetUse) -> StringThread:
+    """Build the thread of a conversation. Raises BadRow."""
     try:
-        thread = StringThread(turns=turns, metadata=metadata)
+        thread = StringThread(turns=conversation.turns, metadata=conversation.metadata)
     except ThreadError as error:
         raise location.bad_row(
             None, given="values that make no thread", expected="a conversation", todo=str(error)
         ) from error
     if kind == "rating":
-        check_rating(thread, location)
-    return thread.with_weight_assistant_turns_from_index(first_trained_turn) if has_answer else thread
+        check_rating(thread.metadata, location)
+    first_trained_turn = conversation.first_trained_turn
+    return thread if first_trained_turn is None else thread.with_weight_assistant_turns_from_index(first_trained_turn)
 
 
-def check_rating(thread: StringThread, location: RowLocation) -> None:
-    """Raise BadRow if the thread's metadata has no number `res`, the target of a reward model."""
+def check_rating(metadata: Mapping[str, Any], location: RowLocation) -> None:
+    """Raise BadRow if the metadata of a thread has no number `res`, the target of a reward model."""
     # In Python a bool is an int, but it is no rating.
-    rating = thread.metadata.get("res")
+    rating = metadata.get("res")
     if isinstance(rating, bool) or not isinstance(rating, int | float) or abs(rating) > LARGEST_REWARD:
         raise location.bad_row(
             "metadata.res",
@@ -235,7 +254,8 @@ def metadata_of(values: dict[str, Any], location: RowLocation, spec: RowsDataset
     if not isinstance(value, dict):
         raise location.bad_row(column, given=_shown(value), expected="an object, or a text that holds a JSON object")
     metadata = dict(value)
-    _check_json(metadata, column, location)
+    if metadata:
+        _check_json(metadata, column, location)
 
     # Add the further columns.
     for name in spec.metadata_columns:

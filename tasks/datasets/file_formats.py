@@ -16,6 +16,17 @@ MAX_LINE_BYTES = 64 * 2**20
 PARQUET_BATCH_ROWS = 512
 """Rows of a Parquet file that are in memory at a time."""
 
+
+class _NotInJSON(Exception):
+    """Raised for a number that Python's parser accepts and JSON does not have: NaN and the infinities."""
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise _NotInJSON(constant)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 
 
@@ -45,6 +56,16 @@ def format_of(file: Path, declared: str) -> str:
             f"Declare the format with format='jsonl' (one JSON object per line) or format='parquet'."
         )
     return SUFFIXES[file.suffix]
+
+
+def column_names(file: Path, file_format: str) -> set[str]:
+    """The columns of a Parquet file, or of the first row of JSON lines. Raises DatasetError, BadRow."""
+    if file_format == "parquet":
+        with _open_parquet(file) as parquet:
+            return set(parquet.schema_arrow.names)
+    for row, line in json_lines(file):
+        return set(parse_json_line(str(file), row, line))
+    return set()
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, bytes]]:
@@ -87,12 +108,11 @@ def parse_json_line(source: str, row: int, line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise bad(f"bytes that are not UTF-8 (at byte {error.start})", "UTF-8 text") from error
 
-    # Parse it. Python's parser accepts NaN and Infinity, which are not JSON.
-    def refuse_constant(constant: str) -> NoReturn:
-        raise bad(f"the number {constant}", "JSON, which has no NaN and no infinity", "Use null.")
-
+    # Parse it.
     try:
-        value = json.loads(text, parse_constant=refuse_constant)
+        value = _DECODER.decode(text)
+    except _NotInJSON as error:
+        raise bad(f"the number {error}", "JSON, which has no NaN and no infinity", "Use null.") from error
     except (ValueError, RecursionError) as error:
         shown = text.strip()[:60]
         raise bad(f"{shown!r}, not JSON ({error})", "one whole JSON object on each line") from error
@@ -103,18 +123,21 @@ def parse_json_line(source: str, row: int, line: bytes) -> dict[str, Any]:
     return value
 
 
+def _open_parquet(file: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(file)
+    except pa.ArrowException as error:
+        raise DatasetError(f"{file}: given a file that is not Parquet ({error}); expected a Parquet file") from error
+
+
 def parquet_rows(
     file: Path, *, columns: set[str], required: set[str], any_of: set[str]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row number from 1, values of the row). Only `columns` are read.
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield (row number from 1, number of rows of the file, values of the row). Only `columns` are read.
 
     Raises DatasetError if the file is not Parquet, lacks one of the `required` columns, or has none of `any_of`.
     """
-    try:
-        parquet = pq.ParquetFile(file)
-    except pa.ArrowException as error:
-        raise DatasetError(f"{file}: given a file that is not Parquet ({error}); expected a Parquet file") from error
-    with parquet:
+    with _open_parquet(file) as parquet:
         # Check the schema before any row is read.
         present = parquet.schema_arrow.names
         missing = sorted(required - set(present))
@@ -127,12 +150,12 @@ def parquet_rows(
             )
 
         # Stream the rows, a batch at a time.
-        number = 0
+        number, rows = 0, parquet.metadata.num_rows
         present_columns = [name for name in present if name in columns]
         try:
             for batch in parquet.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=present_columns):
                 for values in batch.to_pylist():
                     number += 1
-                    yield number, values
+                    yield number, rows, values
         except (pa.ArrowException, OSError) as error:
             raise DatasetError(f"{file}: cannot be read after row {number} ({error}); the file is damaged") from error

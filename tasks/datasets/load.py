@@ -6,23 +6,28 @@ visible as a whole at the end. Loading the same rows again returns the existing 
 
 import hashlib
 import re
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from engine.text.images import embed_images
+import pyarrow as pa
+from pydantic import ValidationError
+
 from engine.text.threads import StringThread
-from storage.serialization import Frozen, canonical_json, digest
+from storage.errors import CorruptArtifact, InvalidKey
+from storage.serialization import Frozen, canonical_json, canonical_text
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, find_artifact
 from storage.store.objects import ObjectStore
-from storage.store.tables import TableWriter
+from storage.store.tables import TableWriter, table_schema
+from tasks.datasets import known_files
 from tasks.datasets.convert import RowLocation, check_rating
 from tasks.datasets.errors import BadRow, DatasetError, EmptyDataset
+from tasks.datasets.file_formats import format_of
 from tasks.datasets.gym import generate_threads
 from tasks.datasets.preferences import Pair, checked_pair
-from tasks.datasets.read import SkippedRows, read_pairs, read_threads
+from tasks.datasets.read import ReadPosition, SkippedRows, files_of, read_stored
+from tasks.datasets.registered import find_version
 from tasks.datasets.repetition_counter import RepetitionCounter
 from tasks.datasets.spec import (
     DatasetUse,
@@ -31,11 +36,15 @@ from tasks.datasets.spec import (
     InlinePairs,
     PythonDataset,
     ReasoningGymDataset,
+    RegisteredDataset,
 )
+from tasks.datasets.stored import StoredItem, stored_item
 
 Source = FileDataset | PythonDataset | ReasoningGymDataset | InlineDataset | InlinePairs
 
-BLOCK_ROWS = 256
+BLOCK_ROWS = 4096
+BLOCK_CHARACTERS = 1 << 20
+"""Rows and characters of conversations that are in memory at a time. A block ends with the row that reaches one."""
 THREAD_COLUMNS = {"threads": ("thread",), "pairs": ("chosen", "rejected")}
 """Name of a table -> its columns that hold a conversation."""
 ID_CHARACTERS = 32
@@ -55,29 +64,89 @@ class LoadedDataset(Frozen):
     """Errors of the first few skipped rows."""
 
 
+class LoadProgress(NamedTuple):
+    """How far a load has come."""
+
+    rows: int
+    """Number of rows that are converted."""
+    fraction: float | None
+    """Share of the source that is read. None if its size is unknown."""
+
+
 def load_dataset(
     store: ObjectStore,
-    spec: Source,
+    spec: Source | RegisteredDataset,
     *,
     kind: DatasetUse = "prompt",
     provenance: Provenance,
+    on_progress: Callable[[LoadProgress], None] = lambda progress: None,
 ) -> LoadedDataset:
     """Commit the threads of `spec` (for preferences, pairs of threads) under keys.dataset(name, version).
 
     The version is a digest of the rows in their order, of `kind`, and of the fields of the spec that select rows (not
-    of the path or encoding of a file). Raises DatasetError and its subclasses before anything is visible in the store.
+    of the path or encoding of a file). A registered dataset is only looked up, and so is a file that was loaded before
+    and has not changed. Raises DatasetError and its subclasses before anything is visible in the store.
     """
+    if isinstance(spec, RegisteredDataset):
+        version = find_version(store, spec, kind)
+        return LoadedDataset(ref=version.ref, rows=version.ref.rows or 0, skipped=version.skipped)
+    if not isinstance(spec, FileDataset):
+        return _read_and_commit(store, spec, kind, provenance, on_progress)[0]
+
+    # Use the dataset that was made of these files before.
+    identity = _identify(store, spec, kind)
+    known = _find_known(store, identity)
+    if known is not None:
+        return known
+    data, has_images = _read_and_commit(store, spec, kind, provenance, on_progress)
+    # Record it, unless a file changed meanwhile, or the rows hold images, which may be files themselves.
+    if identity is not None and not has_images and _identify(store, spec, kind) == identity:
+        known_files.remember(store, identity, data.model_dump(mode="json") | {"new": False})
+    return data
+
+
+def _identify(store: ObjectStore, spec: FileDataset, kind: DatasetUse) -> str | None:
+    """A digest of everything that decides the dataset: the content of the files, name, use and selection of rows."""
+    files = files_of(spec)
+    formats = [format_of(file, spec.format) for file in files]
+    return known_files.identify(store, files, formats, [dataset_name(spec), kind, selection_fields(spec)])
+
+
+def _find_known(store: ObjectStore, identity: str | None) -> LoadedDataset | None:
+    """The dataset that was made of the same files before, if the store still has it."""
+    body = None if identity is None else known_files.find_loaded(store, identity)
+    if body is None:
+        return None
+    try:
+        data = LoadedDataset.model_validate(body)
+        return data if find_artifact(store, data.ref.key) == data.ref else None
+    except (ValidationError, CorruptArtifact, InvalidKey):
+        return None
+
+
+def _read_and_commit(
+    store: ObjectStore,
+    spec: Source,
+    kind: DatasetUse,
+    provenance: Provenance,
+    on_progress: Callable[[LoadProgress], None],
+) -> tuple[LoadedDataset, bool]:
+    """Read the rows of a spec and commit them as a table. Return the dataset and whether it has images."""
     # The digest begins with what selects the rows.
-    skipped = SkippedRows()
+    skipped, position = SkippedRows(), ReadPosition()
     row_selection = selection_fields(spec)
     content = hashlib.sha256(canonical_json({"layout": 1, "kind": kind, "spec": row_selection}))
     table = "pairs" if kind == "preference" else "threads"
-    with TableWriter(table) as writer:
+    items = dataset_items(spec, kind=kind, skipped=skipped, position=position)
+    has_images = False
+    with TableWriter(table) as writer, RepetitionCounter() as counter:
         # Write the rows block by block, and add each row to the digest.
-        for block in _blocks(_table_rows(dataset_items(spec, kind=kind, skipped=skipped))):
-            for row in block:
-                content.update(canonical_json([row["id"], *(row[name] for name in THREAD_COLUMNS[table])]))
-            writer.write(block)
+        for block in _blocks(items):
+            has_images = has_images or any(map(_has_image, block))
+            rows = _table_rows(block, counter, writer.rows, table)
+            content.update(_digested(rows, table))
+            writer.write(rows)
+            on_progress(LoadProgress(writer.rows, position.fraction))
         if writer.rows == 0:
             raise EmptyDataset(_why_empty(spec, skipped))
 
@@ -96,27 +165,29 @@ def load_dataset(
                 "skipped_reasons": list(skipped.reasons),
             },
         )
-        rows = writer.rows
-    return LoadedDataset(ref=ref, rows=rows, new=new, skipped=skipped.count, skipped_reasons=tuple(skipped.reasons))
+    data = LoadedDataset(
+        ref=ref, rows=writer.rows, new=new, skipped=skipped.count, skipped_reasons=tuple(skipped.reasons)
+    )
+    return data, has_images
 
 
-def dataset_items(spec: Source, *, kind: DatasetUse, skipped: SkippedRows) -> Iterator[StringThread | Pair]:
+def dataset_items(
+    spec: Source, *, kind: DatasetUse, skipped: SkippedRows, position: ReadPosition | None = None
+) -> Iterator[StoredItem]:
     """Yield the threads, or pairs of threads, of a spec, in order. Raises DatasetError if it has none of this kind."""
     if isinstance(spec, FileDataset | PythonDataset):
-        if kind == "preference":
-            return read_pairs(spec, skipped=skipped)
-        return read_threads(spec, kind=kind, skipped=skipped)
+        return read_stored(spec, kind=kind, skipped=skipped, position=position)
     if isinstance(spec, InlinePairs):
         if kind != "preference":
             raise DatasetError(f"given pairs, for a dataset of {kind}s; expected {kind}s")
-        return _inline_pairs(spec)
+        return map(stored_item, _inline_pairs(spec))
     if kind == "preference":
         raise DatasetError(f"given {dataset_name(spec)!r}, which has none, for a dataset of {kind}s; expected {kind}s")
     if isinstance(spec, ReasoningGymDataset):
         if kind == "rating":
             raise DatasetError(f"given {dataset_name(spec)!r}, whose answers have no rating; expected a file")
-        return generate_threads(spec, kind=kind)
-    return _inline_threads(spec, kind)
+        return map(stored_item, generate_threads(spec, kind=kind))
+    return map(stored_item, _inline_threads(spec, kind))
 
 
 def selection_fields(spec: Source) -> dict[str, Any]:
@@ -136,45 +207,52 @@ def dataset_name(spec: Source) -> str:
     return "inline"
 
 
-def prompt_id(thread: StringThread) -> str:
-    """A digest of the thread with its metadata. Seeds are derived from it, so the order of the rows has no effect."""
-    return digest(thread.to_json().encode())[:ID_CHARACTERS]
-
-
-def _identity(item: StringThread | Pair) -> tuple[str, dict[str, str]]:
-    """The id of an item and its columns, with the images embedded.
-
-    Raises UnsupportedFragment for an image that would have to be downloaded, ThreadError for one that cannot be read.
-    """
-    if isinstance(item, StringThread):
-        thread = embed_images(item)
-        return prompt_id(thread), {"thread": thread.to_json()}
-    columns = {
-        "chosen": embed_images(item.chosen).to_json(),
-        "rejected": embed_images(item.rejected).to_json(),
-    }
-    return digest(canonical_json(list(columns.values())))[:ID_CHARACTERS], columns
-
-
-def _table_rows(source: Iterator[StringThread | Pair]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the table. The n-th repetition of a row (from 1) has `#n` after its id."""
-    with RepetitionCounter() as ids:
-        for index, item in enumerate(source):
-            # Seeds are derived from the id, so two equal rows need different ones.
-            identity, columns = _identity(item)
-            repetition = ids.add(identity)
-            metadata = item.metadata if isinstance(item, StringThread) else item.chosen.metadata
-            yield {
-                "index": index,
-                "id": f"{identity}#{repetition}" if repetition else identity,
-                **columns,
-                "metadata": canonical_json(dict(metadata)).decode(),
-            }
-
-
-def _blocks(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    while block := list(islice(rows, BLOCK_ROWS)):
+def _blocks(items: Iterator[StoredItem]) -> Iterator[list[StoredItem]]:
+    """Cut the items into blocks that fit into memory."""
+    block: list[StoredItem] = []
+    characters = 0
+    for item in items:
+        block.append(item)
+        characters += sum(map(len, item.conversations))
+        if len(block) == BLOCK_ROWS or characters >= BLOCK_CHARACTERS:
+            yield block
+            block, characters = [], 0
+    if block:
         yield block
+
+
+def _table_rows(items: list[StoredItem], counter: RepetitionCounter, first_index: int, table: str) -> pa.Table:
+    """The rows of the table. The n-th repetition of a row (from 1) has `#n` after its id."""
+    # Seeds are derived from the id, so two equal rows need different ones.
+    ids = [_item_id(item) for item in items]
+    for place, times in enumerate(counter.add_all(ids)):
+        if times:
+            ids[place] += f"#{times}"
+    conversations = zip(*(item.conversations for item in items), strict=True)
+    columns = [range(first_index, first_index + len(items)), ids, *conversations, [item.metadata for item in items]]
+    schema = table_schema(table)
+    arrays = [pa.array(column, type=field.type) for column, field in zip(columns, schema, strict=True)]
+    return pa.table(arrays, schema=schema)
+
+
+def _item_id(item: StoredItem) -> str:
+    """A digest of the item with its metadata. Seeds are derived from it, so the order of the rows has no effect."""
+    if len(item.conversations) == 1:
+        data = item.conversations[0].encode()
+    else:
+        data = canonical_json(list(item.conversations))
+    return hashlib.sha256(data).hexdigest()[:ID_CHARACTERS]
+
+
+def _has_image(item: StoredItem) -> bool:
+    # quotation marks within a text are escaped in JSON, so that no text looks like this
+    return any('"kind":"image"' in conversation for conversation in item.conversations)
+
+
+def _digested(rows: pa.Table, table: str) -> bytes:
+    """The bytes of some rows that the version is a digest of: the canonical JSON of [id, conversation, …] of each."""
+    columns = [rows.column(name).to_pylist() for name in ("id", *THREAD_COLUMNS[table])]
+    return "".join(f"[{','.join(map(canonical_text, row))}]" for row in zip(*columns, strict=True)).encode()
 
 
 def _inline_threads(spec: InlineDataset, kind: DatasetUse) -> Iterator[StringThread]:
@@ -189,7 +267,7 @@ def _inline_threads(spec: InlineDataset, kind: DatasetUse) -> Iterator[StringThr
         if has_answer != (kind != "prompt"):
             raise BadRow("threads", row, None, given=f"a thread that ends with the {last_role} turn", expected=expected)
         if kind == "rating":
-            check_rating(thread, RowLocation("threads", row))
+            check_rating(thread.metadata, RowLocation("threads", row))
         yield thread
 
 

@@ -11,10 +11,18 @@ from typing import Any, TypeVar
 from engine.text.threads import StringThread
 from tasks.datasets.convert import RowLocation, column_of, thread_from_row
 from tasks.datasets.errors import BadRow, DatasetError
-from tasks.datasets.file_formats import find_files, format_of, json_lines, parquet_rows, parse_json_line
+from tasks.datasets.file_formats import (
+    column_names,
+    find_files,
+    format_of,
+    json_lines,
+    parquet_rows,
+    parse_json_line,
+)
 from tasks.datasets.preferences import Pair, pair_from_row
 from tasks.datasets.python import raw_rows
 from tasks.datasets.spec import ColumnRole, DatasetUse, FileDataset, PythonDataset
+from tasks.datasets.stored import StoredItem, stored_row
 
 T = TypeVar("T")
 
@@ -42,6 +50,33 @@ class SkippedRows:
             self.reasons.append(str(error))
 
 
+@dataclass
+class ReadPosition:
+    """How much of the files of a dataset has been read, in bytes."""
+
+    read: int = 0
+    total: int | None = None
+    """None if it is unknown, as for a user's own code."""
+
+    @property
+    def fraction(self) -> float | None:
+        return self.read / self.total if self.total else None
+
+
+def read_stored(
+    spec: FileDataset | PythonDataset,
+    *,
+    kind: DatasetUse,
+    skipped: SkippedRows | None = None,
+    position: ReadPosition | None = None,
+) -> Iterator[StoredItem]:
+    """Yield the items of the source as a table stores them, at most `spec.limit`. Raises as `read_threads` does."""
+    _check_columns(spec, kind)
+    yield from _read(
+        spec, kind, skipped, lambda values, location: stored_row(values, location, spec, kind), position=position
+    )
+
+
 def read_threads(
     spec: FileDataset | PythonDataset, *, kind: DatasetUse = "prompt", skipped: SkippedRows | None = None
 ) -> Iterator[StringThread]:
@@ -50,12 +85,7 @@ def read_threads(
     Raises DatasetNotFound, DatasetError (a file in another format, a missing column) and, unless on_bad_row is 'skip',
     BadRow. Skipped rows are added to `skipped`.
     """
-    if kind == "prompt" and "completion" in spec.columns:
-        column = spec.columns["completion"]
-        raise DatasetError(
-            f"{spec.source}: given a completion column, {column!r}, for a dataset of prompts, "
-            f"which does not read it. To keep it for graders: metadata_columns=({column!r},)."
-        )
+    _check_columns(spec, kind)
     yield from _read(spec, kind, skipped, lambda values, location: thread_from_row(values, location, spec, kind))
 
 
@@ -64,15 +94,29 @@ def read_pairs(spec: FileDataset | PythonDataset, *, skipped: SkippedRows | None
     yield from _read(spec, "preference", skipped, lambda values, location: pair_from_row(values, location, spec))
 
 
+def _check_columns(spec: FileDataset | PythonDataset, kind: DatasetUse) -> None:
+    """Raise DatasetError if the spec names a column that a dataset of this kind does not read."""
+    if kind == "prompt" and "completion" in spec.columns:
+        column = spec.columns["completion"]
+        raise DatasetError(
+            f"{spec.source}: given a completion column, {column!r}, for a dataset of prompts, "
+            f"which does not read it. To keep it for graders: metadata_columns=({column!r},)."
+        )
+
+
 def _read(
     spec: FileDataset | PythonDataset,
     kind: DatasetUse,
     skipped: SkippedRows | None,
     convert: Callable[[dict[str, Any], RowLocation], T],
+    *,
+    position: ReadPosition | None = None,
 ) -> Iterator[T]:
     """Yield the converted rows of the source, without the skipped ones."""
     skipped = SkippedRows() if skipped is None else skipped
-    source_rows = _file_rows(spec, kind) if isinstance(spec, FileDataset) else raw_rows(spec)
+    source_rows = (
+        _file_rows(spec, kind, position or ReadPosition()) if isinstance(spec, FileDataset) else raw_rows(spec)
+    )
     yielded = 0
     for location, raw in source_rows:
         if yielded == spec.limit:
@@ -92,26 +136,51 @@ def _read(
         yielded += 1
 
 
-def _file_rows(spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[RowLocation, bytes | dict[str, Any]]]:
-    """Yield the rows of all files: a line of JSON as bytes, a row of Parquet as a dict."""
-    # Find all files before the first is read, so that a missing file is reported at once.
+def files_of(spec: FileDataset) -> list[Path]:
+    """The files of a dataset, in reading order. Raises DatasetNotFound."""
     files: list[Path] = []
     for path in spec.paths:
         files.extend(find_files(path))
-    for file in files:
+    return files
+
+
+def unread_columns(spec: FileDataset, kind: DatasetUse) -> list[str]:
+    """The columns of the first file that this use of the dataset does not read, sorted. Raises DatasetError, BadRow."""
+    file = files_of(spec)[0]
+    return sorted(column_names(file, format_of(file, spec.format)) - _columns_to_read(spec, kind))
+
+
+def _columns_to_read(spec: FileDataset, kind: DatasetUse) -> set[str]:
+    declared = set(spec.columns.values()) | set(spec.metadata_columns)
+    return declared | {column_of(role, spec) for role in COLUMN_ROLES[kind]}
+
+
+def _file_rows(
+    spec: FileDataset, kind: DatasetUse, position: ReadPosition
+) -> Iterator[tuple[RowLocation, bytes | dict[str, Any]]]:
+    """Yield the rows of all files: a line of JSON as bytes, a row of Parquet as a dict. Moves the position on."""
+    # Find all files before the first is read, so that a missing file is reported at once.
+    files = files_of(spec)
+    sizes = [file.stat().st_size for file in files]
+    position.total = sum(sizes)
+    for file, size in zip(files, sizes, strict=True):
+        name, start = str(file), position.read
         if format_of(file, spec.format) == "parquet":
-            for row, values in _parquet_rows(file, spec, kind):
-                yield RowLocation(str(file), row), values
+            for row, rows, values in _parquet_rows(file, spec, kind):
+                position.read = start + size * row // rows
+                yield RowLocation(name, row), values
         else:
             for row, line in json_lines(file):
-                yield RowLocation(str(file), row), line
+                position.read += len(line)
+                yield RowLocation(name, row), line
+        position.read = start + size
 
 
-def _parquet_rows(file: Path, spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet_rows(file: Path, spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Read the columns that `kind` needs, after a check that the file has the required ones."""
     # Columns that the spec names must exist. The others are read if the file has them.
     declared = set(spec.columns.values()) | set(spec.metadata_columns)
-    columns = declared | {column_of(role, spec) for role in COLUMN_ROLES[kind]}
+    columns = _columns_to_read(spec, kind)
     if kind == "preference":
         answers = {column_of(role, spec) for role in ("chosen", "rejected")}
         return parquet_rows(file, columns=columns, required=declared | answers, any_of=answers)

@@ -1,5 +1,6 @@
 """Declarations of datasets: one frozen spec per kind of source. Loading is the job of `tasks.datasets.load`."""
 
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
@@ -13,6 +14,8 @@ DatasetUse = Literal["prompt", "completion", "preference", "rating"]
 """prompt: the model continues the thread. completion: the thread ends with the assistant's turn that is trained.
 preference: two threads with a common prompt, of which one is preferred. rating: a completion with a number, `res`, in
 its metadata."""
+
+_DATASET_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._\-]{0,127}(@[0-9a-f]{1,64})?", re.ASCII)
 
 ColumnRole = Literal["messages", "prompt", "completion", "chosen", "rejected", "metadata"]
 
@@ -133,6 +136,33 @@ class ReasoningGymDataset(Frozen):
         return self.model_copy(update={"split": "heldout", "size": size})
 
 
+class RegisteredDataset(Frozen):
+    """A dataset of the store, as `ostinato data ls` lists them."""
+
+    kind: Literal["registered"] = "registered"
+    key: str
+    """`name@version` of a dataset of the store; the first characters of the version are enough. `name` alone is its
+    newest version. A run keeps the version that it began with."""
+
+    @field_validator("key")
+    @classmethod
+    def _is_a_key(cls, key: str) -> str:
+        if not _DATASET_KEY.fullmatch(key):
+            raise ValueError(
+                f"given {key!r:.200}; expected the name of a dataset, or name@version, as ostinato data ls lists them"
+            )
+        return key
+
+    @property
+    def name(self) -> str:
+        return self.key.partition("@")[0]
+
+    @property
+    def version(self) -> str:
+        """The version or its first characters. Empty: the newest one."""
+        return self.key.partition("@")[2]
+
+
 class InlineDataset(Frozen):
     """Threads of this process."""
 
@@ -156,5 +186,6 @@ class InlinePairs(Frozen):
 
 
 DatasetSpec = Annotated[
-    FileDataset | PythonDataset | ReasoningGymDataset | InlineDataset | InlinePairs, Field(discriminator="kind")
+    FileDataset | PythonDataset | ReasoningGymDataset | RegisteredDataset | InlineDataset | InlinePairs,
+    Field(discriminator="kind"),
 ]

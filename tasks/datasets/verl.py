@@ -19,7 +19,7 @@ class VerlDataConfig(dict[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(f"the dataset class reads config.{name}, which was not given; put it into `options`")
+            raise AttributeError(f"the dataset class reads config.{name}, which was not given; put it into 'options'")
         return self[name]
 
 

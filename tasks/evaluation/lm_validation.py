@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
@@ -41,7 +42,7 @@ Measured = tuple[list[Row], dict[str, float]]
 LogprobSum = tuple[float, int]
 """(sum of the logprobs of the trained tokens of a conversation in nats, number of these tokens)."""
 
-NOT_MEASURED = TokenSequence([0], [0.0])
+NOT_MEASURED = TokenSequence(np.zeros(1, np.int32), np.zeros(1, bool))
 """Replaces a conversation that is dropped for its length, and the other conversation of its pair. It has no trained
 token, so it does not count."""
 

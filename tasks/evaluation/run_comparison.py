@@ -21,7 +21,7 @@ from markupsafe import Markup
 from storage.chain.run_record import read_run
 from storage.errors import ObjectNotFound
 from storage.inspect.lineage import last_policy_of_run
-from storage.serialization import Frozen
+from storage.serialization import Frozen, flatten
 from storage.store.artifacts import find_artifact
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
@@ -146,7 +146,7 @@ def _collect(store: ObjectStore, run: str) -> ComparedRun:
         run=run,
         policy=head.uri,
         steps=tuple(read_metrics(store, run, head.stage, steps=head.step)),
-        config=_flatten(semantic),
+        config=flatten(semantic),
         plan=plan,
         rewards=rewards,
     )
@@ -228,17 +228,6 @@ def _style() -> str:
     """The style sheet of a run's report, which this page uses, too."""
     page = REPORT_TEMPLATE.read_text(encoding="utf-8")
     return page[page.index("<style>") + len("<style>") : page.index("</style>")]
-
-
-def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value, of every value in nested mappings."""
-    values: dict[str, Any] = {}
-    for name, inner in value.items():
-        if isinstance(inner, dict) and inner:
-            values |= _flatten(inner, f"{prefix}{name}.")
-        else:
-            values[f"{prefix}{name}"] = inner
-    return values
 
 
 def _text(value: Any) -> str:

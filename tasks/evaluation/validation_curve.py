@@ -16,6 +16,7 @@ from storage.serialization import Frozen
 from storage.store import key_patterns, keys
 from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.objects import ObjectStore
+from storage.store.tables import read_table
 
 _TABLE_NAME = re.compile(r"(\d{6,})-(.+)", re.ASCII)
 """Last part of the key of an evaluation table: the policy's step and the name of the evaluation."""
@@ -84,6 +85,15 @@ def curves(validations: Iterable[Validation]) -> dict[str, list[tuple[int, float
         for measure, value in validation.measures.items():
             points.setdefault(f"{validation.name}: {measure}", []).append((validation.step, value))
     return points
+
+
+def describe_size(store: ObjectStore, table: ArtifactRef) -> str:
+    """The number of prompts or rows that a table of an evaluation measured, in words."""
+    if table.kind != "evaluation":
+        return f"{table.rows} rows"
+    rewards = reward_by_prompt(read_table(store, table, ["prompt_index", "reward"]).to_pylist(), "prompt_index")
+    ungraded = sum(reward is None for reward in rewards.values())
+    return f"{len(rewards)} prompts" + (f", {ungraded} of them without a grade" if ungraded else "")
 
 
 def reward_by_prompt(rows: Iterable[Mapping[str, Any]], prompt_column: str = "prompt_id") -> dict[Any, float | None]:

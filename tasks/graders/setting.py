@@ -66,7 +66,7 @@ def grading_workspace(user: str, client: Client | None = None) -> Workspace:
     if workspace is None:
         raise GraderError(
             f"{user} needs an engine, and setup() was called where none is known; open a RecipeContext first, "
-            "call it inside `with grading_in(ctx):`, or give the grader a spawned model instead of its key"
+            "call it inside 'with grading_in(ctx):', or give the grader a spawned model instead of its key"
         )
     # An engine does not know its run, so it must be the engine of the open context.
     if client is not None and client is not workspace.connect():

@@ -59,10 +59,10 @@ def imported(module: str, *, logger: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        extra = " (the extra `loggers` has it)" if logger == "tensorboard" else ""
+        extra = " (the extra 'loggers' has it)" if logger == "tensorboard" else ""
         raise LoggerMissing(
             f"the logger {logger!r} needs the package {package!r}, which is not installed here; "
-            f"`pip install {package}`{extra}, or leave {logger!r} out"
+            f"'pip install {package}'{extra}, or leave {logger!r} out"
         ) from error
 
 

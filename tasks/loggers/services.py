@@ -69,7 +69,7 @@ class WandB:
         )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        # W&B's own step cannot decrease, but each stage starts at 0.
+        # W&B's own step cannot decrease, but each stage begins again.
         self._run.log({**figures, "step": step})
 
     def show(self, table: Table) -> None:

@@ -69,7 +69,7 @@ class Loggers:
         self._try(name, lambda: sink.log(step, renamed))
 
     def _logged_name(self, name: str) -> str:
-        """The name in the services. Each stage counts its steps from 0, so all stages but the first have a prefix."""
+        """The name in the services. Each stage counts its own steps, so all stages but the first have a prefix."""
         return name if self._stage.startswith("0-") else f"{self._stage}/{name}"
 
     def _try(self, name: str, act: Callable[[], T]) -> T | None:

@@ -15,7 +15,7 @@ from typing import Any
 from engine.text.threads import StringThread
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
-from storage.store.tables import read_table
+from storage.store.tables import read_step_table
 from tasks.evaluation.validation_curve import Validation, curves
 from tasks.reports.html_report import text_for_page
 from tasks.reports.metrics import ACTIVITIES, StepMetrics
@@ -33,23 +33,29 @@ def run_markdown(
     steps: Sequence[StepMetrics],
     validations: Sequence[Validation] = (),
     *,
-    headline: str,
     links: Mapping[str, str],
 ) -> str:
-    """The page of a run as Markdown.
+    """The page of a run as Markdown. Parts without content are left out.
 
     Args:
         steps: the metrics of the committed steps in order, at least one.
-        headline: one line about the progress of the run.
+        validations: the measurements on held-out rows in order.
         links: caption -> URL or path.
     """
     heldout = curves(validations)
-    curve_names = ", ".join([*heldout, *_measures(steps)])
-    picture = f"![{curve_names}]({curves_uri(steps, heldout)})"
-    parts = [f"### Run `{run}`", headline, picture, _summary_table(steps, heldout), _time_table(steps)]
-    if links:
-        parts.append("\n".join(f"- {caption}: {_link(target)}" for caption, target in links.items()))
-    return "\n\n".join(parts) + "\n"
+    # one point is no curve; the table has its value
+    drawn = {name: points for name, points in heldout.items() if len(points) > 1}
+    picture = f"![{', '.join([*drawn, *_measures(steps)])}]({curves_uri(steps, drawn)})"
+    link_lines = [f"- {caption}: {_link(target)}" for caption, target in links.items()]
+    parts = [
+        f"### Run `{run}`",
+        "\n".join(link_lines),
+        _heldout_table(heldout),
+        picture,
+        _summary_table(steps),
+        _time_table(steps),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def curves_uri(
@@ -78,19 +84,19 @@ def thinned(steps: Sequence[StepMetrics], points: int) -> list[StepMetrics]:
 
 
 def sample_rows(
-    store: ObjectStore, step: int, rollouts: ArtifactRef, graded: ArtifactRef, *, count: int = SAMPLES_SHOWN
+    store: ObjectStore, rollouts: ArtifactRef, graded: ArtifactRef, *, count: int = SAMPLES_SHOWN
 ) -> list[dict[str, Any]]:
     """Table rows of `count` rollouts of one shard with their grades, at even distances."""
     if rollouts.kind == "trajectories":
-        return _episode_rows(store, step, rollouts, count)
-    rollout_table = read_table(store, rollouts, ["thread", "completion", "text", "stop_reason"])
-    grade_table = read_table(store, graded, ["reward", "status", "reason"])
+        return _episode_rows(store, rollouts, count)
+    rollout_table = read_step_table(store, rollouts, ["thread", "completion", "text", "stop_reason"])
+    grade_table = read_step_table(store, graded, ["reward", "status", "reason"])
     # Convert only the chosen rows to Python objects: a shard may have thousands.
     chosen = _even_rows(rollout_table.num_rows, count)
     chosen_rollouts = rollout_table.take(chosen).to_pylist()
     chosen_grades = grade_table.take(chosen).to_pylist()
     pairs = zip(chosen_rollouts, chosen_grades, strict=True)
-    return [sample_row(step, rollout, grade) for rollout, grade in pairs]
+    return [sample_row(rollout, grade) for rollout, grade in pairs]
 
 
 def _even_rows(total: int, count: int) -> list[int]:
@@ -99,20 +105,19 @@ def _even_rows(total: int, count: int) -> list[int]:
     return [number * total // count for number in range(count)]
 
 
-def sample_row(step: int, rollout: Mapping[str, Any], grade: Mapping[str, Any]) -> dict[str, Any]:
+def sample_row(rollout: Mapping[str, Any], grade: Mapping[str, Any]) -> dict[str, Any]:
     """The table row of a rollout and its grade. The prompt is the text of the turn that the model answered."""
     return {
-        "step": step + 1,
+        "grade": _grade(grade),
         "prompt": text_for_page(StringThread.from_json(rollout["thread"]).last_content(), PROMPT_SHOWN),
         "completion": text_for_page(rollout["text"], TEXT_SHOWN),
-        "grade": _grade(grade),
         "stopped by": rollout["stop_reason"],
     }
 
 
-def _episode_rows(store: ObjectStore, step: int, trajectories: ArtifactRef, count: int) -> list[dict[str, Any]]:
+def _episode_rows(store: ObjectStore, trajectories: ArtifactRef, count: int) -> list[dict[str, Any]]:
     """Like `sample_rows` for episodes: a row shows the whole conversation of a segment instead of a completion."""
-    table = read_table(store, trajectories, ["thread", "completion", "grades", "status", "reason", "ending"])
+    table = read_step_table(store, trajectories, ["thread", "completion", "grades", "status", "reason", "ending"])
     table_rows = []
     for segment in table.take(_even_rows(table.num_rows, count)).to_pylist():
         turns = StringThread.from_json(segment["thread"]).turns
@@ -121,9 +126,8 @@ def _episode_rows(store: ObjectStore, step: int, trajectories: ArtifactRef, coun
         grade = {"status": segment["status"], "reason": segment["reason"], "reward": reward}
         table_rows.append(
             {
-                "step": step + 1,
-                "episode": text_for_page(conversation, 2 * TEXT_SHOWN),
                 "grade": _grade(grade),
+                "episode": text_for_page(conversation, 2 * TEXT_SHOWN),
                 "ended by": segment["ending"],
             }
         )
@@ -162,13 +166,28 @@ def _measures(steps: Sequence[StepMetrics]) -> dict[str, list[float | None]]:
     return measures
 
 
-def _summary_table(steps: Sequence[StepMetrics], heldout: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """A Markdown table with the first, last, lowest and highest value of each curve."""
-    curve_values: dict[str, list[float | None]] = {}
+def _heldout_table(heldout: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """A Markdown table with the value of each measure on held-out rows before training and the latest one. Empty
+    without measurements."""
+    lines = ["| held-out rows | before training | latest | after steps | change |", "|:--|--:|--:|--:|--:|"]
     for name, points in heldout.items():
-        curve_values[name] = [value for _, value in points]
-    lines = ["| | first | last | lowest | highest |", "|:--|--:|--:|--:|--:|"]
-    for name, values in (curve_values | _measures(steps)).items():
+        (first_step, first), (last_step, last) = points[0], points[-1]
+        before = _figure(first) if first_step == 0 else "–"
+        latest, steps_done = (_figure(last), str(last_step)) if last_step else ("–", "–")
+        change = _figure(last - first, sign="+") if first_step == 0 < last_step else "–"
+        lines.append(f"| {name} | {before} | {latest} | {steps_done} | {change} |")
+    return "\n".join(lines) if heldout else ""
+
+
+def _figure(value: float, sign: str = "") -> str:
+    """Three decimals, as in the report; three significant digits of a small number."""
+    return format(value, f"{sign}.3f" if value == 0 or abs(value) >= 0.001 else f"{sign}.3g")
+
+
+def _summary_table(steps: Sequence[StepMetrics]) -> str:
+    """A Markdown table with the first, last, lowest and highest value of each measure of the steps."""
+    lines = ["| training | first | last | lowest | highest |", "|:--|--:|--:|--:|--:|"]
+    for name, values in _measures(steps).items():
         finite = [value for value in values if value is not None and math.isfinite(value)]
         if finite:
             cells = [f"{value:.4g}" for value in (finite[0], finite[-1], min(finite), max(finite))]
@@ -177,16 +196,21 @@ def _summary_table(steps: Sequence[StepMetrics], heldout: Mapping[str, Sequence[
 
 
 def _time_table(steps: Sequence[StepMetrics]) -> str:
-    """A Markdown table of the seconds that each activity takes: per step, as a share, and in the last step."""
+    """A Markdown table of the seconds that each activity takes: per step, as a share, and in the last step. Empty if
+    no time was measured."""
     activity_seconds: dict[str, float] = {}
     for activity in ACTIVITIES:
         activity_seconds[activity] = sum(step.seconds.get(activity, 0.0) for step in steps)
     total = sum(activity_seconds.values())
+    if not total:
+        return ""
     last = steps[-1].seconds
     lines = ["| where the time goes | per step | share | last step |", "|:--|--:|--:|--:|"]
     for activity, seconds in activity_seconds.items():
-        share = seconds / total if total else 0.0
-        lines.append(f"| {activity} | {seconds / len(steps):.3f} s | {share:.0%} | {last.get(activity, 0.0):.3f} s |")
+        # an algorithm that does not sample has no rollouts and no grades
+        if seconds:
+            per_step, share = seconds / len(steps), seconds / total
+            lines.append(f"| {activity} | {per_step:.3f} s | {share:.0%} | {last.get(activity, 0.0):.3f} s |")
     lines.append(f"| **together** | {total / len(steps):.3f} s | | {sum(last.values()):.3f} s |")
     return "\n".join(lines)
 

@@ -51,7 +51,9 @@ class StepMetrics(Frozen):
     entropy: float | None = None
     """Mean per-token entropy of the policy, nats."""
     logprob_gap: float | None = None
-    """Mean |sampler - trainer| log-probability per token, nats. A large gap means that their weights differ."""
+    """Mean |sampler - trainer| log-probability per token, nats, over the completions that the trainer scored: all of
+    them, or those with a gradient where the update's own forward pass gives the old log-probabilities. None if none
+    was scored. A large gap means that their weights differ."""
     tokens_per_second: float = 0.0
     seconds: dict[str, float] = {}
     """Seconds per activity (`ACTIVITIES`); a missing activity took 0 s."""

@@ -8,6 +8,7 @@ from typing import Any
 from engine.text.threads import StringThread
 from storage.chain.records import Chain, PolicyRef
 from storage.chain.run_record import read_run
+from storage.inspect.run_summary import fork_origin
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
@@ -48,6 +49,7 @@ def collect_report(
         samples_after=_samples(store, after, samples_shown),
         facts={
             **facts,
+            **_origin(store, policy.run),
             "store": store.url,
             "code version": run_record.code_version,
             "numerics": _numerics(store, policy),
@@ -55,6 +57,12 @@ def collect_report(
             "machine": run_record.machine,
         },
     )
+
+
+def _origin(store: ObjectStore, run: str) -> dict[str, Any]:
+    """Where the run was forked; empty if it is not a fork."""
+    origin = fork_origin(store, run)
+    return {"forked from": origin} if origin else {}
 
 
 def _numerics(store: ObjectStore, policy: PolicyRef) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from storage.errors import ObjectNotFound
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.objects import ObjectStore
-from storage.store.tables import read_table
+from storage.store.tables import read_step_table
 from tasks.batches.columns import LogprobGap
 from tasks.evaluation.validation_curve import means_by_source
 from tasks.reports.metrics import StepMetrics
@@ -69,7 +69,7 @@ def measure_step(
         masked=masked,
         dropped=dropped_rows + sum(shard.dropped for shard in shards),
         skipped_updates=record.skipped,
-        logprob_gap=gap,
+        logprob_gap=record.metrics.get("logprob_gap_mean", gap),
         tokens_per_second=tokens / wall_seconds if wall_seconds else 0.0,
         seconds=seconds,
     )
@@ -139,7 +139,7 @@ def _batch_counts(store: ObjectStore, batch: ArtifactRef) -> tuple[int, float | 
         # `dropped` is only in the manifest if a row was dropped.
         return extra["prompts"], extra.get("logprob_gap"), extra.get("dropped", 0)  # type: ignore[return-value]
     # The batch of a hand-written loop has no counts in its manifest.
-    table = read_table(store, batch, ["group", "old_logprobs", "sampler_logprobs"])
+    table = read_step_table(store, batch, ["group", "old_logprobs", "sampler_logprobs"])
     batch_gap = LogprobGap()
     batch_gap.add(table)
     return len(pc.unique(table["group"])), batch_gap.mean, 0

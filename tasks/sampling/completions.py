@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
@@ -104,7 +106,9 @@ def generate_request(
     policy: PolicyRef, prompts: list[TokenSequence], seeds: list[int], sampling: SamplingParams
 ) -> GenerateRequest:
     """The request for one completion of each prompt."""
-    prompt_ids = [prompt.token_ids for prompt in prompts]
+    # Each completion of a prompt has the same object as its prompt, which is converted once.
+    lists = {id(prompt): prompt.token_ids.tolist() for prompt in prompts}
+    prompt_ids = [lists[id(prompt)] for prompt in prompts]
     images = images_or_none(prompt.images for prompt in prompts)
     return GenerateRequest(policy, prompt_ids, seeds, sampling, images=images)
 
@@ -161,7 +165,7 @@ def render_prompts(
             )
         # left keeps the last tokens, right keeps the first ones
         ids = prompt.token_ids[-limit:] if truncation == "left" else prompt.token_ids[:limit]
-        rendered.append((row, replace(prompt, token_ids=ids, weights=[0.0] * len(ids))))
+        rendered.append((row, replace(prompt, token_ids=ids, loss_mask=np.zeros(len(ids), bool))))
     return rendered
 
 
@@ -201,6 +205,14 @@ def rollout_table(
     return pa.Table.from_pylist(rows, schema=table_schema("rollouts", ["images"] if takes_images else []))
 
 
-def answered_thread(row: dict[str, object]) -> StringThread:
-    """The conversation that a grader sees: the prompt, and the completion as the assistant's turn."""
-    return StringThread.from_json(str(row["thread"])).assistant(str(row["text"]))
+def answered_threads(rows: Sequence[Mapping[str, object]]) -> list[StringThread]:
+    """The conversations that a grader sees: the prompt, and the completion as the assistant's turn."""
+    # The completions of a prompt have the same thread, which is parsed once.
+    prompts: dict[str, StringThread] = {}
+    threads = []
+    for row in rows:
+        prompt_json = str(row["thread"])
+        if prompt_json not in prompts:
+            prompts[prompt_json] = StringThread.from_json(prompt_json)
+        threads.append(prompts[prompt_json].assistant(str(row["text"])))
+    return threads

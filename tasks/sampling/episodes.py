@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
@@ -226,7 +227,7 @@ def _row(
     """Returns the row of a segment. If `segment` is None, the episode has no tokens to train."""
     row: dict[str, Any] = {
         "token_ids": [],
-        "weights": [],
+        "loss_mask": [],
         "logprobs": [],
         "first_turn": 0,
         "turn_tokens": [],
@@ -238,7 +239,7 @@ def _row(
         grades = dict(sorted(segment.grades.items()))
         row = {
             "token_ids": token_ids,
-            "weights": weights,
+            "loss_mask": np.array(weights) > 0,
             "logprobs": segment.tokenized.logprobs,
             "first_turn": segment.first_turn,
             "turn_tokens": segment.turn_tokens,

@@ -11,7 +11,7 @@ from engine.workspace import Workspace
 from storage.serialization import Frozen
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
-from storage.store.tables import SCHEMAS, commit_table, read_table
+from storage.store.tables import SCHEMAS, commit_table, read_step_table
 from storage.worklog import log_work
 from tasks.evaluation.validation_curve import sums_by_source
 from tasks.graders.running.crash_notes import note_grading
@@ -19,7 +19,10 @@ from tasks.graders.running.grade_threads import GradeOutcome, grade_threads
 from tasks.graders.running.shared_graders import shared_grader
 from tasks.graders.spec import GraderSpec
 from tasks.reports.clock import timed
-from tasks.sampling.completions import answered_thread
+from tasks.sampling.completions import answered_threads
+
+GRADED_COLUMNS = ("prompt_index", "prompt_id", "completion", "text", "thread")
+"""The columns of rollouts that grading reads."""
 
 
 class TooManyMasked(Exception):
@@ -48,7 +51,7 @@ async def grade_shard(
         committed = find_artifact(store, key)
         if committed is not None:
             return require_parent(committed, rollouts.uri)
-        rows = read_table(store, rollouts).to_pylist()
+        rows = read_step_table(store, rollouts, GRADED_COLUMNS).to_pylist()
 
     # Grade them. A shard in which too many grades failed is not committed, so that it is graded again after a resume.
     with timed("grade"):
@@ -76,12 +79,13 @@ async def grade_texts(rows: list[dict[str, object]], grading: Grading, workspace
     """One outcome per row of a rollouts table, in order. Judges that the grader names run in the engine of
     `workspace`."""
     spec = grading.grader
+    threads = answered_threads(rows)
     # A crash of a grader in this process ends the run without a message. The note tells the next process about it.
     with note_grading(spec.path, workspace) if spec.workers == "none" else nullcontext():
         async with shared_grader(spec, workspace) as grader:
             return await grade_threads(
                 grader,
-                [answered_thread(row) for row in rows],
+                threads,
                 concurrency=grading.concurrency,
                 timeout_seconds=grading.timeout_seconds,
                 retries=grading.retries,

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
-from storage.store.tables import read_table
+from storage.store.tables import read_step_table
 
 AHEAD = 16
 """Shards that are read concurrently, so that a step of thousands does not wait for the latency of each request."""
@@ -21,7 +21,7 @@ def read_tables(
 ) -> Iterator[pa.Table]:
     """Yields the tables of `refs` in order; at most AHEAD are in memory. Raises the errors of `read_table`."""
     if len(refs) == 1:
-        yield read_table(store, refs[0], columns)
+        yield read_step_table(store, refs[0], columns)
         return
     pool = ThreadPoolExecutor(min(AHEAD, max(1, len(refs))), thread_name_prefix="shards")
     try:
@@ -30,7 +30,7 @@ def read_tables(
             # Yield the oldest table before another read begins, which bounds the memory.
             if len(waiting) == AHEAD:
                 yield waiting.popleft().result()
-            waiting.append(pool.submit(read_table, store, ref, columns))
+            waiting.append(pool.submit(read_step_table, store, ref, columns))
         while waiting:
             yield waiting.popleft().result()
     finally:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+import storage.store.tables
 from bench.scale_sim import Size, simulate
 from bench.scale_sim_engine import EngineModel
 from bench.scale_sim_store import Clock, Meter, S3Model, SimulatedS3, VirtualRetry
 from storage.errors import StorageUnavailable
 from storage.store.objects import ObjectStore
+from storage.store.recent_tables import RecentTables
 
 ENGINE = EngineModel(new_tokens=4, nominal_tokens=4)
 
@@ -52,7 +54,9 @@ def test_seconds_of_a_transfer(tmp_path: Path) -> None:
     assert clock.now == pytest.approx(0.51, abs=1e-3)
 
 
-def test_a_small_run_adds_up(tmp_path: Path) -> None:
+def test_a_small_run_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the tables are read, as with workers in processes of their own
+    monkeypatch.setattr(storage.store.tables, "RECENT", RecentTables(max_bytes=0))
     size = Size(steps=2, prompts=12, completions=4, per_shard=4, workers=2, real_every=2, rows=20)
     shown: list[str] = []
     reports = simulate(size, S3Model(), ENGINE, folder=tmp_path / "store", show=shown.append, processes=False)

@@ -1,4 +1,5 @@
-"""Tests of the browser's path through a run: the form of `grpo`, the progress of the run, and its artifacts."""
+"""Tests of the browser's path through a run: the form of `grpo`, and the progress, artifacts, log and report of the
+run."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tasks.reports.table_cells import table_cells
 from tests.browser.conftest import ROOT, Watched, World
 from tests.browser.forms import choose, field, unfold, write
 from tests.fixtures.runs.deployed import wait_for
@@ -15,12 +17,17 @@ from tests.fixtures.runs.deployed import wait_for
 pytestmark = pytest.mark.browser
 
 RUN_SECONDS = 300.0
-PROMPTS = "examples/data/sums-train.jsonl"
-"""Deployed flows work in the folder of prefect.yaml."""
+PROMPTS, HELDOUT = ROOT / "examples/data/sums-train.jsonl", ROOT / "examples/data/sums-heldout.jsonl"
+"""Absolute, because deployed flows work in the folder in which `up` was started."""
 
 
 def fill_form(page: Any) -> None:
-    write(page, "Path", PROMPTS, "Train")
+    write(page, "Path", str(PROMPTS), "Train")
+    field(page, "Heldout (Optional)", "Data").get_by_text("File dataset", exact=True).first.click()
+    write(page, "Path", str(HELDOUT), "Heldout (Optional)")
+    # greedy answers of the tiny model hardly change
+    unfold(page, "Evaluation")
+    write(page, "Temperature (Optional)", "1", "Evaluation (Optional)")
     write(page, "Import path", "tests.fixtures.grading:even_share", "Grader")
     write(page, "Max new tokens (Optional)", "6")
     unfold(page, "Further settings", "Sampling (Optional)")
@@ -48,7 +55,7 @@ def test_a_run_of_grpo_from_the_form_to_its_curves(world: World, watched: Watche
     # The form refuses a negative learning rate.
     write(page, "Learning rate (Optional)", "-1")
     page.get_by_role("button", name="Submit").click()
-    page.get_by_text(re.compile("optimizer.lr|greater than|minimum")).first.wait_for()
+    page.get_by_text(re.compile("config.optimizer.lr")).first.wait_for()
     watched.screenshot("refused")
     watched.errors.clear()  # the browser counts a refusal as one
     write(page, "Learning rate (Optional)", "0.003")
@@ -76,10 +83,90 @@ def test_a_run_of_grpo_from_the_form_to_its_curves(world: World, watched: Watche
     assert page.get_by_text("where the time goes").first.is_visible()
     assert page.get_by_text("/metrics").first.is_visible()
     watched.screenshot("curves")
-    page.goto(f"{world.url}/artifacts/artifact/{artifacts['samples']['id']}")
+    check_samples(world, watched, artifacts["samples"])
+    before, after, change = check_report(world, watched, artifacts["training"])
+    check_log(world, watched, run, before, after, change)
+    watched.check()
+
+
+def check_samples(world: World, watched: Watched, artifact: dict[str, Any]) -> None:
+    """The table shows the grade, the prompt and the completion of each sample, in a narrow window too."""
+    page = watched.page
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.goto(f"{world.url}/artifacts/artifact/{artifact['id']}")
     page.get_by_text("completion", exact=True).first.wait_for()
-    prompts = {row["prompt"] for row in json.loads(artifacts["samples"]["data"])}
-    assert len(prompts) > 1 and prompts <= {json.loads(line)["prompt"] for line in (ROOT / PROMPTS).open()}
-    assert all(page.get_by_text(prompt, exact=True).first.is_visible() for prompt in prompts)
+    prompts = {row["prompt"].replace("\n", " ") for row in json.loads(artifact["data"])}
+    assert len(prompts) > 1 and prompts <= {json.loads(line)["prompt"] for line in PROMPTS.open()}
+    assert_columns_fit(page)
     watched.screenshot("samples")
+
+
+def assert_columns_fit(page: Any) -> None:
+    """The first three columns are a sample and its grade, and can be seen without scrolling."""
+    table = page.locator("table").first
+    assert table.locator("th").all_inner_texts()[:3] == ["grade", "prompt", "completion"]
+    frame = page.locator(".p-table").first.bounding_box()
+    for cell in (table.locator("th").nth(2), table.locator("td").nth(2)):
+        box = cell.bounding_box()
+        assert box["x"] + box["width"] <= frame["x"] + frame["width"] <= 1280
+
+
+def check_report(world: World, watched: Watched, artifact: dict[str, Any]) -> tuple[float, float, float]:
+    """The run's page leads to the report and shows its evaluation: before training, after it, and the change."""
+    page = watched.page
+    page.goto(f"{world.url}/artifacts/artifact/{artifact['id']}")
+    row = page.locator("tr", has_text="held-out: reward").first
+    row.wait_for()
+    shown = row.locator("td").all_inner_texts()
+    address = page.locator("li", has_text="report:").locator("a").get_attribute("href")
+    page.goto(address)
+    cells = page.locator("tr", has_text="held-out reward").first.locator("td").all_inner_texts()
+    before, after, change = cells[1], cells[2], cells[3].split(" ")[0]
+    assert before != after
+    assert shown[1:] == [before, after, "20", change]
+    assert page.get_by_text(f"{before} → {after}").first.is_visible()
+    return float(before), float(after), float(change)
+
+
+def check_log(world: World, watched: Watched, run: str, before: float, after: float, change: float) -> None:
+    """The log on the run's page has a line before and after each evaluation and the publishing of the model."""
+    page = watched.page
+    page.goto(f"{world.url}/runs/flow-run/{run}")
+    page.get_by_text(re.compile("^report: http://127.0.0.1:")).first.wait_for()
+    text = page.locator("body").inner_text()
+    assert "`" not in text
+    size = len(HELDOUT.read_text().splitlines())
+    lines = [
+        f"evaluating {size} held-out prompts before training …",
+        rf"held-out before training, {size} prompts: reward (\S+)",
+        f"evaluating {size} held-out prompts after training …",
+        rf"held-out after training, {size} prompts: reward (\S+) \((\S+) since before training\)",
+        r"publishing the model as \S+ …",
+        r"published \S+@\S+",
+        "report: http://127.0.0.1:",
+    ]
+    logged = re.search("(?s)" + ".*".join(lines), text)
+    assert logged
+    assert [float(figure) for figure in logged.groups()] == pytest.approx([before, after, change], abs=0.0011)
+
+
+def test_samples_are_shown_literally(world: World, watched: Watched) -> None:
+    """Prefect reads table cells as Markdown, and does not break their lines."""
+    texts = [
+        "<think>a * b * c</think> <answer>42</answer>", "#### 42", "**bold** _a_ `b` ~~c~~ [d](e)", "- a\n- b\n1. c",
+        "https://example.com and www.example.com", "a | b & c &amp; \\ d", "$x$ > y == z", "    return x",
+    ]  # fmt: skip
+    rows = [{"grade": 0.5, "prompt": text, "completion": text, "stopped by": "stop"} for text in texts]
+    rows.append({"grade": f"failed: {texts[0]}", "prompt": "word " * 500, "completion": "x" * 2000})
+    data = json.dumps([table_cells(row) for row in rows])
+    artifact = world.ask("POST", "/artifacts/", key="literal-samples", type="table", data=data, description="")
+    watched.page.set_viewport_size({"width": 1280, "height": 900})
+    watched.page.goto(f"{world.url}/artifacts/artifact/{artifact['id']}")
+    watched.page.get_by_text("completion", exact=True).first.wait_for()
+    assert_columns_fit(watched.page)
+    cells = watched.page.locator("table").first.locator("td")
+    for number, text in enumerate(texts):
+        prompt, completion = (cells.nth(4 * number + column).inner_text() for column in (1, 2))
+        assert prompt.split() == completion.split() == text.split()
+    assert not cells.locator("a").count()
     watched.check()

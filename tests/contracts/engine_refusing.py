@@ -14,7 +14,7 @@ from engine.errors import BadSpec, PermanentEngineError, SampleTooLong, UnknownP
 from engine.models.images import Images, PlacedImage
 from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
 from engine.specs.adapters import FullSpec
-from storage.chain.records import Chain, PolicyRef, Root
+from storage.chain.records import Chain, MinibatchPlan, PolicyRef, Root
 from storage.errors import StorageError
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
@@ -135,6 +135,15 @@ class RefusingContract(EngineFixtures):
             await refused(ValidationError, step, temperature=temperature)
         for plan in ({"epochs": 10**18}, {"size": 10**30}, {"shuffle_seed": 10**400}):
             await refused(ValidationError, step, minibatches=plan)
+        # The old logprobs of a forward pass are those of a step with one update.
+        several = commit_batch(store, start, [row([10, 11], [20, 21], **SCORED_LOSS)] * 2, shard=1)
+        for plan in ({"epochs": 2}, {"size": 1}):
+            request = request_after(
+                start, several, loss={"kind": "grpo"}, old_logprobs="forward", minibatches=MinibatchPlan(**plan)
+            )
+            message = await refused(BadSpec, engine.take_gradient_step, request)
+            assert "old_logprobs='forward' needs a step of one update, and this step has 2" in message
+        await refused(ValidationError, step, old_logprobs="x")
         await refused(ValidationError, step, controllers_in={"kl_beta": math.inf})
         await refused(ValidationError, step, cursor_out={"row": 1 << 63})
         await refused(ValidationError, step, max_tokens=1 << 31)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -39,9 +40,10 @@ HITS = {
 }
 """Which hit of a failpoint kills: late enough that steps are committed before it."""
 
-REACHED = sorted(name for name in FAILPOINTS if not name.startswith(("rebase.", "trajectory.")))
-"""The failpoints that a run of one engine without episodes reaches. tests/engine/local/rebase/test_rebase_races.py
-and tests/e2e/test_kill_episodes.py kill at the others."""
+ELSEWHERE = ("rebase.", "trajectory.", "retention.", "deletion.")
+REACHED = sorted(name for name in FAILPOINTS if not name.startswith(ELSEWHERE))
+"""The failpoints that every run of one engine without episodes reaches. tests/engine/local/rebase/test_rebase_races.py,
+tests/e2e/test_kill_episodes.py, test_finished.py and test_deletion.py in tests/storage/chain kill at the others."""
 
 QUICK = ("step.before_commit",)
 
@@ -132,9 +134,7 @@ def assert_resumed(folder: Folder, uninterrupted: Folder, *, kills: int) -> None
     assert len(folder.events("step")) <= STEPS + kills
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in REACHED]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in REACHED])
 def test_a_kill_at_every_failpoint_changes_nothing(
     name: str, tmp_path: Path, tiny_folder: Path, prefect_server: str, uninterrupted: Folder
 ) -> None:
@@ -148,22 +148,38 @@ def test_a_kill_at_every_failpoint_changes_nothing(
 
 
 @pytest.mark.slow
-def test_sigterm_leaves_a_checkpoint_and_no_lease(tmp_path: Path, tiny_folder: Path, prefect_server: str) -> None:
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_signal_leaves_a_checkpoint_a_cancelled_flow_run_and_no_lease(
+    number: int, expected: int, tmp_path: Path, tiny_folder: Path, prefect_server: str
+) -> None:
     changes = {"algorithm__steps": 12, "checkpoints__recovery_steps": None}
     folder = make_folder(tmp_path, tiny_folder, prefect_server, **changes)
     process = folder.start()
     while process.poll() is None and len(folder.events("step")) < 3:
         time.sleep(0.01)
-    process.terminate()  # a spot instance is taken back
+    process.send(number)  # SIGTERM: a spot instance is taken back; SIGINT: Ctrl-C
     status, output = process.wait(timeout=60)
-    assert status == 128 + signal.SIGTERM, output
+    assert status == expected, output
     assert "the same command resumes" in output
     assert not is_held(open_store(str(folder.path / "data")), "kill")
+    state = last_state(prefect_server, folder)
+    assert state["name"] == "Cancelled"
+    count = folder.chain().head().step
+    assert state["message"] == f"cancelled; {count} steps are committed. The same command continues after them"
     status, output = folder.run()
     assert status == 0, output
     assert not folder.events("redo")
     assert len(folder.events("step")) == 12
     assert folder.chain().head().step == 12
+
+
+def last_state(server: str, folder: Folder) -> dict[str, Any]:
+    """The state of the last flow run in a folder, as the Prefect server has it."""
+    with httpx.Client(base_url=server, trust_env=False) as client:
+        runs = client.post("/flow_runs/filter", json={"sort": "START_TIME_DESC", "limit": 20}).json()
+    stores = {run["id"]: run["parameters"].get("config", {}).get("storage", {}).get("url") for run in runs}
+    (state,) = [run["state"] for run in runs if stores[run["id"]] == str(folder.path / "data")]
+    return dict(state)
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_a_batch_is_pairs_with_the_reference_of_the_stage(trained: FlowRuns) -> 
         for _, pair in batch.groupby("group"):
             assert sorted(pair["preferred"]) == [False, True]
             for _, row in pair.iterrows():
-                trained_tokens = [t for t, w in zip(row["token_ids"], row["weights"], strict=True) if w > 0]
+                trained_tokens = [t for t, w in zip(row["token_ids"], row["loss_mask"], strict=True) if w > 0]
                 assert len(trained_tokens) == len(row["reference_logprobs"]) == 4  # three digits and the end of turn
                 assert all(value < 0 for value in row["reference_logprobs"])
 

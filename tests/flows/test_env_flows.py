@@ -73,12 +73,12 @@ def test_a_step_is_trajectories_a_batch_and_a_record(finished: tuple[FlowRuns, d
 
 def test_a_turn_is_trained_in_the_context_it_was_sampled_in(finished: tuple[FlowRuns, dict[str, Any]]) -> None:
     runs, _ = finished
-    for batch in runs.tables("done", "batch"):
+    for batch, line in zip(runs.tables("done", "batch"), runs.metrics("done"), strict=True):
         assert len(batch) == 16
+        assert line["logprob_gap"] < 1e-5  # of the forward pass that trains them
         for _, row in batch.iterrows():
-            trained = int((row["weights"] > 0).sum())
-            assert row["old_logprobs"] == pytest.approx(row["sampler_logprobs"], abs=1e-4)
-            assert len(row["advantages"]) == len(row["old_logprobs"]) == trained
+            trained = int((row["loss_mask"] > 0).sum())
+            assert len(row["advantages"]) == len(row["sampler_logprobs"]) == trained
 
 
 def test_advantages_are_what_the_definition_says(finished: tuple[FlowRuns, dict[str, Any]]) -> None:
@@ -130,8 +130,8 @@ def test_the_page_shows_whole_episodes(finished: tuple[FlowRuns, dict[str, Any]]
     record = done.record(1)
     assert record is not None
     played = step_inputs(done.store, record).rollouts[0]
-    rows = sample_rows(done.store, 0, played, played, count=2)
-    assert [row["step"] for row in rows] == [1, 1]
+    rows = sample_rows(done.store, played, played, count=2)
+    assert [list(row) for row in rows] == [["grade", "episode", "ended by"]] * 2
     assert all("\nassistant: " in row["episode"] and row["ended by"] == "environment" for row in rows)
     assert all(isinstance(row["grade"], float) for row in rows)
 

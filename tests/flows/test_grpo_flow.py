@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pandas
 import pytest
 
@@ -101,15 +102,20 @@ def test_tables_open_with_pandas(finished: tuple[FlowRuns, dict[str, Any]]) -> N
     batch = pandas.read_parquet(batch_file)
     assert len(batch) == 16
     for _, row in batch.iterrows():
-        trained = int((row["weights"] > 0).sum())
+        trained = int((row["loss_mask"] > 0).sum())
         assert trained == 6
-        assert len(row["token_ids"]) == len(row["weights"])
-        for column in ("advantages", "old_logprobs", "reference_logprobs", "sampler_logprobs"):
+        assert len(row["token_ids"]) == len(row["loss_mask"])
+        for column in ("advantages", "reference_logprobs", "sampler_logprobs"):
             assert len(row[column]) == trained
-        # the same weights in the same precision; the sampler's distribution leaves end-of-sequence out of six tokens
-        # (min_new_tokens), which an untrained model gives about one probability of 261
-        gap = row["sampler_logprobs"] - row["old_logprobs"]
+        assert row["old_logprobs"] is None  # the batch is one update, whose forward pass gives them
+        # at step 0 the reference is the policy: the same weights in the same precision; the sampler's distribution
+        # leaves end-of-sequence out of six tokens (min_new_tokens), which an untrained model gives about one
+        # probability of 261
+        gap = row["sampler_logprobs"] - row["reference_logprobs"]
         assert gap.min() > 0 and gap.max() < 2 / 261
+    # the step measures the same gap in its own forward pass
+    gaps = np.concatenate(list(batch["sampler_logprobs"] - batch["reference_logprobs"]))
+    assert runs.metrics("done")[0]["logprob_gap"] == pytest.approx(gaps.mean(), rel=1e-3)
     # a group's advantages sum to zero, and some group teaches something
     batch["advantage"] = [row[0] for row in batch["advantages"]]
     assert batch.groupby("group")["advantage"].sum().abs().max() < 1e-5
@@ -241,6 +247,40 @@ def test_prefect_has_the_flow_run_and_every_task_run(runs: FlowRuns, prefect_ser
     assert counts == expected | {"checkpoint": counts.get("checkpoint", 0)}
     assert counts["checkpoint"] >= 1
     assert states == {"COMPLETED"}
+
+
+def test_the_page_and_the_log_have_the_evaluations_of_the_report(
+    finished: tuple[FlowRuns, dict[str, Any]], prefect_server: str
+) -> None:
+    runs, result = finished
+    heldout, title = result["heldout"], runs.config("done", **three_steps(runs)).title
+    before, after, change = (heldout[name] for name in ("before_mean", "after_mean", "difference"))
+    assert f"{before:.3f} → {after:.3f}" in Path(result["report"]).read_text()
+    with httpx.Client(base_url=prefect_server, trust_env=False) as client:
+
+        def ask(what: str, **query: Any) -> list[dict[str, Any]]:
+            return client.post(f"/{what}/filter", json=query).json()  # type: ignore[no-any-return]
+
+        stages = {run["id"] for run in ask("flow_runs", flow_runs={"name": {"any_": [title]}})}
+        pages = ask("artifacts", artifacts={"key": {"any_": ["training"]}, "flow_run_id": {"any_": list(stages)}})
+        (page,) = [page for page in pages if "### Run `done`" in page["data"]]
+        assert f"| held-out: reward | {before:.3f} | {after:.3f} | 3 | {change:+.3f} |" in page["data"]
+        assert f"- report: `{result['report']}`" in page["data"]
+
+        def lines() -> list[str]:
+            logs = ask("logs", logs={"flow_run_id": {"any_": [page["flow_run_id"]]}}, sort="TIMESTAMP_ASC")
+            return [log["message"] for log in logs if log["name"] == "ostinato.steps"]
+
+        wait_until(lambda: f"report: {result['report']}" in lines(), seconds=RECORDING_SECONDS)
+        assert [line for line in lines() if "held-out" in line or "publish" in line] == [
+            f"evaluating {HELDOUT_PROMPTS} held-out prompts before training …",
+            f"held-out before training, {HELDOUT_PROMPTS} prompts: reward {before:.4f}",
+            f"evaluating {HELDOUT_PROMPTS} held-out prompts after training …",
+            f"held-out after training, {HELDOUT_PROMPTS} prompts: "
+            f"reward {after:.4f} ({change:+.4f} since before training)",
+            "publishing the model as toy …",
+            f"published {result['model']}",
+        ]
 
 
 def _task_runs(api: str, flow_run: str, expected: dict[str, int]) -> tuple[dict[str, int], set[str]]:

@@ -127,7 +127,7 @@ def _card_says_where_it_comes_from(line: Line, outcome: dict[str, Any]) -> None:
     text = card.read_text()
     assert text.startswith("---\n") and "base_model: tiny@" in text
     assert outcome["model"] in text and outcome["evaluation"] in text and outcome["decision"] in text
-    assert "12 gradient steps" in text and "| sft | 12 | 0.01 |" in text
+    assert "12 gradient steps" in text and "| sft | 1–12 | 0.01 |" in text
     dataset = json.loads(next((line.folder / "data" / "datasets" / "rows").glob("*/threads.json")).read_text())
     assert dataset["sha256"] in text
 

@@ -66,7 +66,7 @@ def test_a_batch_scores_each_conversation_as_a_whole(ranked: tuple[FlowRuns, dic
     for _, pair in batch.groupby("group"):
         assert sorted(pair["preferred"]) == [False, True]
     for _, row in batch.iterrows():
-        assert list(row["weights"]) == [0.0] * (len(row["weights"]) - 1) + [1.0]
+        assert list(row["loss_mask"]) == [0.0] * (len(row["loss_mask"]) - 1) + [1.0]
         assert row["reference_logprobs"] is None and row["returns"] is None
 
 

@@ -77,12 +77,12 @@ def test_exactly_the_answer_and_its_end_are_trained(learnt: tuple[FlowRuns, dict
     batch = runs.tables("learnt", "batch")[0]
     assert len(batch) == 4
     for _, row in batch.iterrows():
-        trained = [int(token) for token, weight in zip(row["token_ids"], row["weights"], strict=True) if weight > 0]
+        trained = [int(token) for token, weight in zip(row["token_ids"], row["loss_mask"], strict=True) if weight > 0]
         assert trained[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(trained[:-1]) == ANSWER
         assert len(trained) == len(ANSWER) + 1  # bytes are tokens
         # what is trained is one run of tokens, after the prompt
-        assert "ok" in tokenizer.decode(row["token_ids"][: list(row["weights"] > 0).index(True)])
+        assert "ok" in tokenizer.decode(row["token_ids"][: list(row["loss_mask"] > 0).index(True)])
 
 
 def test_the_published_model_says_the_answer_and_stops(learnt: tuple[FlowRuns, dict[str, Any]]) -> None:
@@ -119,11 +119,11 @@ def test_conversations_that_are_too_long_are_cut(learnt: tuple[FlowRuns, dict[st
     rows, facts = first_batch(runs, truncation)
     remaining = slice(2, None) if truncation == "left" else slice(limit)
     assert [row["token_ids"] for row in rows] == [row["token_ids"][remaining] for row in whole_rows]
-    assert [row["weights"] for row in rows] == [row["weights"][remaining] for row in whole_rows]
+    assert [row["loss_mask"] for row in rows] == [row["loss_mask"][remaining] for row in whole_rows]
     assert facts["cut"] == 4
 
     evaluations = runs.files(truncation, "evaluations")
-    trained_tokens = sum(rows[0]["weights"])
+    trained_tokens = sum(rows[0]["loss_mask"])
     assert evaluations
     for path in evaluations:
         assert set(pandas.read_parquet(path)["tokens"]) == {trained_tokens}

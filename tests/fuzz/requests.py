@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from engine.http import wire
 from engine.protocol import GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from storage.chain.records import PolicyRef
@@ -201,15 +203,15 @@ def arrow_case(world: World, draw: random.Random) -> Case:
         seeds = [draw.choice([0, -1, 2**63 - 1]) for _ in range(rows)]
         data = wire.encode_generate(GenerateRequest(policy, ids, seeds, sampling), epoch=0)
     else:
-        weights = [[draw.choice([0.0, 1.0, 1.0, -1.0, 1e308, float("nan")]) for _ in row] for row in ids]
+        masks = [[draw.choice([False, True, True]) for _ in row] for row in ids]
         if draw.random() < 0.6:
-            weights = [[0.0, *[1.0] * (len(row) - 1)][: len(row)] for row in ids]
+            masks = [[False, *[True] * (len(row) - 1)][: len(row)] for row in ids]
         if draw.random() < 0.1:
-            weights = [[*row, 1.0] for row in weights]
-        sequences = [
-            unchecked(TokenSequence, token_ids=row, weights=mine, group=draw.choice(["", "g"]))
-            for row, mine in zip(ids, weights, strict=True)
-        ]
+            masks = [[*row, True] for row in masks]
+        sequences = []
+        for row, mask in zip(ids, masks, strict=True):
+            arrays = {"token_ids": np.array(row, np.int32), "loss_mask": np.array(mask, bool)}
+            sequences.append(unchecked(TokenSequence, **arrays, group=draw.choice(["", "g"])))
         temperature = draw.choice([1.0, 1.0, 0.0, -1.0, 1e-320, 1e308])
         request = unchecked(LogprobsRequest, policy=policy, sequences=sequences, temperature=temperature)
         data = wire.encode_logprobs_request(request, epoch=0)

@@ -68,7 +68,7 @@ def test_two_steps_end_where_the_cpu_ends(cuda: torch.device, tiny_folder: Path)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_logprobs_are_those_of_the_definition(cuda: torch.device, tiny_folder: Path, dtype: torch.dtype) -> None:
     samples, model = batch("grpo", tiny_folder), load(tiny_folder, cuda, dtype)
-    sequences = [TokenSequence(s.token_ids, s.weights, s.group) for s in samples]
+    sequences = [TokenSequence(s.token_ids, s.loss_mask, s.group) for s in samples]
     actual = TorchTrainer(model).logprobs(sequences, temperature=1.0, max_tokens=4096)
     twin = exact_twin(model.module)
     with torch.no_grad():

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from engine.backends.torch.packing import Packable, micro_batches
 from engine.models.samples import Sample
 
-EMPTY_PASS = Sample(token_ids=[0, 0], weights=[0.0, 1.0])
+EMPTY_PASS = Sample(np.zeros(2, np.int32), np.array([False, True]))
 SEARCH_STEPS = 6
 """How often the batch is split again to find an even split."""
 

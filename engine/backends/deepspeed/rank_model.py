@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -77,7 +76,7 @@ class RankModel(CausalLM):
         gradient."""
 
         def head(hidden_nH: Tensor, target_n: Tensor) -> Tensor:
-            return self._in_chunks(partial(self._logprob_and_entropy, temperature), hidden_nH, target_n)
+            return self._token_logprobs_and_entropy(hidden_nH, target_n, temperature)
 
         both_N2 = self._at_sources(packed, head)
         return both_N2[:, 0], both_N2[:, 1]

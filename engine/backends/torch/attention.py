@@ -1,12 +1,12 @@
-"""Attention over packed rows and over a KV cache, for any Hugging Face decoder.
+"""Attention over packed rows, for any Hugging Face decoder.
 
 A decoder of `transformers` passes its projected queries, keys and values to a function that it finds by name. The
 function here takes a *layout* from the keyword arguments of the forward call and lets it attend. So one decoder serves
-packed training, prefill and decoding, and a mask over a whole row is never built.
+packed training, prefill and decoding (engine.backends.torch.decoding.kv_cache), and a mask over a whole row is never
+built.
 
 Axes: B row · H query head · K key/value head · T packed token · L token of a segment · G branch of a prefix group
-· Q token of the longest branch · P prompt token · N branch token · S cached position · D head dimension
-· R cache row that is filled (`DecodeLayout.fill`), or query head per key head (`DecodeLayout.attend`)
+· Q token of the longest branch · P prompt token · N branch token · D head dimension
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from engine.backends.torch import varlen
+from engine.backends.torch import flash_attention, varlen
 from engine.backends.torch.packing import PrefixGroup
 from engine.errors import BadSpec
 
@@ -82,8 +82,8 @@ class _PackedAttention(Protocol):
 class PackedLayout:
     """Attention within the prefix groups of one packed row (B = 1).
 
-    It uses a variable-length flash kernel where there is one for the device and the dtype of the first queries, and
-    SDPA otherwise. Both have the same mask."""
+    It uses a variable-length flash kernel where there is one for the device and the dtype of the first queries, the
+    flash kernel of the CPU there, and SDPA otherwise. All have the same mask."""
 
     def __init__(
         self, groups: Sequence[PrefixGroup], *, device: torch.device, kernel: varlen.VarlenKernel | None = None
@@ -101,9 +101,11 @@ class PackedLayout:
 
     def _choose_attention(self, query: Tensor) -> _PackedAttention:
         kernel = self._kernel or varlen.find_varlen(query)
-        if kernel is None:
-            return _SDPAByLength(self._groups, self._device)
-        return varlen.VarlenAttention(self._groups, device=self._device, kernel=kernel)
+        if kernel is not None:
+            return varlen.VarlenAttention(self._groups, device=self._device, kernel=kernel)
+        if flash_attention.is_supported(query):
+            return flash_attention.FlashAttention(self._groups)
+        return _SDPAByLength(self._groups, self._device)
 
 
 def _longest_sequence(group: PrefixGroup) -> int:
@@ -210,78 +212,3 @@ class PrefillLayout(PackedLayout):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         self.keys_and_values[layer] = (key[0], value[0])
         return super().attend(layer, query, key, value, scale)
-
-
-class DecodeLayout:
-    """One new token per row, over a preallocated KV cache. Rows may have different lengths."""
-
-    def __init__(self, *, rows: int, capacity: int, device: torch.device) -> None:
-        """`capacity` is the largest length of a row."""
-        self.capacity = capacity
-        self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
-        # A copy of the lengths on the host: to read those on a GPU would wait for the GPU at every token.
-        self._host_lengths = [0] * rows
-        self.longest = 0
-        self._cache: dict[int, tuple[Tensor, Tensor]] = {}
-        self._mask_B11S: Tensor | None = None
-        self._rows_B = torch.arange(rows, device=device)
-
-    def fill(self, prefill: PrefillLayout, spans: dict[int, tuple[int, int]]) -> None:
-        """Sets the first keys and values of some rows: those at spans[row] = (start, length) of the prefilled row."""
-        # Set the lengths, on the host and on the device.
-        rows = list(spans)
-        for row, (_, length) in spans.items():
-            self._host_lengths[row] = length
-        device = self.lengths_B.device
-        rows_R = torch.tensor(rows, device=device)
-        starts_R, lengths_R = torch.tensor(list(spans.values()), device=device).unbind(1)
-        self.lengths_B[rows_R] = lengths_R
-        # Past its end, a shorter row repeats its last token: no query attends to it, and new tokens overwrite it.
-        longest = max(length for _, length in spans.values())
-        offsets_S = torch.arange(longest, device=device)
-        index_RS = starts_R.unsqueeze(1) + torch.minimum(offsets_S, lengths_R.unsqueeze(1) - 1)
-        # The cache of a layer is allocated at its first use, with the prefill's heads and dtype.
-        for layer, (key_KTD, value_KTD) in prefill.keys_and_values.items():
-            if layer not in self._cache:
-                shape = (len(self._rows_B), key_KTD.shape[0], self.capacity, key_KTD.shape[2])
-                self._cache[layer] = (key_KTD.new_zeros(shape), value_KTD.new_zeros(shape))
-            keys_BKSD, values_BKSD = self._cache[layer]
-            keys_BKSD[rows_R, :, :longest] = key_KTD[:, index_RS].transpose(0, 1)
-            values_BKSD[rows_R, :, :longest] = value_KTD[:, index_RS].transpose(0, 1)
-
-    def advance(self) -> Tensor:
-        """Adds one token to every row; returns its positions (B,)."""
-        positions_B = self.lengths_B.clone()
-        self.lengths_B += 1
-        self._host_lengths = [length + 1 for length in self._host_lengths]
-        self.longest = max(self._host_lengths)
-        # A shorter row does not attend to the unused end of its cache.
-        cached_S = torch.arange(self.longest, device=positions_B.device)
-        self._mask_B11S = (cached_S < self.lengths_B.unsqueeze(1))[:, None, None, :]
-        return positions_B
-
-    def keep_rows(self, rows_B: Tensor) -> None:
-        """Drops all rows but these, so that finished completions are not computed further."""
-        self.lengths_B = self.lengths_B[rows_B]
-        self._host_lengths = [self._host_lengths[row] for row in rows_B.tolist()]
-        self._rows_B = torch.arange(len(rows_B), device=rows_B.device)
-        self._cache = {layer: (keys[rows_B], values[rows_B]) for layer, (keys, values) in self._cache.items()}
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        # Write the new token's key and value.
-        keys_BKSD, values_BKSD = self._cache[layer]
-        last_B = self.lengths_B - 1
-        keys_BKSD[self._rows_B, :, last_B] = key[:, :, 0]
-        values_BKSD[self._rows_B, :, last_B] = value[:, :, 0]
-
-        # The query heads of one key head take the place of the query axis, so that no key is copied per query head.
-        heads, key_heads = query.shape[1], key.shape[1]
-        query_BKRD = query[:, :, 0].unflatten(1, (key_heads, heads // key_heads))
-        output_BKRD = sdpa(
-            query_BKRD,
-            keys_BKSD[:, :, : self.longest],
-            values_BKSD[:, :, : self.longest],
-            attn_mask=self._mask_B11S,
-            scale=scale,
-        )
-        return output_BKRD.flatten(1, 2).unsqueeze(1)

@@ -32,12 +32,12 @@ def check_sequences(sequences: Sequence[Packable], *, vocab_size: int, context_l
                 f"a sequence of {len(token_ids)} tokens (group {sequence.group!r}) passes the model's context "
                 f"of {context_length}; shorten it or leave it out"
             )
-        if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
-            unknown = next(token for token in token_ids if not 0 <= token < vocab_size)
+        is_unknown = (token_ids < 0) | (token_ids >= vocab_size)
+        if is_unknown.any():
+            position = int(is_unknown.argmax())
             raise BadSpec(
-                f"sample {index} (group {sequence.group!r}) has the token id {unknown} at position "
-                f"{token_ids.index(unknown)}; the model's are 0..{vocab_size - 1}. Was it rendered with another "
-                "model's tokenizer?"
+                f"sample {index} (group {sequence.group!r}) has the token id {token_ids[position]} at position "
+                f"{position}; the model's are 0..{vocab_size - 1}. Was it rendered with another model's tokenizer?"
             )
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -19,14 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.backends.torch.attention import Layout, PackedLayout
 from engine.backends.torch.packing import Packed
+from engine.backends.torch.token_logprobs import at_least_float32, token_logprobs, token_logprobs_and_entropy
 from engine.errors import BadSpec
 from engine.models.images import Images
 from engine.text.errors import UnsupportedFragment
 
-CHUNK_ELEMENTS = 1 << 26
-"""Number of logits (trained tokens x vocabulary) that are held at once, 256 MiB in float32. More than twice as many are
-computed in chunks, and once more in the backward pass: this costs 13 % of the time on small batches, and bounds the
-memory on large ones."""
+CHUNK_BYTES = 1 << 29
+"""Bytes of the logits (trained tokens x vocabulary) that are held at once. More are computed in chunks, and once more
+in the backward pass: this bounds the memory, and costs about a tenth of the time."""
 
 
 class CausalLM:
@@ -87,6 +86,18 @@ class CausalLM:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
+    @contextmanager
+    def cached_casts(self) -> Iterator[None]:
+        """A context within which autocast casts each weight once. Autocast forgets its casts at the end of the
+        outermost context that turns it on, which would otherwise be one forward pass. The weights must not change
+        within it."""
+        if self.compute_dtype == self.dtype:
+            yield
+            return
+        # Autocast is off within it: only forward passes turn it on, not losses and backward passes.
+        with self.autocast(), torch.autocast(self.device.type, enabled=False):
+            yield
+
     def hidden(self, token_ids_BT: Tensor, positions_BT: Tensor, layout: Layout, images: Images = ()) -> Tensor:
         """Hidden states (B, T, H) after the final norm. `images` are those of the single row. Raises
         UnsupportedFragment for images that the model does not take."""
@@ -107,9 +118,13 @@ class CausalLM:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (…, V) of hidden states (…, H), in float32 at least."""
-        logits = at_least_float32(self.head(hidden))
+        return at_least_float32(self._head_logits(hidden))
+
+    def _head_logits(self, hidden: Tensor) -> Tensor:
+        """Logits in the head's dtype, or in float32 at least where the architecture caps them."""
+        logits = self.head(hidden)
         cap = getattr(self.module.config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else torch.tanh(at_least_float32(logits) / cap) * cap
 
     def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
         """Log-probability of each trained token (N,), in nats. Differentiable when gradients are on."""
@@ -124,7 +139,7 @@ class CausalLM:
         with self.autocast():
             hidden_TH = self.packed_hidden(packed)
             hidden_NH = hidden_TH.index_select(0, packed.source_N)
-            both_N2 = self._in_chunks(partial(self._logprob_and_entropy, temperature), hidden_NH, packed.target_N)
+            both_N2 = self._token_logprobs_and_entropy(hidden_NH, packed.target_N, temperature)
             return both_N2[:, 0], both_N2[:, 1]
 
     def values(self, packed: Packed) -> Tensor:
@@ -135,24 +150,27 @@ class CausalLM:
         )
 
     def _token_logprobs(self, hidden_NH: Tensor, target_N: Tensor, temperature: float) -> Tensor:
-        return self._in_chunks(partial(self._logprob, temperature), hidden_NH, target_N)
+        """(N,): the logprob of each token."""
 
-    def _logprob(self, temperature: float, hidden_CH: Tensor, target_C: Tensor) -> Tensor:
-        logits_CV = self.logits(hidden_CH) / temperature
-        return logits_CV.gather(1, target_C.unsqueeze(1)).squeeze(1) - logits_CV.logsumexp(1)
+        def logprobs(hidden_CH: Tensor, target_C: Tensor) -> Tensor:
+            return token_logprobs(self._head_logits(hidden_CH), target_C, temperature)
 
-    def _logprob_and_entropy(self, temperature: float, hidden_CH: Tensor, target_C: Tensor) -> Tensor:
-        """(C, 2): logprob and entropy."""
-        logits_CV = self.logits(hidden_CH) / temperature
-        norm_C = logits_CV.logsumexp(1)
-        entropy_C = norm_C - ((logits_CV - norm_C.unsqueeze(1)).exp() * logits_CV).sum(1)
-        return torch.stack([logits_CV.gather(1, target_C.unsqueeze(1)).squeeze(1) - norm_C, entropy_C], dim=1)
+        return self._in_chunks(logprobs, hidden_NH, target_N)
+
+    def _token_logprobs_and_entropy(self, hidden_NH: Tensor, target_N: Tensor, temperature: float) -> Tensor:
+        """(N, 2): the logprob of each token, and the entropy of its distribution."""
+
+        def both(hidden_CH: Tensor, target_C: Tensor) -> Tensor:
+            logits_CV = self._head_logits(hidden_CH)
+            return torch.stack(token_logprobs_and_entropy(logits_CV, target_C, temperature), dim=1)
+
+        return self._in_chunks(both, hidden_NH, target_N)
 
     def _in_chunks(self, function: Callable[[Tensor, Tensor], Tensor], hidden_NH: Tensor, target_N: Tensor) -> Tensor:
         """`function` of all trained tokens. Where their logits would take too much memory, it is called for some tokens
         at a time, and again in the backward pass."""
-        size = max(1, CHUNK_ELEMENTS // self.vocab_size)
-        if len(target_N) <= 2 * size:
+        size = max(1, CHUNK_BYTES // (self.compute_dtype.itemsize * self.vocab_size))
+        if len(target_N) <= size:
             return function(hidden_NH, target_N)
         chunks = zip(hidden_NH.split(size), target_N.split(size), strict=True)
         return torch.cat([checkpoint(function, hidden, target, use_reentrant=False) for hidden, target in chunks])
@@ -194,11 +212,6 @@ class CausalLM:
 def master_dtype_of(compute_dtype: torch.dtype) -> torch.dtype:
     """The precision of the master weights of a model that computes in `compute_dtype`."""
     return torch.float64 if compute_dtype == torch.float64 else torch.float32
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """The tensor, in float32 if its dtype is a 16-bit one."""
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def frozen_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:

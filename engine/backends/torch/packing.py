@@ -14,21 +14,27 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import SampleTooLong
 from engine.models.images import Images, PlacedImage, common_prefix_length
+from engine.models.token_arrays import LossMask, TokenArray
 
 
 class Packable(Protocol):
     """The attributes that packing reads. engine.models.samples.Sample and engine.protocol.TokenSequence have them."""
 
     @property
-    def token_ids(self) -> list[int]: ...
+    def token_ids(self) -> TokenArray: ...
     @property
-    def weights(self) -> list[float]:
-        """The loss mask: tokens with a weight above 0 are trained."""
+    def loss_mask(self) -> LossMask:
+        """Whether each token is trained."""
+        ...
+    @property
+    def trained(self) -> int:
+        """Number of trained tokens."""
         ...
 
     @property
@@ -96,9 +102,10 @@ def micro_batches(
                 f"one packed forward takes ({max_tokens}); raise max_tokens_per_forward (max_batch_size), or shorten "
                 "or drop the pair"
             )
-        for run in runs:
+        for number, run in enumerate(runs):
             length = _packed_length([samples[index] for index in run])
-            if current and used + length > max_tokens:
+            # Two runs of one group in one row would be packed as one group, with a shorter common prompt.
+            if current and (number > 0 or used + length > max_tokens):
                 batches.append(current)
                 current, used = [], 0
             current += run
@@ -123,7 +130,8 @@ def _group_key(samples: Sequence[Packable], index: int) -> str:
 
 def _split_group(members: list[int], samples: Sequence[Packable], max_tokens: int) -> list[list[int]]:
     """The members of one group, in runs that fit one forward pass."""
-    runs: list[list[int]] = [[]]
+    runs: list[list[int]] = []
+    total, prefix = 0, 0
     for index in members:
         length = len(samples[index].token_ids)
         if length > max_tokens:
@@ -133,11 +141,18 @@ def _split_group(members: list[int], samples: Sequence[Packable], max_tokens: in
                 f"a sequence {owner}has {length} tokens, and one packed forward takes {max_tokens}; raise "
                 "max_tokens_per_forward (max_batch_size), or shorten or drop the sequence"
             )
-        # Begin another run when this sample would make the current one too long.
-        longer_run = [samples[member] for member in [*runs[-1], index]]
-        if runs[-1] and _packed_length(longer_run) > max_tokens:
-            runs.append([])
-        runs[-1].append(index)
+        # Add the sample to the current run, unless that makes the run too long. A prefix that all share is one that
+        # each shares with the first.
+        if runs:
+            first = samples[runs[-1][0]]
+            pair_prefix = shared_prefix([first, samples[index]])
+            longer_prefix = pair_prefix if len(runs[-1]) == 1 else min(prefix, pair_prefix)
+            if total + length - longer_prefix * len(runs[-1]) <= max_tokens:
+                runs[-1].append(index)
+                total, prefix = total + length, longer_prefix
+                continue
+        runs.append([index])
+        total = length
     return runs
 
 
@@ -161,14 +176,19 @@ def shared_prefix(samples: Sequence[Packable]) -> int:
 
 def _shared_tokens(samples: Sequence[Packable]) -> int:
     """Number of leading token ids that all samples have in common and none trains."""
-    shortest = min(len(sample.token_ids) for sample in samples) - 1
+    shared = max(min(len(sample.token_ids) for sample in samples) - 1, 0)
     first = samples[0]
-    for position in range(shortest):
-        token = first.token_ids[position]
-        for sample in samples:
-            if sample.token_ids[position] != token or sample.weights[position] > 0:
-                return position
-    return max(shortest, 0)
+    for sample in samples:
+        ends_here = sample.loss_mask[:shared] | (sample.token_ids[:shared] != first.token_ids[:shared])
+        shared = _first_true(ends_here)
+    return shared
+
+
+def _first_true(mask: LossMask) -> int:
+    """Index of the first True; the length of the mask if there is none."""
+    if not mask.any():
+        return len(mask)
+    return int(mask.argmax())
 
 
 # -- the packed row --------------------------------------------------------------------------------------------
@@ -176,55 +196,75 @@ def _shared_tokens(samples: Sequence[Packable]) -> int:
 
 def pack(samples: Sequence[Packable], *, device: torch.device) -> Packed:
     """Lays out the samples of one micro-batch. Neighbours of one group share their prompt."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    groups: list[PrefixGroup] = []
-    sources: list[int] = []
-    targets: list[int] = []
-    images: list[PlacedImage] = []
+    row = _PackedRow()
     for _, members in groupby(range(len(samples)), key=lambda index: _group_key(samples, index)):
-        rows = [samples[index] for index in members]
-        group = _lay_out(rows, tokens, positions)
-        groups.append(group)
-        # A shared prompt stands once in the packed row, and so do its images.
-        prefix = 0
-        if group.branches:
-            prefix = group.prefix
-            in_prompt = [image for image in rows[0].images if image.start < prefix]
-            images += _moved(in_prompt, group.start)
-        # The tokens that only one sample has: the whole sequence, or its branch after the shared prompt.
-        own_parts = group.branches or ((group.start, group.prefix),)
-        for row, (start, _) in zip(rows, own_parts, strict=True):
-            images += _moved(row.images, start, after=prefix)
-            for position, weight in enumerate(row.weights):
-                if weight > 0:
-                    sources.append(_source_of(position - prefix, start, group))
-                    targets.append(row.token_ids[position])
+        row.add_group([samples[index] for index in members])
 
-    def as_tensor(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
+    def as_tensor(parts: list[np.ndarray]) -> Tensor:
+        values = np.concatenate([np.zeros(0, np.int64), *parts], dtype=np.int64)
+        return torch.from_numpy(values).to(device)
 
     return Packed(
-        token_ids_T=as_tensor(tokens),
-        positions_T=as_tensor(positions),
-        groups=tuple(groups),
-        source_N=as_tensor(sources),
-        target_N=as_tensor(targets),
-        trained_S=tuple(_trained_tokens(sample) for sample in samples),
-        images=tuple(images),
+        token_ids_T=as_tensor(row.tokens),
+        positions_T=as_tensor(row.positions),
+        groups=tuple(row.groups),
+        source_N=as_tensor(row.sources),
+        target_N=as_tensor(row.targets),
+        trained_S=tuple(sample.trained for sample in samples),
+        images=tuple(row.images),
     )
 
 
-def _source_of(offset: int, start: int, group: PrefixGroup) -> int:
-    """Place in the packed row of the token before the one at `offset` of a part that begins at `start`."""
-    if offset > 0:
-        return start + offset - 1
-    # The token before a branch is the last one of the prompt.
-    return group.start + group.prefix - 1
+class _PackedRow:
+    """The parts of a packed row, in order."""
 
+    def __init__(self) -> None:
+        self.length = 0
+        self.tokens: list[np.ndarray] = []
+        self.positions: list[np.ndarray] = []
+        self.groups: list[PrefixGroup] = []
+        self.sources: list[np.ndarray] = []
+        self.targets: list[np.ndarray] = []
+        self.images: list[PlacedImage] = []
 
-def _trained_tokens(sample: Packable) -> int:
-    return sum(weight > 0 for weight in sample.weights)
+    def add_group(self, rows: Sequence[Packable]) -> None:
+        """Appends the samples of one group. A single sample is a group without branches."""
+        start = self.length
+        if len(rows) == 1:
+            self._add_part(rows[0], 0)
+            self._add_trained(rows[0], 0, start, before=start)
+            self.groups.append(PrefixGroup(start, self.length - start))
+            return
+        # The prompt stands once in the packed row, and so do its images.
+        prefix = shared_prefix(rows)
+        self.tokens.append(rows[0].token_ids[:prefix])
+        self.positions.append(np.arange(prefix))
+        self.length += prefix
+        in_prompt = [image for image in rows[0].images if image.start < prefix]
+        self.images += _moved(in_prompt, start)
+        # Then the rest of each sequence. The token before a branch is the last one of the prompt.
+        branches = []
+        for row in rows:
+            branches.append((self.length, len(row.token_ids) - prefix))
+            self._add_trained(row, prefix, self.length, before=start + prefix - 1)
+            self._add_part(row, prefix)
+        self.groups.append(PrefixGroup(start, prefix, tuple(branches)))
+
+    def _add_part(self, row: Packable, prefix: int) -> None:
+        """Appends the tokens of a sample from `prefix` on. Their positions go on from the end of the prompt."""
+        self.images += _moved(row.images, self.length, after=prefix)
+        self.tokens.append(row.token_ids[prefix:])
+        self.positions.append(np.arange(prefix, len(row.token_ids)))
+        self.length += len(row.token_ids) - prefix
+
+    def _add_trained(self, row: Packable, prefix: int, start: int, *, before: int) -> None:
+        """Appends the trained tokens of a sample, and the places of the tokens before them. The sample's token `prefix`
+        is at `start`, and the token before it at `before`."""
+        trained = np.flatnonzero(row.loss_mask)
+        sources = trained + (start - prefix - 1)
+        sources[trained == prefix] = before
+        self.sources.append(sources)
+        self.targets.append(row.token_ids[trained])
 
 
 def _moved(images: Iterable[PlacedImage], start: int, *, after: int = 0) -> list[PlacedImage]:
@@ -234,24 +274,3 @@ def _moved(images: Iterable[PlacedImage], start: int, *, after: int = 0) -> list
         if image.start >= after:
             moved.append(replace(image, start=start + image.start - after))
     return moved
-
-
-def _lay_out(rows: list[Packable], tokens: list[int], positions: list[int]) -> PrefixGroup:
-    """Appends one group to the packed row."""
-    start = len(tokens)
-    # A single sequence has no branches.
-    if len(rows) == 1:
-        length = len(rows[0].token_ids)
-        tokens += rows[0].token_ids
-        positions += range(length)
-        return PrefixGroup(start, length)
-    # The prompt once, then the rest of each sequence. The positions of each branch go on from the end of the prompt.
-    prefix = shared_prefix(rows)
-    tokens += rows[0].token_ids[:prefix]
-    positions += range(prefix)
-    branches = []
-    for row in rows:
-        branches.append((len(tokens), len(row.token_ids) - prefix))
-        tokens += row.token_ids[prefix:]
-        positions += range(prefix, len(row.token_ids))
-    return PrefixGroup(start, prefix, tuple(branches))

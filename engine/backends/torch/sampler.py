@@ -1,15 +1,15 @@
-"""The sampler in the engine's process: batched decoding over a preallocated KV cache, with one random stream per
+"""The sampler in the engine's process: continuous batching over a pool of keys and values, with one random stream per
 completion.
 
-A token is drawn by Gumbel-max, argmax(log p - log E) with E ~ Exp(1) from the completion's own generator (equivalent to
-a categorical draw; Maddison et al., arXiv:1411.0030). Unlike an inverse CDF, it does not depend on the rounding of a
-cumulative sum. So in float32 a completion does not depend on the other completions of its batch.
+In float32 the tokens of a completion do not depend on the other completions of its batch
+(engine.backends.torch.decoding.drawing). The last bits of its logprobs do.
 
-Axes: B row that is still decoded · T packed prompt token · G distinct prompt · V vocabulary · H hidden
+Axes: B row that is decoded · T packed prompt token · V vocabulary · H hidden
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -18,14 +18,17 @@ import torch
 from torch import Tensor
 
 from engine.backends.prompt_checks import check_prompts
-from engine.backends.torch.attention import DecodeLayout, PrefillLayout
+from engine.backends.torch.attention import PrefillLayout
 from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.decoding.drawing import NoiseStream, draw_tokens
+from engine.backends.torch.decoding.kv_cache import DecodeLayout, PromptKeys, should_share
 from engine.backends.torch.packing import PrefixGroup
 from engine.models.images import Images, PlacedImage
 from engine.protocol import Completion, OnToken, SamplingParams, StopReason, TokenIds
 
-COMPACT_BELOW = 0.75
-"""Finished rows are dropped from the batch when a smaller share of it than this is still decoded."""
+REFILL_SHARE = 8
+"""Waiting rows enter when at least 1/REFILL_SHARE of the places are free. The prompts of several rows are computed in
+one forward pass, which reads the weights once."""
 
 
 class _Prompt(NamedTuple):
@@ -36,26 +39,47 @@ class _Prompt(NamedTuple):
 
 
 @dataclass(slots=True)
+class _PromptUse:
+    """What the rows of one prompt have in common."""
+
+    waiting: int = 0
+    """Number of rows that have not entered the batch."""
+    unfinished: int = 0
+    """Number of rows that wait or are decoded."""
+    shared: bool = False
+    """Whether the keys of the prompt are stored once for all rows."""
+    keys: PromptKeys | None = None
+    """None before the prompt is computed, and when no row needs them any more."""
+    logits_V: Tensor | None = None
+    """Logits of the first token."""
+
+
+@dataclass(slots=True)
 class _Row:
     """A completion that is being sampled."""
 
     index: int
     """Index of the completion within the call."""
-    generator: torch.Generator
+    prompt: _Prompt
+    seed: int
+    noise: NoiseStream | None = None
+    """None while the row is not in the batch."""
     tokens: TokenIds = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop: StopReason | None = None
 
 
 class TorchSampler:
-    """Samples from a `CausalLM`. At most `max_rows` completions are decoded together, and at most `max_prefill_tokens`
-    prompt tokens are computed in one forward pass.
+    """Samples from a `CausalLM`. At most `max_rows` completions are decoded together: when some have finished, others
+    take their places. At most `max_prefill_tokens` prompt tokens are computed in one forward pass.
 
     This class has one model whose weights do not change. How the weights follow a trainer's is defined by subclasses
     (engine.backends.torch.trainer_samplers)."""
 
     def __init__(self, model: CausalLM, *, max_rows: int = 64, max_prefill_tokens: int = 8192) -> None:
         self.model, self.max_rows, self.max_prefill_tokens = model, max_rows, max_prefill_tokens
+        # A subclass may compute with another form of the same model.
+        self.forward_model = model
         self.loaded_state: str | None = None
 
     @torch.inference_mode()
@@ -87,15 +111,12 @@ class TorchSampler:
         )
         images = images or [()] * len(prompts)
         with_images = [_Prompt(tuple(ids), of_prompt) for ids, of_prompt in zip(prompts, images, strict=True)]
-        # Decode at most `max_rows` completions together.
-        completions: list[Completion] = []
-        for start in range(0, len(prompts), self.max_rows):
-            chunk = slice(start, start + self.max_rows)
-            on_chunk_token: OnToken | None = None
-            if on_token is not None:
-                on_chunk_token = _shifted(on_token, start)
-            completions += self._sample_rows(with_images[chunk], seeds[chunk], params, on_chunk_token)
-        return completions
+        rows: list[_Row] = []
+        for index, (prompt, seed) in enumerate(zip(with_images, seeds, strict=True)):
+            rows.append(_Row(index, prompt, seed))
+        if rows:
+            _Call(self, rows, params, on_token).run()
+        return [Completion(row.tokens, row.logprobs, row.stop or "length") for row in rows]
 
     @property
     def accepts_images(self) -> bool:
@@ -104,63 +125,99 @@ class TorchSampler:
     def close(self) -> None:
         """Does nothing: the weights are freed with the object."""
 
-    def _sample_rows(
-        self,
-        prompts: Sequence[_Prompt],
-        seeds: Sequence[int],
-        params: SamplingParams,
-        on_token: OnToken | None,
-    ) -> list[Completion]:
-        """The completions of prompts that are decoded together."""
-        device = self.model.device
-        # Each completion has a generator of its own, so that its tokens do not depend on the other rows.
-        rows: list[_Row] = []
-        for index, seed in enumerate(seeds):
-            rows.append(_Row(index, torch.Generator(device=device).manual_seed(seed)))
-        longest = max(len(prompt.ids) for prompt in prompts)
-        layout = DecodeLayout(rows=len(rows), capacity=longest + params.max_new_tokens, device=device)
-        logits_BV = self._prefill(prompts, layout)
-        # `batch` are the rows that are still computed, in the order of the cache.
-        batch = list(rows)
-        while True:
-            self._draw(batch, logits_BV, params, on_token)
-            running = [place for place, row in enumerate(batch) if row.stop is None]
-            if not running:
-                break
-            # Finished rows are computed further until enough of them can be dropped at once: to drop rows copies the
-            # cache.
-            if len(running) < COMPACT_BELOW * len(batch):
-                batch = [batch[place] for place in running]
-                layout.keep_rows(torch.tensor(running, device=device))
-            tokens_B1 = torch.tensor([[row.tokens[-1]] for row in batch], device=device)
-            positions_B = layout.advance()
-            hidden_B1H = self.model.hidden(tokens_B1, positions_B.unsqueeze(1), layout)
-            logits_BV = self.model.logits(hidden_B1H[:, 0])
-        return [Completion(row.tokens, row.logprobs, row.stop or "length") for row in rows]
 
-    def _prefill(self, prompts: Sequence[_Prompt], layout: DecodeLayout) -> Tensor:
-        """Computes every distinct prompt once and fills the cache; returns the first logits of every row (B, V)."""
-        # Equal prompts have one prefill.
-        rows_of: dict[_Prompt, list[int]] = {}
-        for row, prompt in enumerate(prompts):
-            rows_of.setdefault(prompt, []).append(row)
-        logits_BV: Tensor | None = None
-        for batch in _batches(list(rows_of), self.max_prefill_tokens):
-            groups, first_logits_GV, prefill = self._forward(batch)
-            # The keys, values and logits of a prompt go to all of its rows.
-            spans: dict[int, tuple[int, int]] = {}
-            for prompt, group in zip(batch, groups, strict=True):
-                spans |= dict.fromkeys(rows_of[prompt], (group.start, group.prefix))
-            layout.fill(prefill, spans)
-            if logits_BV is None:
-                logits_BV = first_logits_GV.new_empty(len(prompts), first_logits_GV.shape[1])
-            for index, prompt in enumerate(batch):
-                logits_BV[rows_of[prompt]] = first_logits_GV[index]
-        assert logits_BV is not None  # check_prompts rejects empty prompts, and sample() passes no empty chunk
-        return logits_BV
+class _Call:
+    """One call of a sampler: the rows that wait, the rows that are decoded, and the pool of their keys and values."""
 
-    def _forward(self, prompts: list[_Prompt]) -> tuple[list[PrefixGroup], Tensor, PrefillLayout]:
-        """(place of each prompt in the packed row, logits (G, V) after each prompt, layout with keys and values)."""
+    def __init__(
+        self, sampler: TorchSampler, rows: list[_Row], params: SamplingParams, on_token: OnToken | None
+    ) -> None:
+        self._model, self._max_prefill_tokens = sampler.forward_model, sampler.max_prefill_tokens
+        self._params, self._on_token = params, on_token
+        self._eos = self._model.eos_token_ids()
+        self._waiting = deque(rows)
+        self._batch: list[_Row] = []
+        """The rows that are decoded, in the order of the pool."""
+        # Equal prompts are computed once.
+        self._uses: dict[_Prompt, _PromptUse] = {}
+        for row in rows:
+            use = self._uses.setdefault(row.prompt, _PromptUse())
+            use.waiting += 1
+            use.unfinished += 1
+        # The pool's rows have room for the longest completion, and for the longest prompt that is not shared.
+        device, longest = self._model.device, 0
+        for prompt, use in self._uses.items():
+            use.shared = should_share(use.unfinished, len(prompt.ids), device)
+            if not use.shared:
+                longest = max(longest, len(prompt.ids))
+        self._places = min(sampler.max_rows, len(rows))
+        self._layout = DecodeLayout(rows=self._places, capacity=longest + params.max_new_tokens, device=device)
+
+    def run(self) -> None:
+        """Samples all rows."""
+        while self._waiting or self._batch:
+            free = self._places - len(self._batch)
+            if self._waiting and free >= min(max(1, self._places // REFILL_SHARE), len(self._waiting)):
+                self._enter(free)
+            else:
+                self._decode()
+
+    def _enter(self, free: int) -> None:
+        """Moves waiting rows into the free places of the batch, and draws their first tokens."""
+        rows = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        # Neighbours of similar length attend together.
+        rows.sort(key=lambda row: 0 if self._uses[row.prompt].shared else len(row.prompt.ids))
+        new_prompts = [prompt for prompt in dict.fromkeys(row.prompt for row in rows) if not self._uses[prompt].keys]
+        forward_passes = deque(_batches(new_prompts, self._max_prefill_tokens))
+        logits = []
+        for row in rows:
+            use = self._uses[row.prompt]
+            if use.keys is None:  # the next pass has this prompt, because the prompts are in the order of the rows
+                self._compute(forward_passes.popleft())
+            assert use.keys is not None and use.logits_V is not None  # computed now, or for an earlier row
+            self._layout.enter(use.keys, shared=use.shared)
+            logits.append(use.logits_V)
+            # Each completion has noise of its own, so that its tokens do not depend on the other rows.
+            row.noise = NoiseStream(row.seed, vocab_size=self._model.vocab_size, device=self._model.device)
+            use.waiting -= 1
+            self._free_prompt(use)
+        self._batch += rows
+        self._draw(rows, torch.stack(logits))
+        self._drop_finished()
+
+    def _decode(self) -> None:
+        """Computes the last token of every row, and draws the next."""
+        tokens_B1 = torch.tensor([[row.tokens[-1]] for row in self._batch], device=self._model.device)
+        positions_B = self._layout.advance()
+        hidden_B1H = self._model.hidden(tokens_B1, positions_B.unsqueeze(1), self._layout)
+        self._draw(self._batch, self._model.logits(hidden_B1H[:, 0]))
+        self._drop_finished()
+
+    def _drop_finished(self) -> None:
+        """Frees the places and the noise of finished rows."""
+        for place in reversed(range(len(self._batch))):
+            row = self._batch[place]
+            if row.stop is None:
+                continue
+            # As in the pool, the last row takes the place.
+            self._layout.leave(place)
+            self._batch[place] = self._batch[-1]
+            self._batch.pop()
+            row.noise = None
+            use = self._uses[row.prompt]
+            use.unfinished -= 1
+            self._free_prompt(use)
+
+    @staticmethod
+    def _free_prompt(use: _PromptUse) -> None:
+        """Frees what no row needs any more: rows that do not share the keys have copied them when they entered."""
+        if use.waiting == 0:
+            use.logits_V = None
+            if not use.shared or use.unfinished == 0:
+                use.keys = None
+
+    def _compute(self, prompts: list[_Prompt]) -> None:
+        """Computes the keys, values and next logits of some prompts in one forward pass."""
         # Lay the prompts out in one packed row.
         groups: list[PrefixGroup] = []
         images: list[PlacedImage] = []
@@ -173,45 +230,32 @@ class TorchSampler:
             tokens += prompt.ids
             positions += range(len(prompt.ids))
         # The logits after the last token of each prompt predict the first token of its completions.
-        device = self.model.device
+        device = self._model.device
         prefill = PrefillLayout(groups, device=device)
         tokens_1T = torch.tensor(tokens, device=device).unsqueeze(0)
         positions_1T = torch.tensor(positions, device=device).unsqueeze(0)
-        hidden_TH = self.model.hidden(tokens_1T, positions_1T, prefill, tuple(images))[0]
-        last_G = torch.tensor([group.start + group.prefix - 1 for group in groups], device=device)
-        return groups, self.model.logits(hidden_TH[last_G]), prefill
+        hidden_TH = self._model.hidden(tokens_1T, positions_1T, prefill, tuple(images))[0]
+        last = [group.start + group.prefix - 1 for group in groups]
+        logits_BV = self._model.logits(hidden_TH[torch.tensor(last, device=device)])
+        for prompt, group, logits_V in zip(prompts, groups, logits_BV, strict=True):
+            use = self._uses[prompt]
+            use.keys, use.logits_V = PromptKeys.of(prefill, group.start, group.prefix), logits_V
 
-    def _draw(
-        self, batch: list[_Row], logits_BV: Tensor, params: SamplingParams, on_token: OnToken | None
-    ) -> None:
-        """Appends one token to every running row, and sets the stop reason of the rows that end."""
-        eos = self.model.eos_token_ids()
-        tokens_drawn = len(next(row for row in batch if row.stop is None).tokens)
-        if tokens_drawn < params.min_new_tokens:
+    def _draw(self, rows: Sequence[_Row], logits_BV: Tensor) -> None:
+        """Appends one token to every row, and sets the stop reason of the rows that end."""
+        params, eos = self._params, self._eos
+        early = [place for place, row in enumerate(rows) if len(row.tokens) < params.min_new_tokens]
+        if early:
             # A model's config may name an end-of-sequence id that the vocabulary does not have.
             ending = [token for token in (*eos, *params.stop_token_ids) if 0 <= token < logits_BV.shape[1]]
-            logits_BV[:, ending] = -torch.inf
-
-        # Draw by Gumbel-max, or take the argmax at temperature 0.
-        logprobs_BV = processed_logprobs(logits_BV, params)
-        scores_BV = logprobs_BV
-        if params.temperature > 0:
-            noise_BV = torch.empty_like(logprobs_BV)
-            for row, noise_V in zip(batch, noise_BV, strict=True):
-                if row.stop is None:
-                    noise_V.uniform_(generator=row.generator)
-            scores_BV = logprobs_BV - noise_BV.log_().neg_().log_()
-        tokens_B = scores_BV.argmax(-1)
-        token_logprobs_B = logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
-
-        # Record the tokens. Rows that have finished before are computed too, and their tokens are ignored.
-        for row, token, logprob in zip(batch, tokens_B.tolist(), token_logprobs_B.tolist(), strict=True):
-            if row.stop is not None:
-                continue
+            logits_BV[torch.tensor(early).unsqueeze(1), torch.tensor(ending, dtype=torch.long)] = -torch.inf
+        streams = [row.noise for row in rows if row.noise is not None]  # those of all rows
+        tokens_B, logprobs_B = draw_tokens(logits_BV, params, streams)
+        for row, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            if on_token is not None:
-                on_token(row.index, token, logprob)
+            if self._on_token is not None:
+                self._on_token(row.index, token, logprob)
             if token in eos and not params.ignore_eos:
                 row.stop = "eos"
             elif token in params.stop_token_ids:
@@ -220,42 +264,12 @@ class TorchSampler:
                 row.stop = "length"
 
 
-def _shifted(on_token: OnToken, start: int) -> OnToken:
-    """`on_token` for a chunk of prompts that begins with prompt `start` of the call."""
-    return lambda index, token, logprob: on_token(start + index, token, logprob)
-
-
-def processed_logprobs(logits_BV: Tensor, params: SamplingParams) -> Tensor:
-    """Log-probabilities of the distribution that is sampled from: temperature first, then top-k, then top-p."""
-    logits_BV = logits_BV / params.temperature if params.temperature > 0 else logits_BV
-    if 0 < params.top_k < logits_BV.shape[1]:
-        kth_B1 = logits_BV.topk(params.top_k, dim=-1).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, -torch.inf)
-    if params.top_p < 1:
-        # Top-p keeps the tokens before which less than top_p of the probability lies.
-        sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True)
-        before_BV = _running_sum(sorted_BV.softmax(-1)) - sorted_BV.softmax(-1)
-        dropped_BV = before_BV >= params.top_p
-        dropped_BV[:, 0] = False  # a top_p below the smallest float32 is 0 here, and would keep no token
-        drop_BV = torch.zeros_like(dropped_BV).scatter(1, order_BV, dropped_BV)
-        logits_BV = logits_BV.masked_fill(drop_BV, -torch.inf)
-    return logits_BV.log_softmax(-1)
-
-
-def _running_sum(x_BV: Tensor) -> Tensor:
-    """Cumulative sum. With deterministic algorithms it is computed on the CPU, because torch has no deterministic one
-    for a GPU, and raises."""
-    if x_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
-        return x_BV.cpu().cumsum(-1).to(x_BV.device)
-    return x_BV.cumsum(-1)
-
-
 def _batches(prompts: list[_Prompt], max_tokens: int) -> list[list[_Prompt]]:
     """The prompts in runs of at most `max_tokens` tokens. A longer prompt is a run of its own."""
-    runs: list[list[_Prompt]] = [[]]
+    runs: list[list[_Prompt]] = []
     used = 0
     for prompt in prompts:
-        if runs[-1] and used + len(prompt.ids) > max_tokens:
+        if not runs or used + len(prompt.ids) > max_tokens:
             runs.append([])
             used = 0
         runs[-1].append(prompt)

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.backends.torch.causal_lm import CausalLM, at_least_float32
+from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.packing import Packed
+from engine.backends.torch.token_logprobs import at_least_float32
 from engine.errors import BadModelFolder, BadSpec
 from engine.models.folder import read_head
 
@@ -124,5 +125,5 @@ def check_scalar_head(module: Any, folder: Path) -> None:
     head = getattr(module, HEAD_NAME, None)
     if not isinstance(head, nn.Linear) or head.out_features != 1:
         raise BadModelFolder(
-            f"{folder}: {type(module).__name__} has no head `score` of one number; give num_labels=1, or another model"
+            f"{folder}: {type(module).__name__} has no head 'score' of one number; give num_labels=1, or another model"
         )

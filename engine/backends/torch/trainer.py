@@ -20,6 +20,7 @@ from engine.backends.torch.updates import (
     Accumulated,
     Totals,
     adamw_groups,
+    check_not_nan,
     count_totals,
     has_gradient,
     make_forward,
@@ -126,10 +127,11 @@ class TorchTrainer:
                 on_micro_batch()
             return accumulated
 
-        with self.with_own_weights():
+        with self.with_own_weights(), self.model.cached_casts():
             accumulated = self._retry_on_out_of_memory(
                 accumulate, with_gradient, max_tokens, whole_groups=loss.pairwise
             )
+        check_not_nan(accumulated.sums)
 
         # A parameter without a gradient gets zeros, because its moments still change it.
         parameters = self._trained_parameters()
@@ -231,7 +233,7 @@ class TorchTrainer:
                     values[index] = sequence_values
             return values
 
-        with self.with_own_weights():
+        with self.with_own_weights(), self.model.cached_casts():
             return self._retry_on_out_of_memory(run, sequences, max_tokens)
 
     def _check(self, sequences: Sequence[Packable]) -> None:

@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from engine.backends.protocol import Sampler, Trainer
 from engine.backends.torch.attention import IMPLEMENTATION, register_attention
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy, master_dtype_of
+from engine.backends.torch.decoding.lean_decoder import LeanModel, can_be_lean, packed_nbytes
 from engine.backends.torch.lora import LoraPairs, copy_pairs, lora_layers, use_pairs
 from engine.backends.torch.sampler import TorchSampler
 from engine.backends.torch.shared_base import SharedTrainer
@@ -52,14 +53,17 @@ class TorchSamplerBackend:
         """Bytes of memory that a sampler of this trainer adds to the memory of the trainer."""
         if isinstance(trainer, SharedTrainer):
             return 0  # the copy that all samplers of a base share is counted with the base
+        packed = 0
         if isinstance(trainer, TorchTrainer):
             master_dtype = trainer.model.dtype
+            if can_be_lean(trainer.model, self.compute_dtype):
+                packed = packed_nbytes(trainer.model, self.compute_dtype, copied=self.compute_dtype != master_dtype)
             if self.compute_dtype == master_dtype:
-                return 0  # the sampler shares the trainer's weights
+                return packed  # the sampler shares the trainer's weights
         else:
             master_dtype = master_dtype_of(self.compute_dtype)
         # `weights_nbytes` counts the weights in master precision; the sampler's copy has the compute precision.
-        return trainer.weights_nbytes * self.compute_dtype.itemsize // master_dtype.itemsize
+        return packed + trainer.weights_nbytes * self.compute_dtype.itemsize // master_dtype.itemsize
 
     def new_sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> Sampler:
         if tensor_parallel not in (None, 1):
@@ -82,14 +86,21 @@ class TorchSamplerBackend:
 
 class WholeModelSampler(TorchSampler):
     """Samples with the weights of a trainer that trains a whole model: with the trainer's own tensors, or with a copy
-    of them in the compute precision."""
+    of them in the compute precision. On a CPU, linear layers of known architectures are copied in packed form."""
 
     def __init__(self, trainer: TorchTrainer, compute_dtype: torch.dtype, **limits: int) -> None:
         model = trainer.model
+        self._shapes = shapes_of_tensors(model.named_weights())
         self._has_copy = compute_dtype != model.dtype
         if self._has_copy:
             model = model.with_module(frozen_copy(model.module, compute_dtype), compute_dtype=compute_dtype)
         super().__init__(model, **limits)
+        self._lean: LeanModel | None = None
+        if can_be_lean(model, compute_dtype):
+            self._lean = LeanModel(model)
+            self.forward_model = self._lean.model
+            if self._has_copy:  # the packed weights take the place of the copy
+                self._lean.free_layers()
 
     def sync(self, trainer: Trainer, state: str) -> None:
         self.loaded_state = None
@@ -101,17 +112,21 @@ class WholeModelSampler(TorchSampler):
                 "this sampler shares the weights of its trainer and cannot take another trainer's weights; make a new "
                 "sampler for that trainer"
             )
-        if self._has_copy:
-            # Compare all shapes first, so that a failed sync changes no weight.
-            source, target = dict(trainer.model.named_weights()), dict(self.model.named_weights())
-            check_shapes(shapes_of_tensors(source.items()), shapes_of_tensors(target.items()), "trainer")
-            with torch.no_grad():
-                for name, weight in source.items():
-                    target[name].copy_(weight)
+        with torch.no_grad():
+            if self._has_copy:
+                # Compare all shapes first, so that a failed sync changes no weight.
+                check_shapes(shapes_of_tensors(trainer.model.named_weights()), self._shapes, "trainer")
+                source = trainer.model.module.state_dict(keep_vars=True)
+                for name, weight in self.model.named_weights():
+                    if weight.numel():  # a packed layer's weight is empty
+                        weight.copy_(source[name])
+            if self._lean is not None:
+                self._lean.pack(trainer.model.module)
         self.loaded_state = state
 
     def nbytes(self) -> int:
-        return self.model.weights_nbytes() if self._has_copy else 0
+        packed = 0 if self._lean is None else self._lean.nbytes
+        return packed + (self.model.weights_nbytes() if self._has_copy else 0)
 
 
 class AdapterSampler(TorchSampler):
@@ -184,4 +199,3 @@ def _uninitialised_model(folder: Path, dtype: torch.dtype, device: torch.device)
     if (folder / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(folder)
     return CausalLM(frozen_copy(module, dtype).to(device), compute_dtype=dtype)
-

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from engine.backends.protocol import Objective
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.packing import Packed, pack
-from engine.errors import BadSpec
+from engine.errors import BadSpec, PermanentEngineError
 from engine.losses.base import LossNorm, NormalisedLossSpec, PairLoss
 from engine.losses.inputs import LossInputs, Outputs
 from engine.losses.normalisation import token_weights
@@ -28,7 +30,10 @@ Forward = Callable[[Packed], Outputs]
 """A forward pass that returns the outputs that the objective's loss reads, with gradient."""
 
 _OLD_COLUMN = {"trainer": "old_logprobs", "sampler": "sampler_logprobs"}
-"""`Objective.old_logprobs` -> column of the old logprobs."""
+"""`Objective.old_logprobs` -> column of the old logprobs. With "forward", they come from no column."""
+GAP_SUM = "logprob_gap_sum"
+"""Metric of updates whose forward pass gives the old logprobs: |sampler's - trainer's logprob|, in nats, summed over
+the tokens of this forward pass. Samples without gradient have no forward pass and are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ def has_gradient(sample: Sample, objective: Objective) -> bool:
         return False
     if not loss.zero_without_advantage or sample.advantages is None:
         return True
-    return any(sample.advantages)
+    return bool(sample.advantages.any())
 
 
 # -- the loss of a micro-batch ---------------------------------------------------------------------------------
@@ -111,6 +116,8 @@ def micro_batch_loss(
     outputs = forward(pack(samples, device=device))
     inputs = _loss_inputs(outputs, samples, objective)
     loss = objective.loss.compute(inputs)
+    if objective.old_logprobs == "forward" and inputs.old_N is not None and inputs.sampler_N is not None:
+        loss.sums[GAP_SUM] = (inputs.sampler_N - inputs.old_N).abs().sum()
     if isinstance(loss, PairLoss):
         return loss.values_P.sum() / totals.groups, loss.sums
     # The weights are those of the whole minibatch, so that the losses of its micro-batches add up.
@@ -123,6 +130,16 @@ def micro_batch_loss(
         constant=constant,
     ).to(outputs.any_N)
     return (loss.values_N * weights_N).sum(), loss.sums
+
+
+def check_not_nan(sums: Mapping[str, float]) -> None:
+    """Raises PermanentEngineError if a logprob of the update's own forward pass is NaN. No update repairs that, so it
+    is raised also where updates with a gradient that is not finite are skipped."""
+    if isnan(sums.get(GAP_SUM, 0.0)):
+        raise PermanentEngineError(
+            "the policy before the step gives NaN for the logprobs of its own completions: an earlier update made its "
+            "weights overflow. Lower optimizer.lr, and fork the run from a step before that"
+        )
 
 
 def _normalisation_of(loss: LossSpec) -> tuple[LossNorm, float | None]:
@@ -138,6 +155,12 @@ def _loss_inputs(outputs: Outputs, samples: Sequence[Sample], objective: Objecti
     def column(name: str) -> Tensor | None:
         return _column(samples, name, outputs.any_N)
 
+    # All micro-batches of an update have the same weights. So the logprobs of the step's only update are exactly those
+    # of the policy before the step.
+    if objective.old_logprobs == "forward":
+        old_N = None if outputs.logprobs_N is None else outputs.logprobs_N.detach()
+    else:
+        old_N = column(_OLD_COLUMN[objective.old_logprobs])
     # Only a loss on pairs needs to know which samples form a pair.
     preferred_P, dispreferred_P = None, None
     if objective.loss.pairwise:
@@ -145,7 +168,7 @@ def _loss_inputs(outputs: Outputs, samples: Sequence[Sample], objective: Objecti
     return LossInputs(
         outputs=outputs,
         lengths_S=tuple(sample.trained for sample in samples),
-        old_N=column(_OLD_COLUMN[objective.old_logprobs]),
+        old_N=old_N,
         reference_N=column("reference_logprobs"),
         sampler_N=column("sampler_logprobs"),
         advantages_N=column("advantages"),
@@ -174,10 +197,8 @@ def _column(samples: Sequence[Sample], name: str, like: Tensor) -> Tensor | None
     # `validate_batch` has checked that all samples have the column or none has it.
     if getattr(samples[0], name) is None:
         return None
-    values: list[float] = []
-    for sample in samples:
-        values += getattr(sample, name)
-    return torch.tensor(values, dtype=like.dtype, device=like.device)
+    values_N = np.concatenate([getattr(sample, name) for sample in samples])
+    return torch.from_numpy(values_N).to(like)
 
 
 def split_by_sequence(values_N: Tensor, packed: Packed) -> list[list[float]]:

@@ -20,7 +20,7 @@ import numpy
 import torch
 
 from engine.backends.protocol import OnToken
-from engine.backends.torch.sampler import processed_logprobs
+from engine.backends.torch.decoding.drawing import processed_logprobs
 from engine.backends.vllm.serving.runtime import EngineOptions, LoadProof, Manifest, Source
 from engine.backends.vllm.weight_sync.load_proofs import any_broken, check_replies, proof_from_replies, worker_ids_of
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied

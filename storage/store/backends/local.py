@@ -20,7 +20,7 @@ from storage.errors import InvalidKey, ObjectNotFound, StorageUnavailable, Unsup
 from storage.store.backends.local_errors import storage_error_of
 from storage.store.backends.local_folder import StoreFolder
 from storage.store.backends.protocol import HIDDEN_PREFIX, Leftover, ObjectInfo, PutResult
-from storage.store.keys import is_key
+from storage.store.key_syntax import is_key
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EINVAL}
 

@@ -67,7 +67,7 @@ def _warn_of_dead(folder: Path, prefix: str, run: str) -> None:
     for pid, graders in graders_by_pid.items():
         logger.warning(
             "run %s: process %d ended without a message while %s graded. If the grader ended it (a crash in native "
-            "code, os._exit, memory that ran out), set `workers: local` for that grader.",
+            "code, os._exit, memory that ran out), set 'workers: local' for that grader.",
             run, pid, " and ".join(sorted(graders)),
         )  # fmt: skip
 

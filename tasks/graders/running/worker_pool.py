@@ -117,7 +117,7 @@ class WorkerPool:
             if not first_line:
                 raise WorkerProcessDied(
                     f"{self.module} ended before it was ready ({await worker.describe_end()}); "
-                    f"run `python -m {self.module}` to see why"
+                    f"run 'python -m {self.module}' to see why"
                 )
             if first_line != READY:
                 raise WorkerFailed(first_line.decode(errors="replace").strip())

@@ -128,7 +128,7 @@ def test_the_gradient_is_clipped_by_its_global_norm(
 def test_logprobs_are_those_of_the_torch_trainer(
     stage: int, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path
 ) -> None:
-    sequences = [TokenSequence(token_ids=s.token_ids, weights=s.weights) for s in some_samples([9, 31, 12])]
+    sequences = [TokenSequence(token_ids=s.token_ids, loss_mask=s.loss_mask) for s in some_samples([9, 31, 12])]
     expected = torch_trainer(tiny_folder).logprobs(sequences, temperature=0.8, max_tokens=WHOLE)
     trainer = on_ranks(two_ranks, tiny_folder, zero_stage=stage)
     for max_tokens in (31, WHOLE):
@@ -200,7 +200,7 @@ def test_what_a_rank_would_refuse_is_refused_by_all(two_ranks: RankGroup, on_ran
     trainer = on_ranks(two_ranks, tiny_folder, zero_stage=3)
     before = trainer.digest()
     long, other = some_samples([20, 19])
-    bare = Sample(other.token_ids, other.weights, advantages=other.advantages)
+    bare = Sample(other.token_ids, other.loss_mask, advantages=other.advantages)
     with pytest.raises(BadSpec, match="some samples of the batch have old_logprobs"):
         trainer.update([long, bare], LOSSES["grpo"], ADAMW, 20)
     with pytest.raises(BadSpec, match="needs old logprobs"):

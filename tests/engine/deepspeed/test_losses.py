@@ -4,6 +4,7 @@ two ranks hold a part of, and pairs included."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,26 @@ def test_every_loss_trains_on_two_ranks_as_on_one(
         assert loss.needs_entropy == ("entropy_mean" in report.metrics), name
     weights = whole(open_checkpoint(trainer.checkpoint()).weights)
     assert_weights_close(weights, dict(reference.weights()), updates=len(SPECS))
+
+
+@pytest.mark.parametrize("spec", LAYOUTS, ids=str)
+def test_the_old_logprobs_of_the_forward_pass(
+    spec: dict[str, object], two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path
+) -> None:
+    cpu, f32 = torch.device("cpu"), torch.float32
+    reference = TorchTrainer(load_model(tiny_folder, dtype=f32, compute_dtype=f32, device=cpu))
+    trainer = on_ranks(two_ranks, tiny_folder, **spec)
+    samples = []
+    for sample in samples_near(lambda bare: [-5.5] * bare.trained, scalar=False):
+        samples.append(replace(sample, old_logprobs=None))
+    for name in ("grpo-all", "gspo-all"):
+        objective = Objective(SPECS[name], 0.8, "forward")
+        expected = reference.update(samples, objective, ADAMW, max_tokens=MAX_TOKENS)
+        report = trainer.update(samples, objective, ADAMW, MAX_TOKENS)
+        assert report.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5), name
+        assert report.metrics["logprob_gap_mean"] > 0
+    weights = whole(open_checkpoint(trainer.checkpoint()).weights)
+    assert_weights_close(weights, dict(reference.weights()), updates=2)
 
 
 def test_what_is_no_pair_leaves_the_ranks_alive(two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path) -> None:

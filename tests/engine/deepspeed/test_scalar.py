@@ -64,7 +64,7 @@ def test_values_are_the_model_s_own_scores(scalar_folder: Path) -> None:
 
 def test_a_scalar_head_needs_one_number(tiny_folder: Path, tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=3).save_pretrained(tmp_path / "three")
-    with pytest.raises(BadModelFolder, match="no head `score` of one number"):
+    with pytest.raises(BadModelFolder, match="no head 'score' of one number"):
         load_model(tmp_path / "three", dtype=torch.float32, compute_dtype=torch.float32, device=CPU)
 
 
@@ -126,7 +126,7 @@ def test_a_language_model_gets_the_torch_trainer_s_head_on_ranks(
     trainer = on_ranks(two_ranks, tiny_folder, head="scalar", init_seed=7, zero_stage=stage)
     reference = new_trainer(tiny_folder)
     assert trainer.digest() == reference.weights_digest()[0]
-    scored = [TokenSequence(s.token_ids, s.weights) for s in some_samples()]
+    scored = [TokenSequence(s.token_ids, s.loss_mask) for s in some_samples()]
 
     def gap() -> float:
         theirs, mine = trainer.call("values", scored, 30), reference.values(scored, max_tokens=30)

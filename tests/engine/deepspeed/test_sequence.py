@@ -55,7 +55,7 @@ def test_ranks_that_share_rows_train_as_the_torch_trainer_does(
         assert report.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
     weights = whole(open_checkpoint(trainer.checkpoint()).weights)
     assert_weights_close(weights, dict(reference.weights()))
-    sequences = [TokenSequence(token_ids=s.token_ids, weights=s.weights) for s in [*some_samples([9, 31]), late]]
+    sequences = [TokenSequence(token_ids=s.token_ids, loss_mask=s.loss_mask) for s in [*some_samples([9, 31]), late]]
     values = zip(
         trainer.call("logprobs", sequences, 0.8, 64),
         reference.logprobs(sequences, temperature=0.8, max_tokens=64),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fastapi import FastAPI
 
@@ -60,16 +60,17 @@ async def world(tmp_path: Path, tiny_folder: Path) -> AsyncIterator[World]:
 
 
 async def test_arrow_bodies_that_no_client_of_ours_sends_are_refused(world: World) -> None:
-    def body(ids: list[int], weights: list[float], temperature: float = 1.0) -> dict[str, Any]:
-        sequence = unchecked(TokenSequence, token_ids=ids, weights=weights)
+    def body(ids: list[int], mask: list[bool], temperature: float = 1.0) -> dict[str, Any]:
+        arrays = {"token_ids": np.array(ids, np.int32), "loss_mask": np.array(mask, bool)}
+        sequence = unchecked(TokenSequence, **arrays)
         request = unchecked(LogprobsRequest, policy=world.policy, sequences=[sequence], temperature=temperature)
         data = wire.encode_logprobs_request(request, epoch=0)
         return {"content": data, "headers": {"Content-Type": wire.MEDIA_TYPE}}
 
-    ids, weights = [10, 11, 12], [0.0, 1.0, 1.0]
+    ids, mask = [10, 11, 12], [False, True, True]
     for temperature in (0.0, 1e-320, -1.0, 1e308):
-        assert "temperature" in await world.refused("logprobs", **body(ids, weights, temperature))
-    for wrong in (weights[:2], [*weights, 1.0], [1.0, 1.0, 1.0], [0.0, math.nan, 1.0]):
+        assert "temperature" in await world.refused("logprobs", **body(ids, mask, temperature))
+    for wrong in (mask[:2], [*mask, True], [True, True, True]):
         assert "weight" in await world.refused("logprobs", **body(ids, wrong))
         await world.refused("values", **body(ids, wrong))
     assert "no tokens" in await world.refused("logprobs", **body([], []))

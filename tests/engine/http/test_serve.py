@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -205,6 +207,30 @@ async def test_a_server_killed_within_a_step_takes_it_once_all_the_same(
     assert [first.weights_digest, second.weights_digest, third.weights_digest] == digests
     assert third.state == record.state
     assert list(Chain.of(store, start).steps()) == [1, 2, 3]
+
+
+@pytest.mark.slow
+async def test_a_kill_within_a_call_is_logged_once_and_so_is_the_return(
+    serve: Callable[..., Served], store: ObjectStore, tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve(failpoint="step.before_commit:1")
+    client = served.client(store.url)
+    start = await new_policy(client, tiny_folder)
+    stepping = [asyncio.create_task(step_from(client, store, start)) for _ in range(3)]
+    assert await asyncio.to_thread(wait_for_end, served) == -signal.SIGKILL
+    began = time.monotonic()
+    await asyncio.sleep(3.0)
+    serve(port=served.port)
+    records = await asyncio.gather(*stepping)
+    away_at_most = time.monotonic() - began + 1
+    assert {record.policy.step for record in records} == {1}
+    await client.close()
+
+    away, back = (record.getMessage() for record in caplog.records if record.name == "engine.http.outages")
+    assert away == f"the engine at {served.url} does not answer; trying again for up to 120 s"
+    seconds = re.fullmatch(f"the engine at {served.url} answers again, after ([0-9]+) s", back)
+    assert seconds is not None
+    assert 3 <= int(seconds[1]) <= away_at_most
 
 
 @pytest.mark.slow

@@ -82,7 +82,10 @@ def test_images_come_back_as_they_were(given_rows: list) -> None:
     request = LogprobsRequest(POLICY, sequences)
     assert wire.decode_logprobs_request(wire.encode_logprobs_request(request, epoch=1)) == (request, 1)
     with_images = GenerateRequest(
-        POLICY, [s.token_ids for s in sequences], list(range(len(sequences))), images=images_or_none(request.images)
+        POLICY,
+        [s.token_ids.tolist() for s in sequences],
+        list(range(len(sequences))),
+        images=images_or_none(request.images),
     )
     assert wire.decode_generate(wire.encode_generate(with_images, epoch=1)) == (with_images, 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from engine.errors import BadSpec, PermanentEngineError, UnknownPolicy
+from engine.local import verify
 from engine.local.engine import LocalEngine
 from engine.local.replay import WhatIf, replay_step
 from engine.local.verify import VerifyReport, verify_run
@@ -21,11 +23,11 @@ from engine.specs.adapters import LoraSpec
 from storage.chain.fork import fork_run
 from storage.chain.records import Chain, CommitRecord, Root
 from storage.inspect.audit import audit_store
-from storage.registry.models import list_versions
+from storage.registry.models import list_models, list_versions
 from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.artifacts import read_manifest
-from storage.store.objects import open_store
+from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, commit_batch, request_after
 from tests.fixtures.runs.toy_run import ToyRun
 
@@ -211,13 +213,20 @@ async def two_stages(url: str, folder: Path, trainable: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainable", [{"kind": "full"}, LoraSpec(rank=2).model_dump(mode="json")])
-async def test_a_stage_that_goes_on_from_another(trainable: dict[str, Any], tmp_path: Path, tiny_folder: Path) -> None:
+async def test_a_stage_that_goes_on_from_another(
+    trainable: dict[str, Any], tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = f"file://{tmp_path}/store"
     await two_stages(url, tiny_folder, trainable)
     store = open_store(url)
+    # the models of the store are the same for both chains
+    listed: list[ObjectStore] = []
+    monkeypatch.setattr(verify, "list_models", lambda store: listed.append(store) or list_models(store))
     for from_checkpoints in (False, True):
+        listed.clear()
         report = verify_run(store, "r", from_checkpoints=from_checkpoints)
         assert report.problems == []
+        assert len(listed) == 1
         counts = [(c.chain, c.redone, c.digests, c.checkpoints) for c in report.chains]
         assert counts == [("r/0-a/policy", 2, 2, 1), ("r/1-b/policy", 2, 2, 1)]
     assert replay_step(Chain(store, "r", "1-b", "policy"), 1).weights_equal
@@ -248,6 +257,14 @@ def test_a_replay_is_the_step(toy_run: ToyRun, step: int) -> None:
     assert report.metrics_equal
     assert report.committed == committed(toy_run, step).metrics
     assert everything(toy_run.folder) == before
+
+
+def test_metrics_that_are_nan_on_both_sides_are_equal(toy_run: ToyRun) -> None:
+    report = replay_step(toy_run.chain, 1)
+    for old, new, equal in ((math.nan, math.nan, True), (math.nan, 0.0, False), (0.0, math.nan, False)):
+        sides = {"committed": {"loss": old, "tokens": 8.0}, "replayed": {"loss": new, "tokens": 8.0}}
+        assert report.model_copy(update=sides).metrics_equal is equal
+    assert not report.model_copy(update={"committed": {"loss": 0.0}, "replayed": {}}).metrics_equal
 
 
 def test_another_rate_gives_other_weights_by_the_same_gradient(toy_run: ToyRun) -> None:

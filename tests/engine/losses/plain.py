@@ -50,7 +50,7 @@ class Plain:
 
     def out(self, sample: Sample, temperature: float = 1.0) -> Out:
         ids_T = torch.tensor(sample.token_ids)
-        trained_T = torch.tensor(sample.weights[1:]) > 0
+        trained_T = torch.tensor(sample.loss_mask[1:]) > 0
         none = torch.zeros(0)
         if self.scalar:
             hidden_TH = self.module.model(input_ids=ids_T.unsqueeze(0), use_cache=False).last_hidden_state[0]  # type: ignore
@@ -111,7 +111,7 @@ def _cross_entropy(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) ->
 def _tangents(_: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
     terms = []
     for s, out in zip(samples, outs, strict=True):
-        terms += [tangent * logprob for tangent, logprob in zip(s.tangents or (), out.logprobs, strict=True)]
+        terms += [tangent * logprob for tangent, logprob in zip(s.tangents, out.logprobs, strict=True)]
     return torch.stack(terms).sum()
 
 
@@ -140,7 +140,6 @@ def _kl(spec: Any, logprob: Tensor, reference: float) -> Tensor:
 def _policy(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
     values = []
     for s, out in zip(samples, outs, strict=True):
-        assert s.old_logprobs and s.sampler_logprobs and s.advantages and s.reference_logprobs
         gaps = [logprob - old for logprob, old in zip(out.logprobs, s.old_logprobs, strict=True)]
         mine = []
         for i, logprob in enumerate(out.logprobs):
@@ -198,7 +197,6 @@ def _mse(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
 def _trust_region_mse(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
     values = []
     for s, out in zip(samples, outs, strict=True):
-        assert s.returns and s.old_values
         mine = []
         for v, target, old in zip(out.values, s.returns, s.old_values, strict=True):
             far = v.item() - old

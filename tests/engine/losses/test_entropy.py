@@ -42,12 +42,14 @@ def test_chunks_change_neither_them_nor_the_gradient(exact: CausalLM, monkeypatc
 
     whole = both(exact, 0.7)
     expected = gradient(whole)
-    calls = []
-    in_one = CausalLM._logprob_and_entropy
-    monkeypatch.setattr(CausalLM, "_logprob_and_entropy", lambda *args: (calls.append(1), in_one(*args))[1])
-    monkeypatch.setattr(causal_lm, "CHUNK_ELEMENTS", 5 * exact.vocab_size)
+    chunks = []
+    in_one = causal_lm.token_logprobs_and_entropy
+    monkeypatch.setattr(
+        causal_lm, "token_logprobs_and_entropy", lambda *args: (chunks.append(len(args[0])), in_one(*args))[1]
+    )
+    monkeypatch.setattr(causal_lm, "CHUNK_BYTES", 5 * exact.vocab_size * 8)  # five tokens in float64
     parts = both(exact, 0.7)
-    assert len(calls) == -(-sum(s.trained for s in SAMPLES) // 5)
+    assert len(chunks) == -(-sum(s.trained for s in SAMPLES) // 5)
     for actual, expected_N in zip(parts, whole, strict=True):
         torch.testing.assert_close(actual, expected_N, rtol=1e-13, atol=1e-13)
     for actual, expected_grad in zip(gradient(parts), expected, strict=True):

@@ -64,7 +64,7 @@ def padded(samples: list[Sample], data: st.DataObject) -> list[Sample]:
     longer = []
     for s in samples:
         extra = data.draw(st.lists(st.integers(3, 40), max_size=4))
-        longer.append(replace(s, token_ids=s.token_ids + extra, weights=s.weights + [0.0] * len(extra)))
+        longer.append(replace(s, token_ids=[*s.token_ids, *extra], loss_mask=[*s.loss_mask, *[False] * len(extra)]))
     return longer
 
 
@@ -136,7 +136,7 @@ def test_equal_rewards_leave_the_kl_and_the_entropy_alone(spec: Any, exact: Caus
     samples = samples_near(lambda bare: [-5.0] * bare.trained, scalar=False)
     flat = [replace(s, advantages=[0.0] * s.trained) for s in samples]
     _, gradient = loss_and_gradient(trainer, flat, spec, WHOLE)
-    moved = [replace(s, old_logprobs=[x - 0.9 for x in s.old_logprobs or ()]) for s in flat]
+    moved = [replace(s, old_logprobs=[x - 0.9 for x in s.old_logprobs]) for s in flat]
     _, same = loss_and_gradient(trainer, moved, spec, WHOLE)
     assert (distance(same, gradient) <= EXACTLY) is not spec.kl_importance
     assert any(grad.any() for grad in gradient.values()) == (spec.kl_beta > 0 or spec.entropy_coef > 0)

@@ -30,7 +30,7 @@ OF_LOGPROBS = {
 
 
 def logprobs_of(trainer: TorchTrainer, *samples: Sample) -> list[list[float]]:
-    sequences = [TokenSequence(token_ids=s.token_ids, weights=s.weights) for s in samples]
+    sequences = [TokenSequence(token_ids=s.token_ids, loss_mask=s.loss_mask) for s in samples]
     return trainer.logprobs(sequences, temperature=1.0, max_tokens=WHOLE)
 
 
@@ -69,8 +69,8 @@ def test_an_optimizer_step_descends_the_loss(small_folder: Path) -> None:
     for sign in (1, -1):
         trainer = TorchTrainer(load(small_folder, torch.float64))
         taught, before = with_tangents(trainer, samples, loss)
-        assert all(tangent < 0 for s in taught for tangent in s.tangents or ())
-        signed = [replace(s, tangents=[sign * tangent for tangent in s.tangents or ()]) for s in taught]
+        assert all(tangent < 0 for s in taught for tangent in s.tangents)
+        signed = [replace(s, tangents=[sign * tangent for tangent in s.tangents]) for s in taught]
         trainer.update(signed, Objective(TangentsSpec()), OptimizerSpec(lr=1e-3, weight_decay=0.0), max_tokens=WHOLE)
         _, after = with_tangents(trainer, samples, loss)
         assert (after < before) == (sign == 1)

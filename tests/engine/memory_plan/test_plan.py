@@ -12,7 +12,7 @@ import pytest
 from engine.backends.deepspeed.memory import state_bytes
 from engine.errors import BadSpec
 from engine.memory_plan.formulas import (
-    CHUNK_ELEMENTS,
+    CHUNK_BYTES,
     activations,
     autocast_weights,
     head_activations,
@@ -182,11 +182,11 @@ def test_recomputing_keeps_inputs_and_one_layer() -> None:
 
 def test_logits_are_bounded_by_the_chunk() -> None:
     causal_lm = pytest.importorskip("engine.backends.torch.causal_lm")
-    assert causal_lm.CHUNK_ELEMENTS == CHUNK_ELEMENTS
-    # untrained head, 100 tokens of 10 logits, 16 bytes each
-    assert head_activations(SMALL, 100, compute=4, trained=False) == 16_000
-    many = CHUNK_ELEMENTS  # ten times as many logits: in chunks, a tenth of them at once
-    assert head_activations(SMALL, many, compute=4, trained=False) == 16 * (CHUNK_ELEMENTS // 10) * 10
+    assert causal_lm.CHUNK_BYTES == CHUNK_BYTES
+    # an untrained head, 100 tokens of 10 logits: a logit and its gradient, 4 bytes each
+    assert head_activations(SMALL, 100, compute=4, trained=False) == 8_000
+    many = CHUNK_BYTES  # forty times as many logits as a chunk has
+    assert head_activations(SMALL, many, compute=4, trained=False) == 8 * (CHUNK_BYTES // 40) * 10
 
 
 def test_a_scalar_head_has_no_logits_and_no_sampler() -> None:

@@ -309,7 +309,7 @@ async def test_a_server_answers_as_the_engine_in_this_process(tmp_path: Path, vi
     renderer = Renderer(load_tokenizer(vision_folder))
     prompt, other = renderer.prompt_sequence(SEEN), renderer.prompt_sequence(StringThread([("user", "2+3?")]))
     request = GenerateRequest(
-        policy, [prompt.token_ids, other.token_ids], [0, 1], SamplingParams(max_new_tokens=4),
+        policy, [prompt.token_ids.tolist(), other.token_ids.tolist()], [0, 1], SamplingParams(max_new_tokens=4),
         images=[prompt.images, ()],
     )  # fmt: skip
     scored = LogprobsRequest(policy, [renderer.sequence(renderer.tokenize(ANSWERED))])

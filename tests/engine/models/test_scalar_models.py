@@ -47,7 +47,7 @@ def values(trainer: TorchTrainer, sequences: list[TokenSequence] = TOKENS) -> li
 def fit(trainer: TorchTrainer, *, updates: int = 3) -> None:
     """Towards a value of 1 in the first conversation, -1 in the other."""
     samples = [
-        Sample(row["token_ids"], row["weights"], group=str(index), returns=row["returns"])
+        Sample(row["token_ids"], row["loss_mask"], group=str(index), returns=row["returns"])
         for index, row in enumerate(RETURNS)
     ]
     for _ in range(updates):

@@ -26,7 +26,7 @@ def builder(ctx: Context, folder: Path | str) -> ModelBuilder:
 
 def test_the_whole_of_a_sequence_is_scored_at_its_last_token() -> None:
     sequence = last_token_sequence([5, 6, 7], end=2)
-    assert (sequence.token_ids, sequence.weights) == ([5, 6, 7, 2], [0.0, 0.0, 0.0, 1.0])
+    assert (sequence.token_ids.tolist(), sequence.loss_mask.tolist()) == ([5, 6, 7, 2], [False, False, False, True])
 
 
 def test_a_scalar_head_stays_whatever_is_trained(ctx: Context) -> None:
@@ -63,7 +63,7 @@ async def test_a_scoring_model_is_trained_saved_and_spawned_again(ctx: Context, 
     policy = await model.policy()
     ids, _, _ = await model.serialize_tokenized_thread(await model.tokenize_thread(ANSWERED))
     sequence = last_token_sequence(ids, end=2)
-    columns = {"token_ids": sequence.token_ids, "weights": sequence.weights, "returns": [before + 1.0]}
+    columns = {"token_ids": sequence.token_ids, "loss_mask": sequence.loss_mask, "returns": [before + 1.0]}
     store = open_store(ctx.workspace.store)
     row = {"group": "", "completion": 0, **columns}
     empty = dict.fromkeys(("advantages", "old_logprobs", "reference_logprobs", "sampler_logprobs", "reward"))

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.decoding.drawing import processed_logprobs
 from engine.backends.torch.loading import load_model
 from engine.backends.torch.packing import pack
-from engine.backends.torch.sampler import TorchSampler, processed_logprobs
+from engine.backends.torch.sampler import TorchSampler
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import BadSpec, SampleTooLong
 from engine.protocol import SamplingParams, TokenSequence
@@ -48,7 +49,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(model: CausalLM, max_t
     logprobs = TorchTrainer(model).logprobs(SEQUENCES, temperature=1.0, max_tokens=max_tokens)
     for sequence, values in zip(SEQUENCES, logprobs, strict=True):
         alone = own_logprobs(model, sequence.token_ids)
-        expected = [alone[i - 1].item() for i, weight in enumerate(sequence.weights) if weight > 0]
+        expected = [alone[i - 1].item() for i, weight in enumerate(sequence.loss_mask) if weight > 0]
         assert values == pytest.approx(expected, abs=1e-12)
 
 
@@ -60,7 +61,7 @@ def test_chunked_logits_change_neither_value_nor_gradient(model: CausalLM, monke
         return total.item(), model.head.weight.grad.clone()
 
     whole, whole_gradient = run()
-    monkeypatch.setattr("engine.backends.torch.causal_lm.CHUNK_ELEMENTS", 2 * model.vocab_size)
+    monkeypatch.setattr("engine.backends.torch.causal_lm.CHUNK_BYTES", 2 * model.vocab_size * 8)
     chunked, chunked_gradient = run()
     assert chunked == pytest.approx(whole, abs=1e-12)
     assert torch.allclose(chunked_gradient, whole_gradient, atol=1e-12)

@@ -89,7 +89,7 @@ def trained_logprobs(module: nn.Module, sample: Sample, temperature: float = 1.0
     ids = torch.tensor([sample.token_ids])
     logits_TV = module(input_ids=ids, use_cache=False).logits[0, :-1] / temperature
     all_T = logits_TV.log_softmax(-1).gather(1, ids[0, 1:].unsqueeze(1)).squeeze(1)
-    return all_T[torch.tensor(sample.weights[1:]) > 0]
+    return all_T[torch.tensor(sample.loss_mask[1:]) > 0]
 
 
 def cross_entropy(logprobs_N: Tensor, _: Sample) -> Tensor:
@@ -243,7 +243,7 @@ def test_a_mean_weighs_one_in_all() -> None:
 def with_advantages(sample: Sample, advantages: list[float]) -> Sample:
     return Sample(
         sample.token_ids,
-        sample.weights,
+        sample.loss_mask,
         sample.group,
         advantages=advantages,
         old_logprobs=sample.old_logprobs,
@@ -286,7 +286,7 @@ def test_the_mean_ratio_is_one_on_policy_whatever_was_left_out(exact: CausalLM, 
     with plain(exact) as module, torch.no_grad():
         for s in partly_flat:
             now = trained_logprobs(module, s).tolist()
-            on_policy.append(Sample(s.token_ids, s.weights, s.group, advantages=s.advantages, old_logprobs=now))
+            on_policy.append(Sample(s.token_ids, s.loss_mask, s.group, advantages=s.advantages, old_logprobs=now))
     report, _ = update(TorchTrainer(exact), on_policy, Objective(GRPOSpec(kl_beta=0)))
     assert report.metrics["ratio_mean"] == pytest.approx(1, rel=1e-10)
     assert report.metrics["clip_fraction_mean"] == 0

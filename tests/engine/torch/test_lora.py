@@ -211,7 +211,7 @@ def test_the_gradient_is_pefts(tiny_folder: Path, spec: LoraSpec, max_tokens: in
     for sample in batch:
         ids = torch.tensor([sample.token_ids])
         all_T = theirs(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
-        nats.append(all_T.squeeze(1)[torch.tensor(sample.weights[1:]) > 0])
+        nats.append(all_T.squeeze(1)[torch.tensor(sample.loss_mask[1:]) > 0])
     loss = -torch.cat(nats).mean()
     loss.backward()
     with caught_gradients(adapter) as gradients:

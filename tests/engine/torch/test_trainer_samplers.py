@@ -9,6 +9,7 @@ import torch
 
 from engine.backends.torch.trainer_samplers import WholeModelSampler
 from engine.errors import BadSpec
+from engine.protocol import SamplingParams, TokenSequence
 from tests.fixtures.adapters import backend, train
 
 LIMITS = {"max_rows": 8, "max_prefill_tokens": 512}
@@ -33,8 +34,15 @@ def test_a_sampler_with_a_copy_follows_several_trainers(tiny_folder: Path) -> No
     train(second, 0, updates=1)
     before = first.weights_digest()
     sampler = WholeModelSampler(first, torch.bfloat16, **LIMITS)
-    for trainer, state in ((first, "first"), (second, "second")):
+    drawn = []
+    for trainer, state in ((first, "first"), (second, "second"), (first, "first")):
         sampler.sync(trainer, state)
-        for name, weight in trainer.model.named_weights():
-            assert torch.equal(dict(sampler.model.named_weights())[name], weight.to(torch.bfloat16)), name
+        drawn.append(sampler.sample([[5, 6, 7]], [0], SamplingParams(max_new_tokens=8, temperature=0))[0])
+        scored = trainer.logprobs(
+            [TokenSequence([5, 6, 7, *drawn[-1].token_ids], [0.0] * 3 + [1.0] * len(drawn[-1].token_ids))],
+            temperature=1.0,
+            max_tokens=512,
+        )
+        assert drawn[-1].logprobs == pytest.approx(scored[0], abs=0.05)
+    assert drawn[0] == drawn[2] != drawn[1]
     assert first.weights_digest() == before

@@ -71,7 +71,7 @@ def no_pass(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- what is no pair -----------------------------------------------------------------------------------------------
 
-NONE = replace(sample("b", False), weights=[0.0] * 4, reference_logprobs=[])
+NONE = replace(sample("b", False), loss_mask=[0.0] * 4, reference_logprobs=[])
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_batch_table_of_pairs_reaches_the_trainer_as_pairs(tmp_path: Path) -> 
     def run(samples: list[Sample]) -> Recorder:
         rows = [
             {
-                "group": s.group, "completion": i, "token_ids": s.token_ids, "weights": s.weights,
+                "group": s.group, "completion": i, "token_ids": s.token_ids, "loss_mask": s.loss_mask,
                 "reference_logprobs": s.reference_logprobs, "preferred": s.preferred,
             }
             for i, s in enumerate(samples)
@@ -264,7 +264,7 @@ def test_memory_that_fails_never_splits_a_pair(
 def test_what_costs_no_pass() -> None:
     flat = sample("a", None, advantages=[0.0] * 3)
     assert not has_gradient(flat, FREE)
-    assert not has_gradient(replace(flat, weights=[0.0] * 4, advantages=[], reference_logprobs=[]), FREE)
+    assert not has_gradient(replace(flat, loss_mask=[0.0] * 4, advantages=[], reference_logprobs=[]), FREE)
     for loss in (GRPOSpec(kl_beta=0.1), GRPOSpec(kl_beta=0.0, entropy_coef=0.1), CrossEntropySpec()):
         assert has_gradient(flat, Objective(loss))
     assert has_gradient(replace(flat, advantages=[0.0, 0.0, float("nan")]), FREE)  # it must not pass unseen
@@ -290,7 +290,7 @@ def test_the_first_loss_of_dpo_is_ln_2(model: CausalLM) -> None:
     from engine.protocol import TokenSequence
 
     pairs = [*pair("a", 3, 9), *pair("b", 5, 2), *pair("c", 4, 4)]
-    sequences = [TokenSequence(token_ids=s.token_ids, weights=s.weights) for s in pairs]
+    sequences = [TokenSequence(token_ids=s.token_ids, loss_mask=s.loss_mask) for s in pairs]
     now = TorchTrainer(model).logprobs(sequences, temperature=1.0, max_tokens=64)
     on_policy = [replace(s, reference_logprobs=values) for s, values in zip(pairs, now, strict=True)]
     for max_tokens in (64, 13):

@@ -66,7 +66,7 @@ def plain_logprobs(module: torch.nn.Module, row: TokenSequence, pixels: torch.Te
     ids = torch.tensor([row.token_ids])
     logits_TV = module(input_ids=ids, pixel_values=pixels, use_cache=False).logits[0, :-1].log_softmax(-1)
     logprobs = logits_TV.gather(1, ids[0, 1:].unsqueeze(1)).squeeze(1)
-    return logprobs[torch.tensor(row.weights[1:]) > 0]
+    return logprobs[torch.tensor(row.loss_mask[1:]) > 0]
 
 
 def plain_pixels(folder: Path, image: bytes) -> torch.Tensor:
@@ -99,13 +99,13 @@ def test_logprobs_are_those_of_transformers_alone_and_packed(vision_folder: Path
 
 def test_another_image_changes_the_logprobs(vision_folder: Path, trainer: TorchTrainer) -> None:
     red, blue = (sequence(vision_folder, "what?", [80, 81], image) for image in (RED, BLUE))
-    assert red.token_ids == blue.token_ids
+    assert red.token_ids.tolist() == blue.token_ids.tolist()
     of_red, of_blue = trainer.logprobs([red, blue], temperature=1.0, max_tokens=4096)
     assert max(abs(a - b) for a, b in zip(of_red, of_blue, strict=True)) > 1e-4
 
 
 def test_the_gradient_is_that_of_autograd_through_transformers(vision_folder: Path, trainer: TorchTrainer) -> None:
-    samples = [Sample(r.token_ids, r.weights, r.group, images=r.images) for r in rows(vision_folder)]
+    samples = [Sample(r.token_ids, r.loss_mask, r.group, images=r.images) for r in rows(vision_folder)]
     _, caught = update(trainer, samples, Objective(CrossEntropySpec()))
     module = plain_model(vision_folder)
     losses = [
@@ -123,7 +123,7 @@ def test_greedy_completions_are_those_of_transformers(vision_folder: Path, model
     prompts = [sequence(vision_folder, text, [], image) for text, image in questions]
     params = SamplingParams(temperature=0, max_new_tokens=8)
     completions = TorchSampler(model).sample(
-        [p.token_ids for p in prompts], [0, 1, 2], params, images=[p.images for p in prompts]
+        [p.token_ids.tolist() for p in prompts], [0, 1, 2], params, images=[p.images for p in prompts]
     )
     module = plain_model(vision_folder)
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -139,7 +139,7 @@ def test_greedy_completions_are_those_of_transformers(vision_folder: Path, model
 def test_completions_do_not_depend_on_what_they_were_drawn_with(vision_folder: Path, model: CausalLM) -> None:
     prompts = [sequence(vision_folder, "what?", [], image) for image in (RED, BLUE, RED)]
     sampler, params = TorchSampler(model), SamplingParams(max_new_tokens=6, min_new_tokens=6)
-    ids, images = [p.token_ids for p in prompts], [p.images for p in prompts]
+    ids, images = [p.token_ids.tolist() for p in prompts], [p.images for p in prompts]
     together = sampler.sample(ids, [7, 8, 9], params, images=images)
     alone = [sampler.sample([ids[i]], [7 + i], params, images=[images[i]])[0] for i in range(3)]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
@@ -155,7 +155,7 @@ def test_a_group_shares_its_images_and_no_more(vision_folder: Path) -> None:
     assert shared_prefix([first, other]) == start  # equal tokens, but another image stands there
     packed = pack([first, second], device=CPU)
     assert [image.start for image in packed.images] == [start]
-    apart = pack([first, TokenSequence(other.token_ids, other.weights, "a", other.images)], device=CPU)
+    apart = pack([first, TokenSequence(other.token_ids, other.loss_mask, "a", other.images)], device=CPU)
     assert [image.data for image in apart.images] == [RED, BLUE]
     token = first.token_ids[start]
     for image in apart.images:
@@ -194,7 +194,7 @@ def test_an_image_in_the_wrong_place_is_refused(
 ) -> None:
     row = sequence(vision_folder, "what?", [80], RED)
     with pytest.raises(BadSpec, match=message):
-        trainer.logprobs([TokenSequence(row.token_ids, row.weights, "", (image,))], temperature=1.0, max_tokens=64)
+        trainer.logprobs([TokenSequence(row.token_ids, row.loss_mask, "", (image,))], temperature=1.0, max_tokens=64)
 
 
 def encoded(width: int, height: int, file_format: str) -> bytes:
@@ -219,7 +219,7 @@ def test_bytes_that_are_no_image_are_refused(
     row = sequence(vision_folder, "what?", [80], RED)
     broken = PlacedImage(row.images[0].start, TOKENS, data)
     with pytest.raises(BadSpec, match=message):
-        trainer.logprobs([TokenSequence(row.token_ids, row.weights, "", (broken,))], temperature=1.0, max_tokens=64)
+        trainer.logprobs([TokenSequence(row.token_ids, row.loss_mask, "", (broken,))], temperature=1.0, max_tokens=64)
 
 
 def test_a_vision_model_has_no_scalar_head(vision_folder: Path) -> None:

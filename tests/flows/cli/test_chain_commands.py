@@ -10,14 +10,19 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from flows.cli.main import app
+from flows.configs.common import GRPOConfig, StorageConfig
+from flows.configs.overrides import load_config, parse_config
 from storage.chain.records import Chain
+from storage.chain.run_record import create_or_check_run
 from storage.store import keys
 from storage.store.artifacts import find_artifact
 from tests.fixtures.runs.toy_run import ToyRun
 
 
 @pytest.fixture
-def toy(toy_run: ToyRun, tmp_path: Path) -> ToyRun:
+def toy(toy_run: ToyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ToyRun:
+    # 'fork' writes a file into the working directory
+    monkeypatch.chdir(tmp_path)
     return toy_run.copied(tmp_path / "copy")
 
 
@@ -56,7 +61,7 @@ def test_show_tells_the_run(toy: ToyRun) -> None:
     assert view["semantic"]["grader"]["path"] == "tests.fixtures.grading:even_share"
     (chain,) = view["chains"]
     assert (chain["stage"], chain["head"], chain["checkpoints"]) == ("0-grpo", 4, [2, 4])
-    assert view["last_metrics"]["0-grpo"]["step"] == 3  # metrics count from 0
+    assert view["last_metrics"]["0-grpo"]["step"] == 4
     assert [lease["epoch"] for lease in view["leases"]] == [1]
     assert view["models"] == [{"model": view["result"]["model"], "policy": toy.chain.policy(4).uri}]
     shown = ostinato(toy, "runs", "show", "toy").stdout
@@ -149,11 +154,44 @@ def test_replay_says_equal_aloud(toy: ToyRun) -> None:
     assert Chain(toy.store, "toy", "0-grpo", "policy").head().step == 4
 
 
+def test_config_prints_a_file_of_the_run(toy: ToyRun) -> None:
+    printed = ostinato(toy, "runs", "config", "toy")
+    assert printed.exit_code == 0, printed.output
+    Path("toy.yaml").write_text(printed.stdout)
+    recorded = parse_config(GRPOConfig, Path("toy.yaml"))
+    # the copy of the store keeps the address that the run was started with
+    assert recorded.model_copy(update={"storage": StorageConfig(**toy.config["storage"])}) == GRPOConfig.model_validate(
+        toy.config
+    )
+    assert answer(toy, "runs", "config", "toy")["algorithm"]["steps"] == 4
+
+
 def test_fork_says_how_to_go_on(toy: ToyRun) -> None:
     result = ostinato(toy, "fork", "toy", "--step", "3", "--run", "new")
     assert result.exit_code == 0, result.output
-    assert "ostinato run grpo --config FILE --run new" in result.stdout
-    assert answer(toy, "fork", "toy", "--step", "3", "--run", "new")["new"] == "new"
+    assert "ostinato run grpo --config new.yaml" in result.stdout
+    config = parse_config(GRPOConfig, Path("new.yaml"))
+    assert config == GRPOConfig.model_validate(toy.config | {"run": "new", "storage": {"url": toy.store.url}})
+    again = answer(toy, "fork", "toy", "--step", "3", "--run", "new")
+    assert (again["new"], again["flow"], again["config"]) == ("new", "grpo", "new.yaml")
+    assert Chain(toy.store, "new", "0-grpo", "policy").head().step == 3
+
+
+def test_a_fork_of_a_recipe_says_how_to_go_on(toy: ToyRun) -> None:
+    toy.store.delete(keys.run_json("toy"))
+    semantic = {"seed": 2, "config": {"seed": 2, "steps": 7}}
+    create_or_check_run(toy.store, "toy", semantic=semantic, other={}, code_version="test")
+    result = ostinato(toy, "fork", "toy", "--step", "3", "--run", "new")
+    assert result.exit_code == 0, result.output
+    assert "its parameters are in new.yaml; it continues when its recipe is started with run: new" in result.stdout
+    assert load_config(Path("new.yaml")) == {"run": "new", "seed": 2, "steps": 7, "storage": {"url": toy.store.url}}
+
+
+def test_a_fork_without_a_config_is_made(toy: ToyRun) -> None:
+    toy.store.delete(keys.run_json("toy"))
+    result = ostinato(toy, "fork", "toy", "--step", "3", "--run", "new")
+    assert (result.exit_code, list(Path().glob("*.yaml"))) == (0, [])
+    assert "the config of new was not written: run 'new' has no config" in result.stderr
     assert Chain(toy.store, "new", "0-grpo", "policy").head().step == 3
 
 
@@ -169,6 +207,8 @@ def test_fork_says_how_to_go_on(toy: ToyRun) -> None:
         (["replay", "toy", "--step", "1", "--model", "value"], 1, "no such chain"),
         (["replay", "toy", "--step", "1", "--loss", "kl_beta"], 2, "kl_beta"),
         (["replay", "toy", "--step", "1", "--loss", "kl_bata=1"], 1, "kl_bata"),
+        (["replay", "toy", "--step", "0"], 2, "--step"),
+        (["runs", "config", "none"], 1, "run 'none' has no config"),
         (["fork", "toy", "--step", "1", "--run", "toy"], 1, "into itself"),
         (["fork", "toy", "--step", "9", "--run", "new"], 1, "no step 9"),
         (["fork", "toy", "--step", "1"], 2, "--run"),

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from flows.cli.main import app
+from flows.display import load_progress
+from flows.display.load_progress import LoadBar, describe_load
 from flows.runs import events
 from storage.store.objects import open_store
+from tasks.datasets.load import LoadProgress
 from tests.fixtures.toy import write_prompts
 
 
@@ -57,3 +65,48 @@ def test_a_file_that_is_no_dataset_of_its_use_is_refused(data: Data) -> None:
     assert refused.exit_code == 2
     assert not list(open_store(data.folder / "data").list("datasets/"))
     assert data.add("--set", "colums.prompt=q").exit_code == 2
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_columns_that_are_not_read_are_named(tmp_path: Path, suffix: str) -> None:
+    rows = [{"prompt": "2+2?", "answer": "4", "level": 1}]
+    file = tmp_path / f"sums.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def add(*words: str) -> Any:
+        return CliRunner().invoke(app, ["data", "add", str(file), "--storage", str(tmp_path / "data"), *words])
+
+    assert "not read: answer, level; --set 'metadata_columns=[answer, level]'" in " ".join(add().stderr.split())
+    assert "not read: level;" in " ".join(add("--set", "metadata_columns=[answer]").stderr.split())
+    assert add("--set", "metadata_columns=[answer, level]").stderr == ""
+
+
+def test_datasets_are_listed(data: Data) -> None:
+    added = json.loads(data.add().stdout)
+    storage = ["--storage", str(data.folder / "data")]
+    (row,) = json.loads(CliRunner().invoke(app, ["data", "ls", "--json", *storage]).stdout)
+    assert row["dataset"] == added["dataset"] and row["bytes"] == added["ref"]["bytes"]
+    assert (row["use"], row["rows"], row["source"]) == ("prompt", 10, str(data.file))
+    name, _, version = added["dataset"].partition("@")
+    listed = CliRunner().invoke(app, ["data", "ls", *storage]).stdout
+    assert f"{name}@{version[:12]} " in listed and version not in listed
+
+
+def test_a_long_load_says_how_far_it_is(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_progress, "LINE_SECONDS", 0.0)
+    result = data.add()
+    assert json.loads(result.stdout)["rows"] == 10
+    assert re.search(r"loading .*digits\.jsonl: 10 rows, 100 %, [\d,]+ rows/s, 0s left", result.stderr)
+
+
+def test_the_words_and_the_bar_of_a_load() -> None:
+    assert describe_load(LoadProgress(412_000, 0.4), 33.5) == "412,000 rows, 40 %, 12,299 rows/s, 50s left"
+    assert describe_load(LoadProgress(100, None), 10.0) == "100 rows, 10 rows/s"
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with LoadBar(terminal, clock=iter([0.0, 33.5]).__next__) as bar:
+        bar(LoadProgress(412_000, 0.4))
+        bar._bar.refresh()
+    assert "412,000 rows, 40 %" in terminal.file.getvalue()  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -23,7 +24,10 @@ from engine.specs.trainer import DeepSpeedSpec
 from flows.cli import checks
 from flows.cli.backend_checks import check_backends
 from flows.cli.checks import Check
+from flows.cli.doctor import check_up
 from flows.cli.main import app
+from flows.ops.processes import ProcessIdentity
+from flows.ops.state import HOME, Ports, UpOptions, UpState, save_state
 from storage.errors import AccessDenied
 from storage.store import keys
 from storage.store.backends.memory import MemoryBackend
@@ -131,6 +135,53 @@ class Draining(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+@pytest.fixture
+def answering_port() -> Iterator[int]:
+    """The port of a server that answers /health."""
+    server = HTTPServer(("127.0.0.1", 0), Draining)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.server_port
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def up_state(engine_port: int, worker_port: int, **services: int) -> UpState:
+    """The state of an 'ostinato up' whose services are processes with these pids."""
+    ended = ProcessIdentity(pid=1 << 22, created=0.0)
+    identities = {name: ProcessIdentity.of(pid) or ended for name, pid in services.items()}
+    return UpState(
+        id="doctor", options=UpOptions(storage="/data"), ports=Ports(engine=engine_port, worker=worker_port), token="t",
+        supervisor=identities.pop("supervisor"), services=identities, restarts={"engine": 2}, ready=True,
+    )  # fmt: skip
+
+
+def test_the_services_of_up_are_named_with_their_addresses_and_health(answering_port: int, dead_port: int) -> None:
+    state = up_state(answering_port, dead_port, supervisor=os.getpid(), engine=os.getpid(), worker=os.getpid())
+    results = {check.name: check for check in check_up(state)}
+    assert verdicts(list(results.values())) == {"supervisor": "ok", "engine": "ok", "worker": "fail"}
+    assert results["engine"].what == f"http://127.0.0.1:{answering_port}, pid {os.getpid()}, restarts: 2"
+    assert "work pool ostinato" in results["worker"].what and "does not answer" in results["worker"].what
+    assert "worker.log" in results["worker"].what_to_do
+
+
+def test_services_without_their_supervisor_are_a_problem(answering_port: int) -> None:
+    state = up_state(answering_port, answering_port, supervisor=1 << 22, engine=os.getpid())
+    results = {check.name: check for check in check_up(state)}
+    assert verdicts(list(results.values())) == {"supervisor": "fail", "engine": "ok"}
+    assert "run 'ostinato up' again" in results["supervisor"].what_to_do
+
+
+def test_without_up_the_doctor_says_how_to_start_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_state(tmp_path / HOME, up_state(1, 2, supervisor=1 << 22, engine=1 << 22))  # all were killed
+    result = doctor("--json")
+    assert result.exit_code == 0, result.output
+    check = json.loads(result.stdout)["checks"][0]
+    assert (check["what"], check["what_to_do"]) == ("nothing is running in this folder", "start with 'ostinato up'")
 
 
 def test_an_engine_that_takes_no_calls(tmp_path: Path) -> None:

@@ -28,3 +28,5 @@ def test_every_help_text_is_a_sentence_and_is_printed_whole() -> None:
     shortened = [place for place, text in texts.items() if Text.from_markup(text).plain != text]
     assert not unfinished
     assert not shortened
+    # a terminal shows backticks as they are
+    assert not [place for place, text in texts.items() if "`" in text]

@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
-from typer.testing import CliRunner
 
-from flows.cli import demo
-from flows.cli.main import app
 from flows.cli.runner import find_or_create_run_key, forget_run_key
 from flows.configs.common import CheckpointConfig, FlowConfig, GRPOConfig, SFTConfig
 from flows.configs.overrides import ConfigError, parse_config
@@ -243,24 +240,6 @@ def test_wrong_words_are_a_usage_error(words: list[str], tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
 
 
-def test_the_demo_refuses_a_bad_set_without_a_traceback(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "DEMO_CONFIG", Path(__file__).parents[3] / "examples" / "demo.yaml")
-    monkeypatch.setattr(demo, "MODEL_FOLDER", here)
-    (here / "config.json").touch()
-    assert demo.run_demo(seed=0, sets=["algorithm.stepps=3"], new=False) == 2
-
-
-def test_only_the_model_of_the_demo_trains_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda _: None)
-    arguments = ["demo", "--only-model"]
-    refused = CliRunner().invoke(app, arguments)
-    assert refused.exit_code == 2 and "`make demo` installs them" in refused.output
-    monkeypatch.setattr(demo, "MODEL_FOLDER", here)
-    (here / "config.json").touch()
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert [path.name for path in here.iterdir()] == ["config.json"]
-
-
 def test_without_git_the_code_version_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("OSTINATO_CODE_VERSION", raising=False)
@@ -369,3 +348,61 @@ def test_a_recovery_checkpoint_is_due_when_the_last_is_long_ago(monkeypatch: pyt
             written.append(step)
     # 75 s and 150 s after the start: each counts from the last write
     assert written == [2, 5]
+
+
+class FakeTime:
+    """A clock that the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("flows.training.checkpointing.time.monotonic", lambda: self.now)
+
+    def due(self, schedule: CheckpointSchedule, total: int, *, step_seconds: float) -> dict[str, bool]:
+        """The names of a run's checkpoints, and whether they are written."""
+        found = {}
+        for step in range(total):
+            self.now += step_seconds
+            due = schedule.due(step, total, model="policy")
+            if due is not None and due.named is not None:
+                found[due.named] = not due.name_only
+        return found
+
+
+def test_checkpoints_of_shares_that_would_be_seconds_apart_are_only_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeTime(monkeypatch)
+    quick = clock.due(CheckpointSchedule(CheckpointConfig(frequency=0.2)), 5, step_seconds=10)
+    assert quick == {
+        "policy-0.2": False,
+        "policy-0.4": False,
+        "policy-0.6": False,
+        "policy-0.8": False,
+        "policy-1": True,
+    }
+    # 60 s after the last one, which was written after 75 s
+    slow = clock.due(CheckpointSchedule(CheckpointConfig(frequency=0.2)), 10, step_seconds=25)
+    assert slow == {"policy-0.2": False, "policy-0.4": True, "policy-0.6": False, "policy-0.8": True, "policy-1": True}
+
+
+def test_a_long_save_makes_checkpoints_of_shares_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeTime(monkeypatch)
+    schedule = CheckpointSchedule(CheckpointConfig(frequency=0.25, recovery_seconds=1e6))
+    schedule.saved(15.0)
+    # 150 s is ten times 15 s
+    found = clock.due(schedule, 4, step_seconds=100)
+    assert found == {"policy-0.25": False, "policy-0.5": True, "policy-0.75": False, "policy-1": True}
+
+
+def test_steps_and_recovery_checkpoints_are_never_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeTime(monkeypatch)
+    by_steps = clock.due(CheckpointSchedule(CheckpointConfig(every_steps=1)), 3, step_seconds=0)
+    assert by_steps == {"policy-1": True, "policy-2": True, "policy-3": True}
+    recovery = clock.due(CheckpointSchedule(CheckpointConfig(frequency=0.5, recovery_steps=1)), 4, step_seconds=0)
+    assert recovery == {"policy-0.5": True, "policy-1": True}
+
+
+def test_a_resume_gives_the_name_and_writes_the_last_checkpoint() -> None:
+    schedule = CheckpointSchedule(CheckpointConfig(frequency=0.5))
+    missed = [schedule.missed(done, 4, model="policy") for done in range(5)]
+    assert [found and (found.named, found.name_only) for found in missed] == [
+        None, None, ("policy-0.5", True), None, ("policy-1", False),
+    ]  # fmt: skip

@@ -35,7 +35,7 @@ def test_the_environment_decides_the_result_and_patience_does_not() -> None:
     for name, value in {"path": "a:B", "arguments": {}, "max_turns": 2, "max_tokens": 99, "episode_seconds": 1}.items():
         other = ENVGRPOConfig.model_validate(changed(**{f"environment__{name}": value}))
         assert other.semantic() != config.semantic(), name
-    assert "environment" not in config.other()
+    assert config.other()["environment"].keys() == {"reaction_seconds", "concurrency", "max_masked_fraction"}
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def test_what_decides_the_result() -> None:
         {"seed": 6},
     ):
         assert config(**other).semantic() != semantic, other
-    assert not {"sft", "gspo", "data"} & config().other().keys()
+    assert not {"sft", "gspo"} & config().other().keys()
+    assert config().other()["data"].keys() == {"heldout"}
     assert {"checkpoints", "engine", "storage"} <= config().other().keys()
 
 

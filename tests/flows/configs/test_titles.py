@@ -7,7 +7,7 @@ from pathlib import Path
 from flows.configs.common import GRPOConfig, SFTConfig
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.titles import dataset_title, model_title
-from tasks.datasets.spec import FileDataset, ReasoningGymDataset
+from tasks.datasets.spec import FileDataset, ReasoningGymDataset, RegisteredDataset
 from tests.fixtures.toy import toy_config
 
 GYM = {"kind": "reasoning_gym", "name": "chain_sum", "size": 4}
@@ -36,3 +36,4 @@ def test_a_pattern_is_called_by_its_folder() -> None:
     assert dataset_title(FileDataset(path="*.parquet")) == "*"
     assert dataset_title(FileDataset(path="a/x.parquet", further_paths=("a/y.parquet", "b"))) == "x and 2 more"
     assert dataset_title(ReasoningGymDataset.model_validate(GYM)) == "chain_sum"
+    assert dataset_title(RegisteredDataset(key="chats@" + "0123456789abcdef" * 2)) == "chats@01234567"

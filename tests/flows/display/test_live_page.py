@@ -17,14 +17,16 @@ from prefect.client.schemas.objects import Artifact
 from prefect.events import emit_event
 from prefect.runtime import flow_run
 
-from engine.http.report_links import proof_of
 from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
-from flows.display.live_page import MAX_STEPS, FlowRunPage, RunPage, page_links
+from flows.display.live_page import MAX_STEPS, FlowRunPage, RunPage, engine_links, show_finished_run
 from storage.chain.records import PolicyRef
-from storage.store.identity import store_id
+from storage.store import keys
+from storage.store.artifacts import commit_bytes
 from storage.store.objects import open_store
+from tasks.evaluation.validation_curve import validation_entry
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.step_metrics import write_metrics
+from tests.fixtures.engines import PROVENANCE
 from tests.fixtures.runs.toy_run import ToyRun
 from tests.fixtures.waiting import wait_until
 
@@ -61,9 +63,8 @@ def test_the_end_of_a_loop_shows_its_last_step(tmp_path: Path) -> None:
             running.add_step(a_step(step))
     kind, data, description = page.now["progress"]
     assert (kind, data, description) == ("progress", 100.0, "step 30 of 30")
-    kind, markdown, description = page.now["training"]
-    assert kind == "markdown"
-    assert "step 30 of 30" in markdown
+    kind, _, description = page.now["training"]
+    assert (kind, description) == ("markdown", "step 30 of 30")
     assert page.times <= 4  # at most a first and a last update of two artifacts, however many steps
 
 
@@ -76,8 +77,8 @@ def test_between_two_updates_there_is_time(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         running.add_step(a_step(1))
-        assert "step 1 of 30" in page.now["training"][1]
-    assert "step 2 of 30" in page.now["training"][1]
+        assert page.now["training"][2].startswith("step 1 of 30")
+    assert page.now["training"][2].startswith("step 2 of 30")
 
 
 def test_a_page_that_fails_is_said_once_and_the_loop_goes_on(
@@ -147,17 +148,26 @@ def test_a_long_run_keeps_a_bounded_number_of_steps(tmp_path: Path) -> None:
     assert steps[0] == 0 and steps[-1] == 3 * MAX_STEPS - 1
 
 
-def test_links(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_links_of_an_engine_server() -> None:
     engine = HttpEngineSpec(url="http://127.0.0.1:9/")
-    proof = proof_of(store_id(store), "r")
-    assert page_links(store, "r", engine) == {
-        "report, once the run has ended": f"http://127.0.0.1:9/reports/r?proof={proof}",
-        "metrics of the engine": "http://127.0.0.1:9/metrics",
-    }
-    assert page_links(store, "r", LocalEngineSpec()) == {
-        "report, once the run has ended": str(tmp_path / "runs" / "r" / "report.html")
-    }
+    assert engine_links(engine) == {"metrics of the engine": "http://127.0.0.1:9/metrics"}
+    assert engine_links(LocalEngineSpec()) == {}
+
+
+async def test_the_page_of_a_finished_run_has_the_report_and_all_evaluations(tmp_path: Path) -> None:
+    store, page = open_store(tmp_path), Shown()
+    for step in range(2):
+        write_metrics(store, POLICY, a_step(step, 2))
+    for step, reward in ((0, 0.1875), (2, 0.25)):
+        commit_bytes(
+            store, keys.evaluation("r", POLICY.stage, f"{step:06d}-digest"), b"", kind="evaluation", suffix="",
+            provenance=PROVENANCE, extra=validation_entry("held-out", {"reward": reward}),
+        )  # fmt: skip
+    last = POLICY.model_copy(update={"step": 2})
+    await show_finished_run(store, last, engine=LocalEngineSpec(), links={"report": "/r.html"}, page=page)
+    assert set(page.now) == {"progress", "training"}
+    assert "- report: `/r.html`" in page.now["training"][1]
+    assert "| held-out: reward | 0.188 | 0.250 | 2 | +0.062 |" in page.now["training"][1]
 
 
 def artifacts_of(run: str) -> dict[str, Artifact]:
@@ -188,7 +198,7 @@ def test_thirty_updates_leave_one_version_of_each_artifact(
     artifacts = artifacts_of(run)
     assert set(artifacts) == {"progress", "training"}
     assert artifacts["progress"].data == 100.0
-    assert "step 30 of 30" in str(artifacts["training"].data)
+    assert artifacts["training"].description == "step 30 of 30"
     deadline = time.monotonic() + 60
     while not events_called(prefect_server, "ostinato.test.last"):  # events arrive in order, some time later
         assert time.monotonic() < deadline
@@ -228,19 +238,23 @@ def test_a_run_of_grpo_shows_itself(toy_run: ToyRun, prefect_server: str) -> Non
     assert "data:image/png;base64," in str(artifacts["training"].data)
     rows = json.loads(str(artifacts["samples"].data))
     assert len(rows) == 8
-    assert all(row["step"] == 4 and isinstance(row["grade"], float) and row["prompt"] for row in rows)
+    assert all(list(row)[:3] == ["grade", "prompt", "completion"] for row in rows)
+    assert all(isinstance(row["grade"], float) and row["prompt"] for row in rows)
+    assert artifacts["samples"].description == "Rollouts of step 4"
 
     # Its log has one line per step.
     def logs_of_run() -> list[dict[str, Any]]:
         query = {"logs": {"flow_run_id": {"any_": [run["id"]]}}}
         return httpx.post(f"{prefect_server}/logs/filter", json=query, trust_env=False).json()
 
-    def step_lines() -> list[str]:
-        lines = [log["message"] for log in logs_of_run() if log["name"] == "ostinato.steps"]
-        return [line.split()[1] for line in lines if line.startswith("step ")]
+    def lines() -> list[str]:
+        return [log["message"] for log in logs_of_run() if log["name"] == "ostinato.steps"]
 
-    wait_until(lambda: len(step_lines()) >= 4)  # the run's process sends its log in batches
-    assert step_lines() == ["1/4", "2/4", "3/4", "4/4"]
+    # the run's process sends its log in batches; the last line is that of the report
+    wait_until(lambda: f"report: {toy_run.folder / 'runs/toy/report.html'}" in lines())
+    assert [line.split()[1] for line in lines() if line.startswith("step ")] == ["1/4", "2/4", "3/4", "4/4"]
+    published = next(line for line in lines() if line.startswith("published toy@"))
+    assert f"- published model: `{published.split()[1]}`" in str(artifacts["training"].data)
     logs = logs_of_run()
     assert not [log for log in logs if "Finished in state" in log["message"] and log["name"] == "prefect.task_runs"]
     # Its task runs are named after step and shard.
@@ -248,6 +262,6 @@ def test_a_run_of_grpo_shows_itself(toy_run: ToyRun, prefect_server: str) -> Non
         f"{prefect_server}/task_runs/filter", json={"flow_runs": {"id": {"any_": [run["id"]]}}}, trust_env=False
     ).json()
     names = {task["name"] for task in tasks}
-    for step in range(4):
+    for step in range(1, 5):
         per_step = {f"rollout-{step:06d}/00", f"rollout-{step:06d}/01", f"grade-{step:06d}/00", f"grade-{step:06d}/01"}
         assert per_step | {f"batch-{step:06d}", f"step-{step:06d}"} <= names

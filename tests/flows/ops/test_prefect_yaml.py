@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import prefect.runner
 import pytest
 import yaml
 from prefect.client.schemas.schedules import CronSchedule
@@ -19,6 +22,7 @@ from flows.ops.deployments import deployments_in, find_prefect_yaml
 from flows.ops.hooks import ON_END
 from flows.ops.services import HEARTBEAT_SECONDS
 from flows.ops.steps import work_in
+from flows.runs.checked_flow import RefusedConfig
 
 FILE = find_prefect_yaml()
 ENTRIES = deployments_in(FILE)
@@ -69,8 +73,9 @@ def test_the_example_config_is_a_valid_parameter(name: str, config: str) -> None
     config = flow_of(entry).validate_parameters({"config": body})["config"]
     filled = config.model_dump(mode="json")  # as a form does: every default is given
     assert flow_of(entry).validate_parameters({"config": filled})["config"] == config
-    with pytest.raises(Exception, match="config"):
-        flow_of(entry).validate_parameters({"config": body | {"modle": 1}})
+    refused = flow_of(entry).validate_parameters({"config": body | {"modle": 1}})["config"]
+    assert isinstance(refused, RefusedConfig)
+    assert refused.reason == "the config does not fit: modle: unknown key; did you mean 'model'?"
 
 
 @pytest.mark.parametrize("name", [entry["name"] for entry in ENTRIES])
@@ -84,13 +89,27 @@ def test_a_flow_gives_back_what_it_holds_however_it_ends(name: str) -> None:
 def test_a_process_works_in_the_folder_that_was_deployed_from_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (step,) = yaml.safe_load(FILE.read_text())["pull"]
+    step, check = yaml.safe_load(FILE.read_text())["pull"]
+    assert check == {"flows.ops.steps.check_parameters": {}}
     assert step == {"flows.ops.steps.work_in": {"folder": "{{ $OSTINATO_FOLDER }}"}}
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
     assert work_in("/no/such/folder") == {"directory": str(tmp_path)}
     (tmp_path / "deployed").mkdir()
     assert work_in(str(tmp_path / "deployed")) == {"directory": str(tmp_path / "deployed")}
     assert Path.cwd() == tmp_path / "deployed"
+
+
+def test_a_hook_finds_our_packages_wherever_its_script_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (Path(prefect.runner.__file__).parent / "storage.py").is_file()  # beside the script that runs hooks
+    (tmp_path / "storage.py").touch()
+    (tmp_path / "hook.py").write_text("import storage.errors")
+    command = [sys.executable, str(tmp_path / "hook.py")]
+    monkeypatch.setenv("PYTHONPATH", str(FILE.parent))
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    assert subprocess.run(command, capture_output=True).returncode == 1
+    work_in("/no/such/folder")
+    assert subprocess.run(command, capture_output=True).returncode == 0
 
 
 def test_a_second_scheduled_run_does_not_wait_behind_the_first() -> None:

@@ -54,7 +54,7 @@ def test_the_state_comes_back_and_only_its_owner_reads_it(tmp_path: Path) -> Non
 
 def test_a_state_of_something_else_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     state_file(tmp_path).write_text('{"id": 3}')
-    with pytest.raises(UpError, match=r"state\.json is not a state of `ostinato up`.*remove the file"):
+    with pytest.raises(UpError, match=r"state\.json is not a state of 'ostinato up'.*remove the file"):
         load_state(tmp_path)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,6 +180,28 @@ def test_a_service_that_ends_at_its_start_is_an_error_with_its_log(world: World)
         supervisor.start()
     supervisor.close()
     assert processes_of_up(world.id) == []
+
+
+def test_the_start_says_what_it_waits_for_and_how_long_it_took(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAIT_MESSAGE_SECONDS", 0.0)
+    supervisor = world.supervisor()
+    answers = iter([False, False, True])
+    engine = supervisor.services[1]
+    slow = replace(engine, healthy=lambda: next(answers, True), title="engine at http://127.0.0.1:1")
+    supervisor.services[1] = slow
+    try:
+        supervisor.start()
+    finally:
+        supervisor.close()
+    said = [re.sub(r"pid \d+", "pid N", re.sub(r"\(\d+ s\)", "(N s)", line)) for line in world.said]
+    waiting = f"waiting for the engine at http://127.0.0.1:1 (N s); its log: {world.home / 'engine.log'}"
+    assert said[:4] == [
+        "starting the server (pid N)", "starting the engine at http://127.0.0.1:1 (pid N)",
+        "the server is ready (N s)", "creating the deployments on the Prefect server",
+    ]  # fmt: skip
+    assert said[4:6] == ["the deployments are created (N s)", "starting the worker (pid N)"]
+    assert waiting in said[6:]
+    assert said[-2:] == ["the engine at http://127.0.0.1:1 is ready (N s)", "the worker is ready (N s)"]
 
 
 def test_a_port_of_somebody_else_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,34 @@
-"""Tests of SIGTERM while Prefect creates a task run."""
+"""Tests of flow runs that are cancelled, interrupted or ended by SIGTERM."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prefect import flow, get_client, task
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.exceptions import TerminationSignal
 from prefect.flow_runs import FlowRun
+from prefect.states import Cancelled, Cancelling, Completed, Running, State
 
-from flows.ops.termination import reraise_termination
+from flows.ops.cancellation import cancellation_message, set_message_when_cancelled
+from flows.ops.processes import FLOW_RUN_ENV
+from flows.ops.termination import FlowRunCancelled, reraise_termination
+from storage.store.objects import open_store
 
 
 @task
 async def work(number: int) -> int:
     return number
+
+
+@task
+async def waiting() -> None:
+    await asyncio.sleep(60)
 
 
 @flow
@@ -31,6 +42,18 @@ async def left_alone() -> None:
     await work(1)
 
 
+@flow
+async def child() -> None:
+    with reraise_termination():
+        await waiting()
+
+
+@flow
+async def parent() -> None:
+    with reraise_termination():
+        await child()
+
+
 async def arrives(*_: Any, **__: Any) -> None:
     raise TerminationSignal(signal=signal.SIGTERM)
 
@@ -42,21 +65,30 @@ async def last_run(name: str) -> FlowRun:
         return (await client.read_flow_runs(flow_filter=of_flow, sort="START_TIME_DESC", limit=1))[0]  # type: ignore[arg-type]
 
 
-def test_a_flow_that_sigterm_ends_while_a_task_run_is_created_has_crashed(
-    prefect_server: str, monkeypatch: pytest.MonkeyPatch
+def state_of(name: str) -> State:
+    state = asyncio.run(last_run(name)).state
+    assert state is not None
+    return state
+
+
+@pytest.mark.parametrize(("deployed", "state"), [(True, "Crashed"), (False, "Cancelled")])
+def test_sigterm_while_a_task_run_is_created_does_not_fail_the_run(
+    prefect_server: str, monkeypatch: pytest.MonkeyPatch, deployed: bool, state: str
 ) -> None:
-    """A Crashed run goes on, a Failed one does not. `left_alone`: what Prefect makes of it; once that is mended there,
-    flows need no help."""
+    """A Crashed run of a worker goes on, a Failed one does not. `left_alone`: what Prefect makes of it; once that is
+    mended there, flows need no help."""
     passed_on: list[int] = []  # Prefect passes the signal on to the earlier handler
     before = signal.signal(signal.SIGTERM, lambda number, _: passed_on.append(number))
     monkeypatch.setattr("prefect.tasks.Task.create_local_run", arrives)
     try:
         with pytest.raises(ValueError, match="Task run is not set"):
             asyncio.run(left_alone())
-        assert asyncio.run(last_run("left-alone")).state_name == "Failed"
+        assert state_of("left-alone").name == "Failed"
+        if deployed:
+            monkeypatch.setenv(FLOW_RUN_ENV, str(asyncio.run(last_run("left-alone")).id))
         with pytest.raises(TerminationSignal):
             asyncio.run(ended())
-        assert asyncio.run(last_run("ended")).state_name == "Crashed"
+        assert state_of("ended").name == state
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -67,3 +99,56 @@ def test_another_error_stays_what_it_is() -> None:
             raise KeyError("first")
         except KeyError:
             raise ValueError("another") from None
+
+
+async def cancelled_after_a_second() -> None:
+    """As asyncio does at Ctrl-C."""
+    running = asyncio.ensure_future(parent())
+    await asyncio.sleep(1.0)
+    running.cancel()
+    await running
+
+
+def test_an_interrupted_run_from_a_terminal_is_cancelled_with_its_children(prefect_server: str) -> None:
+    with pytest.raises(FlowRunCancelled, match="cancelled; what is committed is kept"):
+        asyncio.run(cancelled_after_a_second())
+    for name in ("parent", "child"):
+        assert state_of(name).name == "Cancelled"
+        assert str(state_of(name).message).startswith("cancelled; ")
+
+
+@pytest.mark.parametrize(
+    ("state", "is_set"), [(Cancelled(message="by the runner"), True), (Running(), False), (Completed(), False)]
+)
+def test_only_a_cancelled_run_gets_the_message(prefect_server: str, state: State, is_set: bool) -> None:
+    flow_run = asyncio.run(created(state))
+    assert set_message_when_cancelled(flow_run, "ours") is is_set
+    assert asyncio.run(read(flow_run)).message == ("ours" if is_set else state.message)
+
+
+def test_a_run_that_stays_in_cancelling_is_left_alone(prefect_server: str) -> None:
+    flow_run = asyncio.run(created(Cancelling()))
+    assert not set_message_when_cancelled(flow_run, "ours", seconds=0.5)
+    assert asyncio.run(read(flow_run)).name == "Cancelling"
+
+
+async def created(state: State) -> UUID:
+    async with get_client() as client:
+        flow_run = await client.create_flow_run(ended)
+        await client.set_flow_run_state(flow_run.id, state, force=True)
+        return flow_run.id
+
+
+async def read(flow_run: UUID) -> State:
+    async with get_client() as client:
+        state = (await client.read_flow_run(flow_run)).state
+        assert state is not None
+        return state
+
+
+def test_a_run_without_steps_begins_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert cancellation_message(store, "r", "terminal") == (
+        "cancelled; no step is committed. The same command begins the run again"
+    )
+    assert cancellation_message(store, "r", "deployed").endswith("Retry begins the run again")

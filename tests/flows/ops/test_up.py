@@ -3,6 +3,7 @@ The services take a minute to start, and each test takes a minute."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -109,6 +110,13 @@ def test_a_deployed_run_survives_kill_nine_of_engine_server_and_worker(place: Up
     before = place.state.services
     assert "nothing was changed" in place.up()
     assert place.state.services == before
+    checks = json.loads(place.cli("doctor", "--json").stdout)["checks"]
+    assert {(check["area"], check["name"]): check["verdict"] for check in checks if check["area"] != "versions"} == {
+        **{("up", name): "ok" for name in ("supervisor", "server", "engine", "worker")},
+        **{("storage", name): "ok" for name in ("writable", "put-if-absent", "clock", "space")},
+        **{("engine", name): "ok" for name in ("health", "ready", "calls")},
+        ("prefect", "server"): "ok",
+    }
     restarts = place.restarts
     run = place.start("killed", steps=30)
     place.until(run, "Running")

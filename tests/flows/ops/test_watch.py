@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
 from prefect.exceptions import Pause
-from prefect.states import Running, Suspended
+from prefect.states import Cancelling, Running, Suspended
 
 from flows.training import watch
 from flows.training.watch import STALLED_SECONDS, RunWatch
@@ -36,6 +37,14 @@ def test_a_pause_ends_the_loop_after_the_step_that_runs() -> None:
     assert raised.value.state is state
 
 
+def test_a_cancelled_run_without_a_worker_ends_after_its_step() -> None:
+    running = RunWatch("r", step=0, paused=lambda: Cancelling())
+    running.stepped(0)
+    running.check()
+    with pytest.raises(asyncio.CancelledError):
+        running.stepped(1)
+
+
 def test_a_run_that_was_resumed_before_the_step_ended_goes_on() -> None:
     states = [Suspended(timeout_seconds=60), None]
     running = RunWatch("r", step=0, paused=lambda: states.pop(0))
@@ -45,6 +54,7 @@ def test_a_run_that_was_resumed_before_the_step_ended_goes_on() -> None:
 
 
 def test_a_stall_is_told_once_and_again_after_a_step(told: list[dict[str, object]]) -> None:
+    """The loop counts its steps from 0, and the event from 1."""
     clock = Clock()
     running = RunWatch("r", step=7, paused=lambda: None, clock=clock)
     clock.now = 100.0
@@ -55,11 +65,11 @@ def test_a_stall_is_told_once_and_again_after_a_step(told: list[dict[str, object
     clock.now += 1.0
     running.check()
     running.check()
-    assert told == [{"run": "r", "step": 8, "silent_seconds": 1001.0, "usual_seconds": 100.0}]
+    assert told == [{"run": "r", "step": 9, "silent_seconds": 1001.0, "usual_seconds": 100.0}]
     running.stepped(8)
     clock.now += STALLED_SECONDS * 100
     running.check()
-    assert [each["step"] for each in told] == [8, 9]
+    assert [each["step"] for each in told] == [9, 10]
 
 
 def test_quick_steps_do_not_stall_within_minutes(told: list[dict[str, object]]) -> None:

@@ -13,13 +13,18 @@ from engine.protocol import EngineInfo
 from engine.specs.engine import LocalEngineSpec
 from flows.configs.common import GRPOConfig
 from flows.configs.ppo import PPOConfig, ValueModelConfig
-from flows.runs.estimate import GIB, DoesNotFit, Estimate, estimate
+from flows.runs.durations import FIXED_START_SECONDS, TASK_SECONDS, Durations, StoreSpeed, measure_store
+from flows.runs.estimate import BYTES_PER_STORED_TOKEN, EFFICIENCY, GIB, Estimate, estimate
+from flows.runs.expected_errors import DoesNotFit
+from flows.training.checkpointing import MIN_SECONDS, SAVES_BETWEEN
 from storage.chain.records import Numerics
 from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.objects import ObjectStore, open_store
 from tasks.datasets.load import LoadedDataset, load_dataset
-from tests.fixtures.toy import toy_config
+from tests.fixtures.toy import toy_config, write_prompts
 
+PROMPT_TOKENS = 18
+"""A prompt of the toy task has 72 characters as a stored row, and a token is counted as four characters."""
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
 
 
@@ -50,18 +55,18 @@ async def test_memory_counts_weights_gradients_moments_and_the_reference(world: 
     with safe_open(tiny_folder / "model.safetensors", framework="pt") as file:
         parameters = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - not a dict
     assert parameter_count(store, base) == parameters
-    # Weights, gradients and two moments in float32, and the reference.
+    # Weights, gradients and two moments in float32, the matrices that the sampler packs, and the reference.
     with_reference = estimate(store, GRPOConfig.model_validate(config), base, data, info())
-    assert with_reference.memory_bytes == parameters * 4 * 5
+    assert with_reference.memory_bytes == parameters * 4 * 6
     config["algorithm"]["kl_beta"] = 0
-    assert estimate(store, GRPOConfig.model_validate(config), base, data, info()).memory_bytes == parameters * 4 * 4
+    assert estimate(store, GRPOConfig.model_validate(config), base, data, info()).memory_bytes == parameters * 4 * 5
     # In bfloat16 the sampler has a copy of its own.
     halves = info(numerics=info().numerics.model_copy(update={"compute_dtype": "bfloat16"}))
     sampled = estimate(store, GRPOConfig.model_validate(config), base, data, halves)
     assert sampled.memory_bytes == parameters * (4 * 4 + 2)  # the sampler's copy
     # A value model needs as much as the policy, and more disk and time.
     valued = PPOConfig.model_validate(config)
-    assert estimate(store, valued, base, data, info()).memory_bytes == parameters * 4 * (4 + 4)
+    assert estimate(store, valued, base, data, info()).memory_bytes == parameters * 4 * (4 + 4 + 1)
     assert estimate(store, valued, base, data, halves).memory_bytes == parameters * (4 * (4 + 4) + 2)  # one samples
     named = valued.model_copy(update={"value_model": ValueModelConfig(key=str(tiny_folder))})
     assert estimate(store, named, base, data, info()) == estimate(store, valued, base, data, info())
@@ -69,7 +74,8 @@ async def test_memory_counts_weights_gradients_moments_and_the_reference(world: 
     with_values = estimate(store, valued, base, data, info())
     assert with_values.disk_bytes is not None and plain.disk_bytes is not None
     assert with_values.disk_bytes > plain.disk_bytes
-    assert with_values.seconds is not None and plain.seconds is not None and with_values.seconds > 1.5 * plain.seconds
+    assert with_values.durations is not None and plain.durations is not None
+    assert with_values.durations.steps > 1.5 * plain.durations.steps
     # Adapters share the weights of their base.
     config["model"]["adapter"] = {}
     adapter = estimate(store, GRPOConfig.model_validate(config), base, data, info()).memory_bytes
@@ -82,21 +88,88 @@ async def test_time_is_steps_times_passes_over_tokens(world: Any) -> None:
     store, base, data, config = world
     config["algorithm"] |= {"kl_beta": 0.0, "old_logprobs": "sampler", "steps": 10}
     first = estimate(store, GRPOConfig.model_validate(config), base, data, info())
-    # one read (2P) and one trained pass (6P) of each token; with trainer logprobs and a reference, two reads (4P) more
+    # one read (2P) and one trained pass (6P) of each token; with a reference, one read (2P) more
     config["algorithm"] |= {"kl_beta": 0.1, "old_logprobs": "trainer"}
+    pulled = estimate(store, GRPOConfig.model_validate(config), base, data, info())
+    # with several updates, one read (2P) more for the trainer's old logprobs
+    config["algorithm"] |= {"samples_per_mini_batch": config["algorithm"]["samples_per_batch"] // 2}
     second = estimate(store, GRPOConfig.model_validate(config), base, data, info())
-    assert first.seconds and second.seconds
-    assert second.seconds / first.seconds == pytest.approx((2 + 2 + 2 + 6) / (2 + 6))
-    assert estimate(store, GRPOConfig.model_validate(config), base, data, info(operations_per_second=2e9)).seconds == (
-        pytest.approx(second.seconds / 2)
-    )
+    assert first.durations and pulled.durations and second.durations
+    assert pulled.durations.steps / first.durations.steps == pytest.approx((2 + 2 + 6) / (2 + 6))
+    assert second.durations.steps / first.durations.steps == pytest.approx((2 + 2 + 2 + 6) / (2 + 6))
+    faster = estimate(store, GRPOConfig.model_validate(config), base, data, info(operations_per_second=2e9)).durations
+    assert faster is not None
+    assert faster.steps == pytest.approx(second.durations.steps / 2)
 
 
 async def test_an_endless_run_has_no_length(world: Any) -> None:
     store, base, data, config = world
     config["algorithm"]["steps"] = None
     endless = estimate(store, GRPOConfig.model_validate(config), base, data, info())
-    assert (endless.seconds, endless.disk_bytes) == (None, None)
+    assert (endless.durations, endless.disk_bytes) == (None, None)
+
+
+async def test_time_counts_start_evaluations_checkpoints_and_storage(world: Any, tmp_path: Path) -> None:
+    """Computed by hand from a store that writes 1 MB/s and reads 2 MB/s, with 0.01 s per object."""
+    store, base, data, config = world
+    speed = StoreSpeed(put_seconds=0.01, write_bytes_per_second=1e6, read_bytes_per_second=2e6)
+    config["data"]["heldout"] = {"kind": "file", "path": str(write_prompts(tmp_path / "heldout.jsonl", repeats=3))}
+    config["algorithm"] |= {"steps": 10, "kl_beta": 0.0}
+    config["checkpoints"] = {"every_steps": 4}
+    config["evaluation"] = {"every_steps": 5, "temperature": 1.0, "samples_per_prompt": 2}
+    run = GRPOConfig.model_validate(config)
+    assert run.data.heldout is not None
+    heldout = load_dataset(store, run.data.heldout, provenance=PROVENANCE)
+    durations = estimate(store, run, base, data, info(), heldout=heldout, speed=speed).durations
+    assert durations is not None
+
+    weights = 4 * parameter_count(store, base)
+    assert durations.start == pytest.approx(FIXED_START_SECONDS + weights / 2e6)
+    # before, after step 5 and after training: 30 prompts with 2 answers of 6 tokens, 2P operations per token
+    evaluated = 3 * 30 * (PROMPT_TOKENS + 2 * 6)
+    assert durations.evaluation == pytest.approx(evaluated * 2 * (weights / 4) / (EFFICIENCY * 1e9))
+    # after 4, 8 and 10 steps: weights and two moments; then the published model; four objects each
+    assert durations.checkpoints == pytest.approx(3 * (3 * weights / 1e6 + 0.04) + weights / 1e6 + 0.04)
+    # 4 prompts in shards of 2: two tasks of sampling, two of grading, the batch and the step, with two objects each
+    tokens = 4 * PROMPT_TOKENS + 16 * 6
+    a_step = 12 * 0.01 + tokens * BYTES_PER_STORED_TOKEN / 1e6 + 6 * TASK_SECONDS
+    assert durations.storage == pytest.approx(10 * a_step)
+    parts = (durations.start, durations.steps, durations.evaluation, durations.checkpoints, durations.storage)
+    assert durations.total == pytest.approx(sum(parts))
+
+
+async def test_checkpoints_of_shares_that_would_be_seconds_apart_are_not_counted(world: Any) -> None:
+    store, base, data, config = world
+    config["algorithm"]["steps"] = 100
+    config["checkpoints"] = {"frequency": 0.1}
+    speed = StoreSpeed(put_seconds=0.0, write_bytes_per_second=1e6, read_bytes_per_second=1e6)
+    run, weights = GRPOConfig.model_validate(config), 4 * parameter_count(store, base)
+
+    def written(operations_per_second: float) -> float:
+        there = info(operations_per_second=operations_per_second)
+        durations = estimate(store, run, base, data, there, speed=speed).durations
+        assert durations is not None
+        return (durations.checkpoints - weights / 1e6) / (3 * weights / 1e6)
+
+    save_seconds = 3 * weights / 1e6
+    durations = estimate(store, run, base, data, info(operations_per_second=1.0), speed=speed).durations
+    assert durations is not None
+    operations = durations.steps
+    # so slow that all nine and the last are written; four shares fit into five times the shortest distance less a bit
+    assert written(1.0) == pytest.approx(10)
+    apart_seconds = max(MIN_SECONDS, SAVES_BETWEEN * save_seconds)
+    assert written(operations / (4.9 * apart_seconds)) == pytest.approx(5)
+    assert written(1e30) == pytest.approx(1)  # only the last
+
+
+def test_a_store_is_measured_and_nothing_stays(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    speed = measure_store(store)
+    assert 0 < speed.put_seconds < 5
+    assert speed.write_seconds(0, objects=3) == 3 * speed.put_seconds
+    assert 1e5 < speed.write_bytes_per_second < 1e12
+    assert 1e5 < speed.read_bytes_per_second < 1e12
+    assert list(store.list("")) == []
 
 
 async def test_disk_counts_only_the_named_checkpoints_that_are_kept(world: Any) -> None:
@@ -120,22 +193,24 @@ async def test_disk_counts_only_the_named_checkpoints_that_are_kept(world: Any) 
      ({"disk_free_bytes": GIB}, r"3\.0 GiB, but the disk of its store has 1\.0 GiB free.*keep_last")],
 )  # fmt: skip
 def test_what_cannot_fit_is_refused_with_both_sizes(there: dict[str, Any], message: str) -> None:
-    needs = Estimate(memory_bytes=2 * GIB, disk_bytes=3 * GIB, seconds=600.0)
+    needs = Estimate(memory_bytes=2 * GIB, disk_bytes=3 * GIB, durations=Durations(steps=600.0))
     needs.check(info(disk_free_bytes=4 * GIB))
     with pytest.raises(DoesNotFit, match=message):
         needs.check(info(**there))
 
 
 def test_a_resumed_run_has_written_part_of_its_disk_already() -> None:
-    needs = Estimate(memory_bytes=2 * GIB, disk_bytes=3 * GIB, seconds=600.0)
+    needs = Estimate(memory_bytes=2 * GIB, disk_bytes=3 * GIB, durations=Durations(steps=600.0))
     needs.check(info(disk_free_bytes=GIB), resumed=True)
     with pytest.raises(DoesNotFit, match="memory"):
         needs.check(info(memory_bytes=GIB), resumed=True)
 
 
 def test_the_text_names_all_three() -> None:
-    text = Estimate(memory_bytes=2 * GIB, disk_bytes=3 * GIB, seconds=600.0).text(info(disk_free_bytes=4 * GIB))
+    durations = Durations(start=8.0, steps=600.0, evaluation=0.9, checkpoints=31.0)
+    needs = Estimate(memory_bytes=2 * GIB, disk_bytes=3 * GIB, durations=durations)
+    text = needs.text(info(disk_free_bytes=4 * GIB))
     assert text == (
-        "estimate: 2.0 GiB of the engine's 8.0 GiB memory, 3.0 GiB of 4.0 GiB free storage, about 10 min "
-        "of computation at the measured speed"
+        "estimate: 2.0 GiB of the engine's 8.0 GiB memory, 3.0 GiB of 4.0 GiB free storage, about 11 min "
+        "(steps 10 min, checkpoints 31 s, start 8 s)"
     )

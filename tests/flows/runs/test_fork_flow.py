@@ -11,10 +11,12 @@ import pytest
 
 from flows.configs.common import GRPOConfig
 from flows.grpo import grpo
+from flows.promotion.model_card import render_card
 from storage.chain.fork import fork_run
 from storage.chain.records import Chain
 from storage.errors import ForkRefused
 from storage.inspect.audit import audit_store
+from storage.inspect.lineage import lineage_of
 from storage.store import keys
 from tests.fixtures.runs.toy_run import ToyRun
 
@@ -43,6 +45,7 @@ async def test_the_same_config_ends_with_the_same_bytes(
         assert (mine.state, mine.weights_digest) == (theirs.state, theirs.weights_digest)
     weights = list((toy.folder / "models" / "toy").glob("*/model.safetensors"))
     assert len(weights) == 1  # the fork published the same version: equal content, equal name
+    assert "toy/0-grpo@2" in toy.store.get(keys.report("same")).decode()
     metrics = list(toy.store.list(keys.step_metrics_prefix("same", "0-grpo")))
     assert len(metrics) == 4
     assert audit_store(toy.store).problems == ()
@@ -63,6 +66,15 @@ async def test_another_rate_changes_what_comes_after_the_fork(
     assert hotter[2].request.batch.sha256 == cooler[2].request.batch.sha256
     assert hotter[2].request.batch.key != cooler[2].request.batch.key
     assert hotter[2].weights_digest != cooler[2].weights_digest
+    (segment,) = lineage_of(toy.store, "hotter").segments
+    assert segment.runs == (("toy", 1, 2), ("hotter", 3, 4))
+    assert [part.learning_rates for part in segment.forked] == [(1e-3, 1e-3), (3e-3, 3e-3)]
+    assert [part.settings for part in segment.forked] == [{"optimizer.lr": 1e-3}, {"optimizer.lr": 3e-3}]
+    name, _, version = json.loads(toy.store.get(keys.result_json("hotter")))["model"].partition("@")
+    card = render_card(toy.store, name, version)
+    assert "| `toy` | `0-grpo` | grpo | 1–2 | 0.001 |" in card
+    assert "| `hotter` | `0-grpo` | grpo | 3–4 | 0.003 |" in card
+    assert "| optimizer.lr | 0.001 | 0.003 |" in card
     assert audit_store(toy.store).problems == ()
 
 

@@ -1,6 +1,7 @@
 """Tests of the graph of tasks that Prefect's page draws. Each task comes after the tasks whose artifacts it reads, and
-has the tag of its kind. An input that precedes another input has no edge of its own: a batch reads rollouts and grades,
-and has edges from the grades alone. The expected edges follow from what the steps of each algorithm read."""
+has the tag of its kind. Names count steps from 1. An input that precedes another input has no edge of its own: a batch
+reads rollouts and grades, and has edges from the grades alone. The expected edges follow from what the steps of each
+algorithm read."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ TAGS = {
 
 def step_before(step: int) -> str:
     """The task before the first task of a step."""
-    return f"step-{step - 1:06d}" if step else "load-prompts"
+    return f"step-{step - 1:06d}" if step > 1 else "load-prompts"
 
 
 def rollouts_and_grades(step: int) -> Edges:
@@ -50,13 +51,13 @@ def rollouts_and_grades(step: int) -> Edges:
 
 
 def checkpoint(steps: int) -> Edges:
-    before = [f"step-{steps - 1:06d}"]
+    before = [f"step-{steps:06d}"]
     return [(f"checkpoint-{steps:06d}", before), (f"checkpoint-{steps:06d}/begin", before)]
 
 
 def end(model: str, steps: int) -> Edges:
     """The last checkpoint, the model and the report come after the last step."""
-    before = [f"step-{steps - 1:06d}"]
+    before = [f"step-{steps:06d}"]
     return [*checkpoint(steps), (f"publish-{model}", before), ("report", before)]
 
 
@@ -78,7 +79,7 @@ def check(api: str, run: str, expected: Edges) -> None:
 
 def test_each_task_of_grpo_comes_after_what_it_reads(toy_run: ToyRun, prefect_server: str) -> None:
     expected: Edges = [("load-prompts", [])]
-    for step in range(4):
+    for step in range(1, 5):
         expected += rollouts_and_grades(step)
         expected.append((f"batch-{step:06d}", [f"grade-{step:06d}/00", f"grade-{step:06d}/01"]))
         expected.append((f"step-{step:06d}", [f"batch-{step:06d}"]))
@@ -93,12 +94,12 @@ def test_each_task_of_ppo_comes_after_what_it_reads(tmp_path: Path, tiny_folder:
     config = toy_config(tmp_path, tiny_folder, run="graph-ppo", checkpoints__recovery_steps=None, **changes, **small)
     asyncio.run(ppo(PPOConfig.model_validate(config)))
     expected: Edges = [("load-prompts", [])]
-    for step in range(2):
+    for step in range(1, 3):
         expected += rollouts_and_grades(step)
-        values = [f"value-{step - 1:06d}"] if step else []  # the credit is the value model's
+        values = [f"value-{step - 1:06d}"] if step > 1 else []  # the credit is the value model's
         expected.append((f"batch-{step:06d}", [f"grade-{step:06d}/00", f"grade-{step:06d}/01", *values]))
         expected += [(f"step-{step:06d}", [f"batch-{step:06d}"]), (f"value-{step:06d}", [f"batch-{step:06d}"])]
-    last_value = [(name, ["value-000001"]) for name, _ in checkpoint(2)]
+    last_value = [(name, ["value-000002"]) for name, _ in checkpoint(2)]
     check(prefect_server, "graph-ppo", [*expected, *last_value, *end("toy", 2)])
 
 
@@ -109,7 +110,7 @@ def test_each_task_of_dpo_comes_after_what_it_reads(tmp_path: Path, tiny_folder:
     )
     asyncio.run(dpo(DPOConfig.model_validate(config)))
     expected: Edges = [("load-preferences", [])]
-    for step in range(2):
+    for step in range(1, 3):
         before = step_before(step).replace("prompts", "preferences")
         expected += [(f"batch-{step:06d}", [before]), (f"step-{step:06d}", [f"batch-{step:06d}"])]
     check(prefect_server, "graph-dpo", [*expected, *end("toy", 2)])
@@ -123,12 +124,12 @@ def test_each_task_in_an_environment_comes_after_what_it_reads(
     config["data"]["heldout"] = {"kind": "file", "path": config["data"]["train"]["path"], "limit": 3}
     asyncio.run(env_grpo(ENVGRPOConfig.model_validate(config)))
     expected: Edges = [("load-prompts", []), ("load-prompts", []), ("evaluate-000000", ["load-prompts"])]
-    for step in range(2):
+    for step in range(1, 3):
         episodes = [f"episodes-{step:06d}/00", f"episodes-{step:06d}/01"]
         expected += [(name, [step_before(step)]) for name in episodes]
         expected += [(f"batch-{step:06d}", episodes), (f"step-{step:06d}", [f"batch-{step:06d}"])]
-    expected += [*checkpoint(2), ("publish-toy", ["step-000001"])]
-    expected.append(("evaluate-000002", ["load-prompts", "step-000001"]))
+    expected += [*checkpoint(2), ("publish-toy", ["step-000002"])]
+    expected.append(("evaluate-000002", ["load-prompts", "step-000002"]))
     expected.append(("report", ["evaluate-000000", "evaluate-000002"]))
     check(prefect_server, "graph-env", expected)
 
@@ -137,13 +138,13 @@ def test_each_task_in_an_environment_comes_after_what_it_reads(
 def test_the_second_stage_comes_after_the_first(tmp_path: Path, tiny_folder: Path, prefect_server: str) -> None:
     config = config_of("sft_to_gspo", tmp_path, tiny_folder, None) | {"run": "graph-stages"}
     asyncio.run(sft_to_gspo(SFTToGSPOConfig.model_validate(config)))
-    # Both stages have tasks named batch-000000 and step-000000.
-    of_both_stages = ["batch-000000", "step-000000"] * 2
-    names = [*of_both_stages, "step-000001", "load-prompts", "rollout-000000/00", "rollout-000000/01", "report"]
+    # Both stages have tasks named batch-000001 and step-000001.
+    of_both_stages = ["batch-000001", "step-000001"] * 2
+    names = [*of_both_stages, "step-000002", "load-prompts", "rollout-000001/00", "rollout-000001/01", "report"]
     graph = read_task_graph(prefect_server, "graph-stages", names=names)
-    expected = [(f"rollout-000000/{shard}", ["load-prompts", "step-000001"]) for shard in ("00", "01")]
-    assert [edge for edge in graph.after if edge[0].startswith("rollout-000000/")] == expected
-    assert [edge for edge in graph.after if edge[0] == "step-000000"] == [("step-000000", ["batch-000000"])] * 2
+    expected = [(f"rollout-000001/{shard}", ["load-prompts", "step-000002"]) for shard in ("00", "01")]
+    assert [edge for edge in graph.after if edge[0].startswith("rollout-000001/")] == expected
+    assert [edge for edge in graph.after if edge[0] == "step-000001"] == [("step-000001", ["batch-000001"])] * 2
 
 
 @pytest.mark.slow
@@ -162,8 +163,8 @@ def test_each_task_of_an_evaluation_comes_after_what_it_reads(
         "storage": {"url": str(tmp_path / "data")},
     }
     asyncio.run(evaluation(EvaluationFlowConfig.model_validate(config)))
-    rollouts: Edges = [(f"rollout-000000/{shard:02d}", ["load-prompts"]) for shard in range(3)]
-    grades: Edges = [(f"grade-000000/{shard:02d}", [f"rollout-000000/{shard:02d}"]) for shard in range(3)] * 2
+    rollouts: Edges = [(f"rollout-000001/{shard:02d}", ["load-prompts"]) for shard in range(3)]
+    grades: Edges = [(f"grade-000001/{shard:02d}", [f"rollout-000001/{shard:02d}"]) for shard in range(3)] * 2
     compare = ("compare", sorted(name for name, _ in grades))
     expected = [("load-prompts", []), *rollouts, *grades, compare]
     check(prefect_server, "graph-evaluation", expected)

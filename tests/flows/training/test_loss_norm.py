@@ -33,11 +33,11 @@ def test_every_algorithm_has_the_constant_norm(algorithm: type[GRPOAlgorithm]) -
 
 @pytest.mark.parametrize("make", [GRPOConfig, GSPOConfig, PPOConfig])
 def test_the_constant_goes_with_its_norm(make: type[GRPOConfig]) -> None:
-    constant = {"algorithm": {"steps": 1, "loss_norm": "constant"}, "regularisation": {"norm_constant": 512}}
+    constant = {"algorithm": {"steps": 2, "loss_norm": "constant"}, "regularisation": {"norm_constant": 512}}
     assert make.model_validate(BODY | constant).semantic()["regularisation"]["norm_constant"] == 512
     with pytest.raises(ValidationError, match="acts only with"):
-        make.model_validate(BODY | constant | {"algorithm": {"steps": 1}})
-    plain = {"algorithm": {"steps": 1}, "regularisation": {"entropy_coef": 0.1}}
+        make.model_validate(BODY | constant | {"algorithm": {"steps": 2}})
+    plain = {"algorithm": {"steps": 2}, "regularisation": {"entropy_coef": 0.1}}
     assert make.model_validate(BODY | plain).semantic()["regularisation"]["norm_constant"] is None
 
 

@@ -21,6 +21,7 @@ from flows.training.checkpointing import CheckpointSchedule
 from flows.training.schedules import ConstantScheduler
 from storage.chain.checkpoint_names import named_checkpoints
 from storage.chain.fork import fork_run
+from storage.chain.listing import stored_checkpoint_steps
 from storage.chain.records import Chain, PolicyRef
 from storage.chain.retention import remove_checkpoints
 from storage.errors import NoSuchCheckpoint
@@ -101,6 +102,20 @@ async def test_it_begins_with_the_checkpoints_weights_and_a_new_optimizer(runs: 
     assert None not in runs.digests(plain)
     assert runs.digests(again) == runs.digests(plain)
     assert runs.digests(again) != runs.digests(first)
+
+
+async def test_a_share_of_a_quick_run_is_a_name_to_restart_from(runs: SFTRuns) -> None:
+    first = await runs.sft("first", checkpoint_every_steps=None, checkpoint_frequency=0.25)
+    chain = Chain.of(runs.store, first)
+    names = [checkpoint.name for checkpoint in named_checkpoints(runs.store, "first")]
+    assert names == ["policy-0.25", "policy-0.5", "policy-0.75", "policy-1"]
+    assert stored_checkpoint_steps(chain) == [STEPS]
+    # The stage begins with the weights that the committed steps lead to.
+    again = await runs.sft("again", max_steps=1, restart_from_checkpoint="first/policy-0.5")
+    root = Chain.of(runs.store, again).root()
+    assert root is not None and root.start == chain.policy(2)
+    plain = await runs.sft("plain", max_steps=1, key=await runs.publish(chain.policy(2)))
+    assert runs.digests(again) == runs.digests(plain)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from storage.chain.fork import check_fork, fork_run, read_fork
 from storage.chain.records import Chain
-from storage.chain.retention import prune_checkpoints
+from storage.chain.retention import Retention, prune_checkpoints
 from storage.errors import ForkRefused, ObjectNotFound
 from storage.inspect.audit import audit_store
 from storage.store import keys
@@ -73,7 +73,7 @@ def test_the_nearest_checkpoint_is_a_copy_of_its_own(toy: ToyRun, step: int, che
     assert mine.parents == (copy.policy(checkpoint).uri,)
     assert mine.extra["state"] == copy.policy(checkpoint).state
     before = {entry.name: (toy.folder / entry.key).read_bytes() for entry in mine.files}
-    prune_checkpoints(toy.store, toy.chain.policy(4), keep_last=0)
+    prune_checkpoints(toy.store, toy.chain.policy(4), Retention(keep_last=0))
     assert find_artifact(toy.store, keys.checkpoint("toy", "0-grpo", "policy", checkpoint)) is None
     for entry in mine.files:
         assert (toy.folder / entry.key).stat().st_nlink == 1
@@ -185,7 +185,7 @@ def test_the_parent_of_scheduled_runs_is_free(toy: ToyRun) -> None:
     ("run", "step", "stage", "says"),
     [
         ("none", 1, None, "no run 'none'"),
-        ("toy", 5, None, "no step 5; it has steps 0 to 4"),
+        ("toy", 5, None, "no step 5; it has steps 1 to 4"),
         ("toy", 1, "1-sft", "no stage '1-sft'; it has 0-grpo"),
     ],
 )

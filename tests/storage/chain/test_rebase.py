@@ -22,7 +22,7 @@ from storage.chain.rebase import (
     rebases_in_effect,
 )
 from storage.chain.records import Chain, CommitRecord, Numerics, OptimizerSpec, PolicyRef, RebaseMark, Root, StepRequest
-from storage.chain.retention import prune_checkpoints, remove_checkpoints
+from storage.chain.retention import Retention, prune_checkpoints, remove_checkpoints
 from storage.errors import AttemptTooOld, CheckpointInUse, CorruptArtifact, ForkRefused
 from storage.inspect.audit import audit_store
 from storage.inspect.gc import collect_garbage
@@ -248,7 +248,7 @@ def test_what_a_rebase_goes_on_from_is_never_pruned(chain: Chain) -> None:
     first = commit(chain, exact(chain, 3))
     take(chain, rebase=first.mark)
     at(chain, 4, first.mark)
-    assert prune_checkpoints(chain.store, chain.head(), keep_last=0, keep_named=1) == [1, 2, 4]
+    assert prune_checkpoints(chain.store, chain.head(), Retention(keep_last=0, keep_named=1)) == [1, 2, 4]
     with pytest.raises(CheckpointInUse, match="@3: run 'r' was rebased there and continues from it"):
         remove_checkpoints(chain.store, [chain.policy(3)])
     assert find_artifact(chain.store, first.checkpoint.key) == first.checkpoint
@@ -256,7 +256,7 @@ def test_what_a_rebase_goes_on_from_is_never_pruned(chain: Chain) -> None:
 
 def test_a_void_rebase_keeps_nothing(chain: Chain) -> None:
     commit(chain, exact(chain, 2))  # step 3 is committed and does not name the rebase
-    assert prune_checkpoints(chain.store, chain.head(), keep_last=0) == [2]
+    assert prune_checkpoints(chain.store, chain.head(), Retention(keep_last=0)) == [2]
     assert audit_store(chain.store).problems == ()
 
 
@@ -270,7 +270,7 @@ def test_a_rebase_that_comes_while_its_checkpoint_is_pruned(chain: Chain, monkey
             commit(chain, rebase)
 
     monkeypatch.setattr(chain.store, "delete", and_then_rebase)
-    assert prune_checkpoints(chain.store, chain.head(), keep_last=0) == [2]
+    assert prune_checkpoints(chain.store, chain.head(), Retention(keep_last=0)) == [2]
     assert reached_from(chain, 3) == [rebase.checkpoint.key]
     assert audit_store(chain.store).problems == ()
 

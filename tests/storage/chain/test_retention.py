@@ -9,12 +9,15 @@ from typing import Any, Literal
 import pytest
 
 from engine.local.engine import LocalEngine
-from storage.chain.records import Chain, CommitRecord, Numerics, OptimizerSpec, PolicyRef, StepRequest
-from storage.chain.retention import prune_checkpoints
+from storage.chain.checkpoint_names import named_checkpoints
+from storage.chain.fork import ForkInfo
+from storage.chain.records import Chain, CommitRecord, Numerics, OptimizerSpec, PolicyRef, Root, StepRequest
+from storage.chain.retention import Retention, prune_checkpoints
 from storage.errors import ObjectNotFound
 from storage.inspect.gc import collect_garbage
 from storage.registry.decisions import commit_decision
 from storage.registry.models import publish_model
+from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, read_manifest
 from storage.store.download import materialise_files
@@ -38,10 +41,10 @@ def test_named_checkpoints_neither_go_nor_count(tmp_path: Path) -> None:
     written = {step: write(store, tmp_path, step, "kept" if step in (2, 6, 7, 8) else None) for step in range(1, 9)}
     store.put_if_absent(keys.checkpoint_name(written[3]), b'{"name":"named later"}')
     # unnamed: 1, 4, 5; the last two of them stay
-    assert prune_checkpoints(store, POLICY, keep_last=2) == [1]
+    assert prune_checkpoints(store, POLICY, Retention(keep_last=2)) == [1]
     assert [step for step, key in written.items() if find_artifact(store, key) is None] == [1]
     assert not list(store.list(written[1] + "/"))
-    assert prune_checkpoints(store, POLICY, keep_last=2) == []
+    assert prune_checkpoints(store, POLICY, Retention(keep_last=2)) == []
 
 
 def record(store: ObjectStore, step: int, **metrics: float) -> None:
@@ -62,7 +65,7 @@ def kept(store: ObjectStore, written: dict[int, str]) -> list[int]:
 def test_every_so_many_steps_are_kept(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     written = {step: write(store, tmp_path, step) for step in range(0, 11)}
-    assert prune_checkpoints(store, POLICY, keep_last=1, keep_every=4) == [1, 2, 3, 5, 6, 7, 9]
+    assert prune_checkpoints(store, POLICY, Retention(keep_last=1, keep_every=4)) == [1, 2, 3, 5, 6, 7, 9]
     assert kept(store, written) == [0, 4, 8, 10]
 
 
@@ -89,7 +92,7 @@ def named_and_unnamed(store: ObjectStore, folder: Path) -> dict[int, str]:
 def test_the_latest_named_ones_are_kept(tmp_path: Path, options: dict[str, Any], expected: list[int]) -> None:
     store = open_store(tmp_path / "store")
     written = named_and_unnamed(store, tmp_path)
-    removed = prune_checkpoints(store, POLICY, keep_last=1, **options)
+    removed = prune_checkpoints(store, POLICY, Retention(keep_last=1, **options))
     assert kept(store, written) == expected
     assert removed == [step for step in written if step not in expected]
     for step in removed:
@@ -104,7 +107,7 @@ def test_a_named_one_that_a_champion_was_made_from_is_kept(tmp_path: Path) -> No
     parent = Chain.of(store, POLICY).policy(4).uri
     publish_model(store, "m", "1", {file.name: file}, provenance=PROVENANCE, parents=[parent])
     commit_decision(store, "m", "1", "promote", over=None, reasons=["better"], who="ada", provenance=PROVENANCE)
-    prune_checkpoints(store, POLICY, keep_last=1, keep_named=1)
+    prune_checkpoints(store, POLICY, Retention(keep_last=1, keep_named=1))
     assert kept(store, written) == [4, 7, 8]
 
 
@@ -113,11 +116,11 @@ def test_named_ones_stay_while_another_run_is_damaged(tmp_path: Path, caplog: py
     written = named_and_unnamed(store, tmp_path)
     damaged = keys.chain_root("another-run", "0-sft", "policy")
     store.put(damaged, b'{"base":')
-    prune_checkpoints(store, POLICY, keep_last=1, keep_named=1)
+    prune_checkpoints(store, POLICY, Retention(keep_last=1, keep_named=1))
     assert kept(store, written) == [2, 4, 6, 7, 8]
     assert "the old named checkpoints of steps [2, 4, 6] stay" in caplog.text
     store.delete(damaged)
-    prune_checkpoints(store, POLICY, keep_last=1, keep_named=1)
+    prune_checkpoints(store, POLICY, Retention(keep_last=1, keep_named=1))
     assert kept(store, written) == [7, 8]
 
 
@@ -128,12 +131,12 @@ def test_the_best_by_a_metric_are_kept(tmp_path: Path, best: Literal["min", "max
     written = {step: write(store, tmp_path, step) for step in range(0, 7)}  # step 0 has no record
     for step, reward in rewards.items():
         record(store, step, **({"reward": reward} if math.isfinite(reward) else {"loss": 1.0}))
-    prune_checkpoints(store, POLICY, keep_last=1, keep_best=2, metric="reward", best=best)
+    prune_checkpoints(store, POLICY, Retention(keep_last=1, keep_best=2, metric="reward", best=best))
     assert kept(store, written) == expected
     with pytest.raises(ValueError, match="has the metric 'rewards'; they have reward"):
-        prune_checkpoints(store, POLICY, keep_last=1, keep_best=2, metric="rewards")
+        prune_checkpoints(store, POLICY, Retention(keep_last=1, keep_best=2, metric="rewards"))
     with pytest.raises(ValueError, match="without a metric"):
-        prune_checkpoints(store, POLICY, keep_last=1, keep_best=2)
+        prune_checkpoints(store, POLICY, Retention(keep_last=1, keep_best=2))
 
 
 def test_equal_values_keep_the_earlier(tmp_path: Path) -> None:
@@ -141,7 +144,7 @@ def test_equal_values_keep_the_earlier(tmp_path: Path) -> None:
     written = {step: write(store, tmp_path, step) for step in (1, 2, 3)}
     for step in written:
         record(store, step, reward=0.5)
-    assert prune_checkpoints(store, POLICY, keep_last=1, keep_best=1, metric="reward") == [2]
+    assert prune_checkpoints(store, POLICY, Retention(keep_last=1, keep_best=1, metric="reward")) == [2]
 
 
 def test_a_reader_never_follows_a_manifest_to_data_that_is_gone(
@@ -157,11 +160,58 @@ def test_a_reader_never_follows_a_manifest_to_data_that_is_gone(
 
     monkeypatch.setattr(store, "delete", dies_after_one)
     with pytest.raises(KeyboardInterrupt):
-        prune_checkpoints(store, POLICY, keep_last=0)
+        prune_checkpoints(store, POLICY, Retention(keep_last=0))
     assert find_artifact(store, key) is None
     assert len(list(store.list(key))) == 1  # the data, for garbage collection
     with pytest.raises(ObjectNotFound):
         materialise_files(store, key, tmp_path / "to")
+
+
+SHARES = {2: "policy-0.25", 4: "policy-0.5", 6: "policy-0.75", 8: "policy-1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [8]),
+        ({"keep_last": 3}, [8]),
+        ({"keep_named": 2}, [6, 8]),
+        ({"keep_every": 3}, [3, 6, 8]),
+        ({"keep_best": 1, "metric": "reward"}, [2, 8]),
+    ],
+)
+def test_a_finished_run_keeps_its_last_and_what_was_asked_for(
+    tmp_path: Path, options: dict[str, Any], expected: list[int]
+) -> None:
+    store = open_store(tmp_path / "store")
+    written = {step: write(store, tmp_path, step, SHARES.get(step)) for step in range(1, 9)}
+    Chain.of(store, POLICY).create_root(Root(base_digest="b"))
+    for step in written:
+        record(store, step, reward=1.0 if step == 2 else 0.1)
+    prune_checkpoints(store, POLICY, Retention(**{"keep_last": 2, **options, "finished": True}))
+    assert kept(store, written) == expected
+    # the names of shares stay, unless a number of named checkpoints is kept
+    names = [named.name for named in named_checkpoints(store, "r")]
+    assert names == (["policy-0.75", "policy-1"] if "keep_named" in options else list(SHARES.values()))
+    # nothing else is left of a removed checkpoint
+    for step in set(written) - set(expected):
+        left = [info.key for info in store.list(f"{written[step]}/")]
+        assert left in ([], [keys.checkpoint_name(written[step])])
+
+
+def test_a_finished_run_keeps_what_a_person_named_or_a_fork_refers_to(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    names = SHARES | {1: "policy-1", 3: "good", 5: "policy-0.6"}
+    written = {step: write(store, tmp_path, step, names.get(step)) for step in range(1, 9)}
+    store.put_if_absent(keys.checkpoint_name(written[5]), b'{"name":"best"}')
+    Chain.of(store, POLICY).create_root(Root(base_digest="b"))
+    for step in written:
+        record(store, step)
+    shared = (Chain.of(store, POLICY).policy(4),)
+    fork = ForkInfo(run="r", stage="0-s", step=4, shared=shared, code_version="test", attempt="0", created="now")
+    store.put(keys.fork_json("fork"), canonical_json(fork))
+    prune_checkpoints(store, POLICY, Retention(keep_last=2, finished=True))
+    assert kept(store, written) == [1, 3, 4, 5, 8]
 
 
 async def test_after_pruning_everything_the_policy_is_rebuilt(tmp_path: Path, tiny_folder: Path) -> None:
@@ -171,7 +221,7 @@ async def test_after_pruning_everything_the_policy_is_rebuilt(tmp_path: Path, ti
     for _ in range(2):
         policy = (await engine.take_gradient_step(request_after(policy, commit_batch(store, policy)))).policy
         await engine.save_checkpoint(policy, provenance=PROVENANCE)
-    assert prune_checkpoints(store, policy, keep_last=0) == [1, 2]
+    assert prune_checkpoints(store, policy, Retention(keep_last=0)) == [1, 2]
     collect_garbage(store, now=store.now() + 1e6)
     await engine.close()
     fresh = LocalEngine(url, DETERMINISTIC)

@@ -23,7 +23,7 @@ def segment(index: int, policy_state: str) -> dict[str, Any]:
     """The only segment of the episode number `index` of the prompt `p`, with one graded turn of one token."""
     return {
         "prompt_index": 0, "prompt_id": "p", "completion": index, "segment": 0, "token_ids": [1, 2],
-        "weights": [0.0, 1.0], "logprobs": [-1.0], "first_turn": 0, "turn_tokens": [1], "graded_turns": [0],
+        "loss_mask": [False, True], "logprobs": [-1.0], "first_turn": 0, "turn_tokens": [1], "graded_turns": [0],
         "grades": [1.0], "status": "ok", "ending": "environment", "thread": "{}", "policy_state": policy_state,
     }  # fmt: skip
 
@@ -44,7 +44,7 @@ def test_a_shard_of_another_policy_is_one_problem() -> None:
         table_of(segments, "trajectories"), kind="trajectories", parents=[parent.uri], provenance=PROVENANCE,
         extra={"prompts": 1},
     )  # fmt: skip
-    rows = [{"group": "p", "completion": index, "token_ids": [1, 2], "weights": [0.0, 1.0]} for index in range(3)]
+    rows = [{"group": "p", "completion": index, "token_ids": [1, 2], "loss_mask": [False, True]} for index in range(3)]
     batch = commit_table(
         store, keys.step_artifact("r", "0-env_grpo", 0, "batch", 0), table_of(rows, "batch"), kind="batch",
         parents=[parent.uri, shard], provenance=PROVENANCE,

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from storage.chain.records import Chain, CommitRecord, Numerics, OptimizerSpec, PolicyRef, Root, StepRequest
-from storage.chain.retention import prune_checkpoints
+from storage.chain.retention import Retention, prune_checkpoints
 from storage.errors import CorruptArtifact
 from storage.inspect.gc import collect_garbage
 from storage.registry.decisions import CHAMPION, Decision, apply_decision
@@ -56,7 +56,7 @@ def scenario(store: ObjectStore, scratch: Path, acknowledge: Acknowledge = lambd
                 provenance=PROVENANCE,
             )  # fmt: skip
         acknowledge()
-        prune_checkpoints(store, chain.policy(step + 1), keep_last=1)
+        prune_checkpoints(store, chain.policy(step + 1), Retention(keep_last=1))
         acknowledge()
     # two published versions, and a collection
     for version in ("1", "2"):

@@ -150,7 +150,7 @@ def test_a_server_that_lets_both_writers_win_is_refused(faulty: FaultProxy, moto
     faulty.drop_header = "If-None-Match"
     store = store_at(faulty.url, moto_bucket)
     for _ in range(2):
-        with pytest.raises(UnsupportedFilesystem, match="does not honour `If-None-Match"):
+        with pytest.raises(UnsupportedFilesystem, match="does not honour 'If-None-Match"):
             store.put_if_absent("a", b"1")
     assert list(store.list()) == []
 

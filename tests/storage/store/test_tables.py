@@ -23,6 +23,7 @@ PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
 VALUES: dict[Any, Any] = {
     pa.int64(): -3, pa.int32(): 4, pa.uint64(): 2**64 - 1, pa.string(): "ü", pa.float64(): 0.1,
     pa.bool_(): True, pa.list_(pa.int32()): [1, 2], pa.list_(pa.float32()): [0.5, -1.0], pa.list_(pa.float64()): [0.1],
+    pa.list_(pa.bool_()): [False, True],
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ IMAGES = [{"start": 2, "tokens": 4, "data": b"png"}]
 
 def test_optional_columns_are_there_where_they_are_given(store: ObjectStore) -> None:
     row = {name: None for name in SCHEMAS["batch"].names} | {
-        "group": "a", "completion": 0, "token_ids": [1, 2], "weights": [0.0, 1.0]
+        "group": "a", "completion": 0, "token_ids": [1, 2], "loss_mask": [False, True]
     }  # fmt: skip
     with TableWriter("batch") as writer:
         writer.write([row])
@@ -83,7 +84,7 @@ def test_optional_columns_are_there_where_they_are_given(store: ObjectStore) -> 
 
 def test_the_first_rows_say_which_optional_columns_a_streamed_table_has(store: ObjectStore) -> None:
     row = {name: None for name in SCHEMAS["batch"].names} | {
-        "group": "a", "completion": 0, "token_ids": [1, 2], "weights": [0.0, 1.0]
+        "group": "a", "completion": 0, "token_ids": [1, 2], "loss_mask": [False, True]
     }  # fmt: skip
     with TableWriter("batch") as writer:
         writer.write([row | {"images": IMAGES}])

@@ -95,7 +95,7 @@ def test_a_prompt_with_an_image_is_never_cut(renderer: Renderer, truncation: Tru
     with pytest.raises(UnsupportedFragment, match=r"p0 \(row 1 of a.jsonl\).*cannot be truncated"):
         render_prompts(renderer, rows_of(SEEN), 8, truncation, row_of_file)
     (cut,) = [prompt for _, prompt in render_prompts(renderer, rows_of(PLAIN), 8, truncation, row_of_file)]
-    assert len(cut.token_ids) == len(cut.weights) == 8
+    assert len(cut.token_ids) == len(cut.loss_mask) == 8
     with pytest.raises(SampleTooLong):
         render_prompts(renderer, rows_of(SEEN), 8, "error", row_of_file)
     assert render_prompts(renderer, rows_of(SEEN), 8, "drop", row_of_file) == []

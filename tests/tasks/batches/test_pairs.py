@@ -54,7 +54,7 @@ async def test_a_pair_is_two_rows_of_one_group_with_reference_logprobs(spawned: 
     for row, thread in zip(rows, [*PAIRS[2], *PAIRS[0]], strict=True):
         tokenized = await model.tokenize_thread(thread)
         ids, _, weights = await model.serialize_tokenized_thread(tokenized)
-        assert (row["token_ids"], row["weights"]) == (ids, weights)
+        assert (row["token_ids"], row["loss_mask"]) == (ids, weights)
         logprobs = await model.logprobs_per_token(tokenized)
         assert row["reference_logprobs"] == pytest.approx(logprobs, abs=1e-5)
         assert len(logprobs) == len(thread.last_content()) + 1  # bytes are tokens, and the turn ends
@@ -94,14 +94,14 @@ async def test_for_a_scalar_model_only_the_end_is_trained(spawned: Spawned) -> N
     for row, thread in zip(rows, PAIRS[0], strict=True):
         ids, _, _ = await model.serialize_tokenized_thread(await model.tokenize_thread(thread))
         assert row["token_ids"][:-1] == ids
-        assert row["weights"] == [0.0] * len(ids) + [1.0]
+        assert row["loss_mask"] == [0.0] * len(ids) + [1.0]
         assert row["reference_logprobs"] is None
 
 
 async def test_a_rating_is_the_return_of_its_row(batches: BatchWorkspace) -> None:
     rows = batches.rows(await ratings_of(batches, RATED))
     assert [row["returns"] for row in rows] == [[0.0], [0.5], [1.0]]
-    assert all(row["weights"][-1] == 1.0 and sum(row["weights"]) == 1.0 for row in rows)
+    assert all(row["loss_mask"][-1] == 1.0 and sum(row["loss_mask"]) == 1.0 for row in rows)
     assert len({row["group"] for row in rows}) == 3
 
 

@@ -175,7 +175,7 @@ async def test_old_logprobs_are_the_policys_own(batches: BatchWorkspace) -> None
     length = len(row["old_logprobs"])
     assert row["old_logprobs"] == pytest.approx(row["sampler_logprobs"], abs=1e-4)
     weights = [0.0] * (len(row["token_ids"]) - length) + [1.0] * length
-    assert row["weights"] == weights
+    assert row["loss_mask"] == weights
     request = LogprobsRequest(batches.policy, [TokenSequence(row["token_ids"], weights)])
     (alone,) = await batches.workspace.connect().logprobs(request, epoch=1)
     assert row["old_logprobs"] == pytest.approx(alone, abs=1e-4)

@@ -29,7 +29,8 @@ def test_the_last_tokens_or_the_first_are_kept() -> None:
 
 
 def test_the_first_token_that_is_kept_is_not_trained() -> None:
-    assert cut(TEN, LEFT, 3, name=row_3).weights == [0.0, 1.0, 1.0]  # nothing before it predicts token 7
+    # nothing before it predicts token 7
+    assert cut(TEN, LEFT, 3, name=row_3) == TokenSequence([7, 8, 9], [0.0, 1.0, 1.0], group="g")
     assert cut(TEN, LEFT, 1, name=row_3) == TokenSequence([9], [0.0], group="g")
 
 
@@ -41,6 +42,6 @@ def test_a_longer_one_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(SampleTooLong, match=r"row 3 has 10 tokens, and at most 9 fit .*to left, right or drop"):
         cut(TEN, LengthPlan(max_tokens=9), 9, name=row_3)
     image = PlacedImage(start=1, tokens=2, data=b"a file")
-    seen = TokenSequence(TEN.token_ids, TEN.weights, images=(image,))
+    seen = TokenSequence(TEN.token_ids, TEN.loss_mask, images=(image,))
     with pytest.raises(SampleTooLong, match="row 3 .*images, which cannot be truncated"):
         cut(seen, RIGHT, 9, name=row_3)

@@ -62,7 +62,7 @@ async def test_prepare_trajectories(calls: TaskCalls) -> None:
     assert calls.manifests("runs/twice/", "batch") == [keys.manifest(ref.key)]
     assert read_manifest(calls.store, ref.key).extra["prompts"] == 2
     for row in read_table(calls.store, ref).to_pylist():
-        trained = sum(weight > 0 for weight in row["weights"])
+        trained = sum(weight > 0 for weight in row["loss_mask"])
         assert trained == 12 == len(row["advantages"]) == len(row["reference_logprobs"])
 
 

@@ -30,7 +30,7 @@ def batch(segments: Sequence[tuple[int, int]], gap: float = 0.0) -> pa.Table:
     empty: dict[str, Any] = {name: None for name in SCHEMAS["batch"].names}
     rows = [
         empty | {
-            "group": "p", "completion": number, "token_ids": [1] * (count + 1), "weights": [0.0] + [1.0] * count,
+            "group": "p", "completion": number, "token_ids": [1] * (count + 1), "loss_mask": [False] + [True] * count,
             "advantages": [0.0] * count, "old_logprobs": [-1.0] * count, "reference_logprobs": [-1.0 - gap] * count,
         }
         for number, count in segments

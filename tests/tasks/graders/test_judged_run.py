@@ -6,18 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from flows.configs.common import GraderConfig, GRPOConfig
+from flows.configs.common import GRPOConfig
 from flows.grpo import grpo
 from storage.chain.listing import list_runs
 from storage.chain.records import Chain
 from storage.store.objects import open_store
-from tasks.graders.combined import CombinedGrader
-from tasks.graders.spec import build, grader_spec
 from tests.fixtures.toy import toy_config
-
-DOCS = Path(__file__).parents[3] / "docs" / "graders.md"
 
 
 @pytest.mark.slow
@@ -45,11 +40,3 @@ async def test_a_run_graded_by_a_judge_is_made_again_to_the_byte(tmp_path: Path,
     first = await digests("one")
     assert None not in first and first[0] != first[1]  # the judge's grades differ, so the weights moved
     assert await digests("two") == first
-
-
-def test_the_page_about_graders_names_what_exists() -> None:
-    blocks = [block.split("```")[0] for block in DOCS.read_text().split("```yaml\n")[1:]]
-    combined, native = (GraderConfig.model_validate(yaml.safe_load(block)["grader"]) for block in blocks)
-    grader = build(grader_spec(combined.path, combined.arguments))
-    assert isinstance(grader, CombinedGrader) and grader.weights == [2.0, 1.0]
-    assert native.workers == "local"  # its path is the user's own module

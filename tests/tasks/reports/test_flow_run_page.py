@@ -14,6 +14,7 @@ from engine.text.threads import StringThread
 from storage.store import keys
 from storage.store.artifacts import find_artifact
 from storage.store.tables import read_table
+from tasks.evaluation.validation_curve import Validation
 from tasks.reports.flow_run_page import CURVE_POINTS, curves_uri, run_markdown, sample_row, sample_rows, thinned
 from tasks.reports.metrics import StepMetrics
 from tests.fixtures.runs.toy_run import ToyRun
@@ -37,9 +38,8 @@ def picture(markdown: str) -> tuple[int, int]:
 
 def test_the_page_shows_curves_figures_time_and_links() -> None:
     links = {"metrics of the engine": "http://127.0.0.1:1/metrics", "report": "/data/report.html"}
-    page = run_markdown("r/1", [rl_step(0), rl_step(1), rl_step(2)], headline="step 3 of 20", links=links)
+    page = run_markdown("r/1", [rl_step(0), rl_step(1), rl_step(2)], links=links)
     assert "### Run `r/1`" in page
-    assert "step 3 of 20" in page
     assert "![reward, KL to the reference, completion length, loss](" in page
     assert picture(page)[1] == 1000
     assert "| reward | 0.25 | 0.27 | 0.25 | 0.27 |" in page
@@ -51,21 +51,35 @@ def test_the_page_shows_curves_figures_time_and_links() -> None:
 
 def test_what_is_not_sampled_has_no_reward() -> None:
     step = StepMetrics(step=0, loss=2.5, grad_norm=1.0, learning_rate=1e-5, completion_length_mean=10.0)
-    page = run_markdown("r", [step], headline="step 1", links={})
+    page = run_markdown("r", [step], links={})
     assert "![loss, gradient norm](" in page
-    assert "reward" not in page
     assert "| loss | 2.5 | 2.5 | 2.5 | 2.5 |" in page
+    assert not [part for part in ("reward", "rollout", "held-out", "time") if part in page]
+
+
+def test_heldout_measurements_before_during_and_after_training() -> None:
+    steps = [rl_step(step) for step in range(4)]
+    points = [(0, {"reward": 0.1875}), (2, {"reward": 0.0875}), (4, {"reward": 0.25, "entropy": 0.00002})]
+    validations = [Validation(name="held-out", step=step, measures=measures) for step, measures in points]
+    # as the run goes on; one point is not drawn
+    first = run_markdown("r", steps[:1], validations[:1], links={})
+    assert "| held-out: reward | 0.188 | – | – | – |" in first and "![reward, " in first
+    assert "| held-out: reward | 0.188 | 0.087 | 2 | -0.100 |" in run_markdown("r", steps, validations[:2], links={})
+    last = run_markdown("r", steps, validations, links={})
+    assert "| held-out: reward | 0.188 | 0.250 | 4 | +0.062 |" in last and "![held-out: reward, reward, " in last
+    assert "| held-out: entropy | – | 2e-05 | 4 | – |" in last
 
 
 def test_a_loss_that_is_not_finite_is_a_gap() -> None:
-    page = run_markdown("r", [rl_step(0, loss=math.nan), rl_step(1)], headline="step 2", links={})
+    page = run_markdown("r", [rl_step(0, loss=math.nan), rl_step(1)], links={})
     assert "| loss | -0.5 | -0.5 | -0.5 | -0.5 |" in page
+    assert "nan" not in page.partition("base64")[0]
     assert picture(page)
 
 
 def test_the_picture_of_a_long_run_is_as_large_as_that_of_a_short_one() -> None:
-    long = run_markdown("r", [rl_step(step) for step in range(5000)], headline="", links={})
-    short = run_markdown("r", [rl_step(step) for step in range(10)], headline="", links={})
+    long = run_markdown("r", [rl_step(step) for step in range(5000)], links={})
+    short = run_markdown("r", [rl_step(step) for step in range(10)], links={})
     assert picture(long) == picture(short)
     assert len(long) < 200_000
 
@@ -89,24 +103,23 @@ def test_samples_are_the_committed_rollouts_with_their_grades(toy_run: ToyRun) -
         find_artifact(toy_run.store, keys.step_artifact("toy", "0-grpo", 3, kind, 1)) for kind in ("rollouts", "graded")
     )
     assert rollouts is not None and graded is not None
-    rows = sample_rows(toy_run.store, 3, rollouts, graded, count=3)
-    assert [row["step"] for row in rows] == [4, 4, 4]
+    rows = sample_rows(toy_run.store, rollouts, graded, count=3)
     texts = read_table(toy_run.store, rollouts, ["text"])["text"].to_pylist()
     rewards = read_table(toy_run.store, graded, ["reward"])["reward"].to_pylist()
     assert len(texts) == 8  # two prompts of four completions
     assert [row["grade"] for row in rows] == [round(rewards[at], 4) for at in (0, 2, 5)]
     for row, at in zip(rows, (0, 2, 5), strict=True):
         assert row["completion"] == re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", texts[at])
-    assert len(sample_rows(toy_run.store, 3, rollouts, graded)) == 8
+    assert len(sample_rows(toy_run.store, rollouts, graded)) == 8
 
 
 def test_a_sample_shows_the_text_of_its_prompt_cut_short() -> None:
     question = "What is 4+5? " + "x" * 300
     thread = StringThread().system("Answer with a number.").user(question)
     drawn = {"thread": thread.to_json(), "text": "nine", "stop_reason": "stop"}
-    row = sample_row(0, drawn, {"status": "failed", "reward": None, "reason": "no number"})
+    row = sample_row(drawn, {"status": "failed", "reward": None, "reason": "no number"})
+    assert list(row) == ["grade", "prompt", "completion", "stopped by"]
     assert row == {
-        "step": 1,
         "prompt": "What is 4+5? " + "x" * 187 + " \N{HORIZONTAL ELLIPSIS} (113 more characters)",
         "completion": "nine",
         "grade": "failed: no number",

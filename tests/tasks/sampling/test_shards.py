@@ -12,7 +12,9 @@ from uuid import uuid4
 import numpy as np
 import pyarrow as pa
 import pytest
+from pydantic import ValidationError
 
+import storage.store.tables
 import tasks.batches.rl
 import tasks.sampling.shards
 from engine.errors import PermanentEngineError
@@ -21,8 +23,10 @@ from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, single_file_entry
 from storage.store.objects import ObjectStore, open_store
+from storage.store.recent_tables import RecentTables
 from storage.store.tables import SCHEMAS, commit_table, read_rows, read_table
 from tasks.batches.rl import BatchPlan, rollout_batch
+from tasks.credit.rewards import RewardKL
 from tasks.reports.step_metrics import measure_step
 from tasks.sampling.shards import AHEAD, read_tables
 
@@ -80,7 +84,7 @@ class Scorer:
     async def logprobs(self, request: Any, *, epoch: int) -> list[list[float]]:
         self.calls.append(len(request.sequences))
         return [
-            [-float(i) for i, weight in zip(s.token_ids, s.weights, strict=True) if weight > 0]
+            [-float(i) for i, weight in zip(s.token_ids, s.loss_mask, strict=True) if weight > 0]
             for s in request.sequences
         ]
 
@@ -100,7 +104,7 @@ def test_tables_come_in_their_order_and_a_few_at_a_time(store: ObjectStore, monk
             most = max(most, begun - taken)
         return read_table(*arguments)
 
-    monkeypatch.setattr(tasks.sampling.shards, "read_table", counting)
+    monkeypatch.setattr(tasks.sampling.shards, "read_step_table", counting)
     first_prompts = []
     for table in read_tables(store, refs, ["prompt_id"]):
         first_prompts.append(table["prompt_id"][0].as_py())
@@ -109,8 +113,10 @@ def test_tables_come_in_their_order_and_a_few_at_a_time(store: ObjectStore, monk
     assert begun == len(refs) and most <= AHEAD + 1  # one may begin between the yield and the count
 
 
-def test_a_missing_shard_is_an_error_where_it_is_missing(store: ObjectStore) -> None:
+def test_a_missing_shard_is_an_error_where_it_is_missing(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     refs = [rollouts(store, shard, ["p"]) for shard in range(3)]
+    # as in another process, which has not committed them
+    monkeypatch.setattr(storage.store.tables, "RECENT", RecentTables())
     store.delete(keys.manifest(refs[1].key))
     tables = read_tables(store, refs)
     assert next(tables).num_rows == 2
@@ -158,7 +164,7 @@ async def test_a_batch_is_the_same_however_it_is_cut(
     assert [(row["group"], row["completion"]) for row in rows] == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("a", 2)]
     assert [row["advantages"] for row in rows] == [[-2.0], [-1.0, -1.0], [-1.0], [1.0, 1.0], [3.0]]
     assert [row["token_ids"] for row in rows[:2]] == [[7, 8, 9, 10], [7, 8, 9, 11, 11]]
-    assert [row["weights"] for row in rows[:2]] == [[0, 0, 0, 1], [0, 0, 0, 1, 1]]
+    assert [row["loss_mask"] for row in rows[:2]] == [[0, 0, 0, 1], [0, 0, 0, 1, 1]]
     assert [row["old_logprobs"] for row in rows[:2]] == [[-10.0], [-11.0, -11.0]]
     assert [row["reference_logprobs"] for row in rows] == [row["old_logprobs"] for row in rows]
     assert [row["reward"] for row in rows] == [0.0, 1.0, 3.0, 5.0, 5.0]
@@ -176,13 +182,19 @@ async def test_a_policy_whose_weights_overflowed_is_named(store: ObjectStore) ->
         await rollout_batch(Overflowed(store), POLICY, [ref], grades, plan, step=2)  # type: ignore[arg-type]
 
 
-async def test_without_trainer_logprobs_the_engine_is_not_asked(store: ObjectStore) -> None:
+@pytest.mark.parametrize("old_logprobs", ["sampler", "forward"])
+async def test_without_trainer_logprobs_the_engine_is_not_asked(store: ObjectStore, old_logprobs: Any) -> None:
     ref = rollouts(store, 0, ["a"])
     scorer = Scorer(store)
-    plan = BatchPlan(reference=None, old_logprobs="sampler")
+    plan = BatchPlan(reference=None, old_logprobs=old_logprobs)
     batch = await rollout_batch(scorer, POLICY, [ref], [graded(store, 0, ref, [0.0, 1.0])], plan, step=0)  # type: ignore[arg-type]
     row = read_table(store, batch).to_pylist()[0]
     assert scorer.calls == [] and row["old_logprobs"] is None and row["sampler_logprobs"] == [-1.0]
+
+
+def test_a_penalty_on_the_reward_needs_the_old_logprobs_before_the_step() -> None:
+    with pytest.raises(ValidationError, match="reward_kl needs the old logprobs before the step"):
+        BatchPlan(reference=POLICY, reward_kl=RewardKL(beta=0.1), old_logprobs="forward")
 
 
 # -- the metrics ---------------------------------------------------------------------------------------------------
@@ -208,3 +220,6 @@ async def test_metrics_are_the_same_from_manifests_and_from_tables(store: Object
     assert metrics.reward_std == pytest.approx(np.std([0.0, 1.0, 3.0]))
     # trained tokens of each shard: one 10 (gap 9) and two pairs of 11 (gap 10): (9 + 4 x 10) / 5
     assert metrics.logprob_gap == pytest.approx(9.8)
+    # the gap of the step's own forward pass, where the record has it
+    record = record.model_copy(update={"metrics": {"logprob_gap_mean": 0.5}})
+    assert measure_step(store, record, refs, grades, total_steps=1, seconds={}).logprob_gap == 0.5

@@ -9,7 +9,7 @@ from engine.local.replay import replay_step
 from engine.local.verify import verify_run
 from engine.protocol import PolicySpec
 from storage.chain.records import Chain, Root
-from storage.chain.retention import prune_checkpoints
+from storage.chain.retention import Retention, prune_checkpoints
 from storage.store.artifacts import read_manifest
 from tests.engine.local.rebase.rebasing import (
     DOUBLE,
@@ -60,7 +60,7 @@ async def test_pruning_everything_keeps_the_chain_in_reach(saved: Chain, url: st
     policy = (await step(engine, saved.head())).policy
     await engine.save_checkpoint(policy, provenance=PROVENANCE)
     await engine.close()
-    assert prune_checkpoints(saved.store, policy, keep_last=0) == [4]
+    assert prune_checkpoints(saved.store, policy, Retention(keep_last=0)) == [4]
     again = OtherVersions(url)
     await step(again, policy)
     await again.close(checkpoint=False)

@@ -1,0 +1,166 @@
+"""Checks at the start of a run that everything which its config names is there: before an engine, a model or a dataset
+is loaded. What only the engine's machine knows is not checked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from engine.errors import BadModelFolder
+from engine.models.folder import ModelFolder, local_folder, registered_model
+from engine.models.openai_model import SCHEME
+from flows.configs.common import GraderConfig, ModelConfig, TrainingConfig
+from flows.configs.env_ppo import ENVPPOConfig
+from flows.configs.environments import EnvironmentConfig
+from flows.configs.evaluation import EvaluationFlowConfig
+from flows.configs.optimizer import OptimizerConfig
+from flows.configs.overrides import ConfigError
+from flows.configs.ppo import PPOConfig, ValueModelConfig, value_only_steps
+from flows.configs.sft_to_gspo import SFTToGSPOConfig
+from flows.parameters import Dataset, Grader, Model
+from flows.runs.estimate import count_steps
+from storage.errors import PermanentStorageError
+from storage.registry.decisions import resolve_model
+from storage.store.objects import ObjectStore
+from tasks.datasets.errors import DatasetError
+from tasks.datasets.file_formats import find_files, format_of
+from tasks.datasets.gym import create_procedural
+from tasks.datasets.registered import check_exists
+from tasks.datasets.spec import FileDataset, PythonDataset, ReasoningGymDataset, RegisteredDataset
+from tasks.environments.spec import EnvironmentSpecError, environment_spec
+from tasks.graders.spec import GraderSpecError, grader_spec
+from tasks.import_paths import ImportPathError, load_object
+
+IMPORTED = (PythonDataset, ReasoningGymDataset, GraderConfig, EnvironmentConfig, Grader)
+"""Parts that name code. They are checked last, because an import may take seconds."""
+INPUTS = (Model, FileDataset, RegisteredDataset, *IMPORTED)
+"""Parts of configs that name something outside of the config, besides ModelConfig."""
+MISSING = (
+    BadModelFolder, PermanentStorageError, DatasetError, ImportPathError, GraderSpecError, EnvironmentSpecError,
+    ValidationError,
+)  # fmt: skip
+"""The errors of an input that is not there, or cannot be used."""
+
+
+def check_inputs(config: BaseModel, store: ObjectStore) -> None:
+    """Raises ConfigError that names each field whose file, model or dataset is not there. If all are there: each field
+    whose grader, environment or other code cannot be used."""
+    inputs = list(_inputs(config))
+    if isinstance(config, EvaluationFlowConfig):
+        inputs += [(f"models.{index}", key) for index, key in enumerate(config.models)]
+    files = [entry for entry in inputs if not isinstance(entry[1], IMPORTED)]
+    code = [entry for entry in inputs if isinstance(entry[1], IMPORTED)]
+    for group in (files, code):
+        problems = []
+        for path, spec in group:
+            try:
+                _check(spec, store)
+            except MISSING as error:
+                # the messages about graders and environments begin with these words
+                field = path.rpartition(".")[2]
+                problems.append(f"{path}: {str(error).removeprefix(f'{field} ')}")
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+
+def check_new_run(config: TrainingConfig) -> None:
+    """Raises ConfigError for settings of a new run that cannot be meant. A run that began with them may continue."""
+    stages: list[tuple[str, Any]] = [("", config)]
+    if isinstance(config, SFTToGSPOConfig):
+        stages = [("sft.", config.sft), ("gspo.", config.gspo)]
+    for prefix, stage in stages:
+        steps, optimizer = stage.algorithm.steps, stage.optimizer
+        _check_warmup(prefix, "optimizer", optimizer, steps)
+        value_model = getattr(stage, "value_model", None)
+        if isinstance(value_model, ValueModelConfig):
+            _check_warmup(prefix, "value_model.optimizer", value_model.optimizer_over(optimizer), steps)
+
+
+def check_length(config: TrainingConfig, rows: int) -> None:
+    """Raises ConfigError if a run over this many rows of training data would train no policy."""
+    # only PPO has steps that train no policy; a run in two stages has no steps of its own to count
+    if not isinstance(config, PPOConfig | ENVPPOConfig):
+        return
+    steps = count_steps(config, rows)
+    if steps is not None:
+        try:
+            value_only_steps(config.credit.value_only_fraction, steps)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
+def _check_warmup(stage: str, field: str, optimizer: OptimizerConfig, steps: int | None) -> None:
+    warmup = optimizer.warmup_steps
+    if steps is not None and warmup is not None and warmup > steps:
+        raise ConfigError(
+            f"{stage}{field}.warmup_steps={warmup} is more than {stage}algorithm.steps={steps}, so the learning rate "
+            "would never be at its highest; lower warmup_steps, or train longer"
+        )
+
+
+def _inputs(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields every part of a config that names something outside, with its dotted path."""
+    if isinstance(value, ModelConfig):
+        yield f"{path}.key", value
+    elif isinstance(value, INPUTS):
+        yield path, value
+    elif isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from _inputs(getattr(value, name), f"{path}.{name}" if path else name)
+    elif isinstance(value, Dataset):
+        yield path, value.spec
+    elif isinstance(value, tuple | list | set | frozenset):
+        for index, item in enumerate(value):
+            yield from _inputs(item, f"{path}.{index}")
+
+
+def _check(spec: Any, store: ObjectStore) -> None:
+    """Raises one of MISSING if what the spec names is not there."""
+    match spec:
+        case str():
+            _check_model(resolve_model(store, spec), store)
+        case ModelConfig(key=str() as key) | Model(key=key):
+            _check_model(key, store)
+        case FileDataset():
+            for path in spec.paths:
+                for file in find_files(path):
+                    format_of(file, spec.format)
+        case RegisteredDataset():
+            check_exists(store, spec)
+        case PythonDataset():
+            _check_function(spec)
+        case ReasoningGymDataset():
+            create_procedural(spec.name, spec.config, size=spec.size, seed=spec.seed)
+        case GraderConfig():
+            grader_spec(spec.path, spec.arguments)
+        case Grader():
+            spec.build()
+        case EnvironmentConfig():
+            environment_spec(spec.path, spec.arguments)
+
+
+def _check_model(key: str, store: ObjectStore) -> None:
+    folder = local_folder(key)
+    if key.startswith(SCHEME):
+        return  # a model that another server serves
+    if folder is None:
+        registered_model(store, key)
+    else:
+        ModelFolder.of(folder)
+
+
+def _check_function(spec: PythonDataset) -> None:
+    """Raises DatasetError if the function or class does not take the arguments."""
+    target = load_object(spec.path)
+    if not callable(target):
+        raise DatasetError(f"{spec.path!r} is a {type(target).__name__}; expected a function or a class")
+    try:
+        inspect.signature(target).bind(**spec.arguments)
+    except TypeError as error:
+        raise DatasetError(f"{spec.path!r} with the arguments {sorted(spec.arguments)}: {error}") from error
+    except ValueError:
+        return  # builtins have no signature

@@ -1,0 +1,179 @@
+"""The config that a run was started with, read from the store. Written to a file, it continues the run or a fork of it.
+
+The store has no file of a run that was started from a form, and none of a recipe. It contains no credentials, because
+no config does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from engine.specs.engine import EngineSpec, LocalEngineSpec
+from flows.configs.common import TrainingConfig
+from flows.configs.overrides import RULES, describe_validation
+from flows.configs.training import AnyTraining
+from flows.ops.state import write_private
+from storage.chain.fork import read_fork
+from storage.chain.listing import stages_of
+from storage.chain.run_record import RunInfo, find_run
+from storage.errors import CorruptArtifact, ObjectNotFound
+from storage.store import keys
+from storage.store.objects import ObjectStore
+
+_ENGINE: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
+_TRAINING: TypeAdapter[Any] = TypeAdapter(AnyTraining)
+FLOW = "flow"
+"""Key of the flow's name in the part of run.json that does not decide the result."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that a config file or PyYAML would read as something else, and writes no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _name, _pattern, _first in RULES:
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+@dataclass(frozen=True)
+class RecordedConfig:
+    """The config of a run."""
+
+    run: str
+    flow: str | None
+    """Name of the training flow. None for a recipe, whose values are its parameters."""
+    values: dict[str, Any]
+    """Values to write, without those that equal their default."""
+    is_complete: bool = True
+    """False for a run of an earlier version, which did not record all settings."""
+
+    @property
+    def text(self) -> str:
+        """The config as YAML."""
+        command = f"'ostinato run {self.flow} --config FILE'" if self.flow else "the parameters of its recipe"
+        head = f"# The config of run {self.run}: {command}\n"
+        if not self.is_complete:
+            head += (
+                "# An earlier version started the run, and did not record model.publish_as, data.heldout, and limits "
+                "such as\n# grader.timeout_seconds. Add those that were set.\n"
+            )
+        return head + config_yaml(self.values)
+
+    @property
+    def engine_token(self) -> str | None:
+        """Name of the environment variable with the token of the engine server. None without an engine server."""
+        engine = self.values.get("engine", {})
+        return engine.get("token_env", "OSTINATO_ENGINE_TOKEN") if engine.get("kind") == "http" else None
+
+
+def config_yaml(values: dict[str, Any]) -> str:
+    """The values as YAML, which `flows.configs.overrides.load_config` reads back."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
+
+
+def read_config(store: ObjectStore, run: str) -> RecordedConfig:
+    """Reads the config of a run. A fork that has not run yet has the config of its origin, with its own run key and
+    store. Raises ObjectNotFound, CorruptArtifact."""
+    info = _find_info(store, run)
+    is_fork = info.run != run
+    values = {"run": run} | _merged(info.semantic, info.other) | {"run": run}
+    if is_fork:
+        values["storage"] = {"url": store.url}
+    # training flows record the digests of their inputs, recipes do not
+    if values.pop("inputs", None) is None:
+        # the config of a recipe may have fields of these names
+        location = {"run": run} | ({"storage": values["storage"]} if is_fork else {})
+        return RecordedConfig(run=run, flow=None, values=_recipe_values(values) | location)
+    flow = values.pop(FLOW, None) or _flow_of_stages(store, info)
+    is_complete = "publish_as" in values["model"]
+    try:
+        training = _TRAINING.validate_python({"kind": flow, "config": values})
+    except ValidationError as error:
+        problems = describe_validation(error, TrainingConfig)
+        raise CorruptArtifact(f"{keys.run_json(info.run)} is not a config of this version: {problems}") from error
+    return RecordedConfig(run=run, flow=flow, values=_short(training.config), is_complete=is_complete)
+
+
+def write_config(config: RecordedConfig, folder: Path) -> tuple[Path, bool]:
+    """Writes the config to RUN.yaml in the folder. Returns (path, whether it was written). An existing file is kept,
+    since it may have been edited. Raises OSError."""
+    # no key of a run has a plus sign, so that two runs have two files
+    path = folder / f"{config.run.replace('/', '+')}.yaml"
+    if path.exists():
+        return path, False
+    write_private(path, config.text)
+    return path, True
+
+
+def _recipe_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a recipe: the fields of its config, if it has one, are at the top."""
+    config = values.pop("config", None)
+    if isinstance(config, dict):
+        values |= config
+    if "engine" in values:
+        spec = _ENGINE.validate_python(values.pop("engine"))
+        if spec != LocalEngineSpec():
+            values["engine"] = _without_defaults(spec)
+    return values
+
+
+def _find_info(store: ObjectStore, run: str) -> RunInfo:
+    """Returns the record of the run. For a fork that has not run yet, that of its nearest origin that has run."""
+    origin = run
+    while (info := find_run(store, origin)) is None:
+        fork = read_fork(store, origin)
+        if fork is None:
+            raise ObjectNotFound(f"run {run!r} has no config in {store.url}; 'ostinato runs ls' lists the runs")
+        origin = fork.run
+    return info
+
+
+def _flow_of_stages(store: ObjectStore, info: RunInfo) -> str:
+    """Returns the flow of a run whose record does not name it: that of its first stage."""
+    if {"sft", "gspo"} <= info.semantic.keys():
+        return "sft_to_gspo"
+    stages = stages_of(store, info.run)
+    if not stages:
+        raise ObjectNotFound(f"run {info.run!r} has not begun, and its record does not name its flow")
+    return keys.stage_kind(stages[0])
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings in one. Groups that are in both are merged."""
+    merged = dict(first)
+    for name, value in second.items():
+        old = merged.get(name)
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[name] = _merged(old, value)
+        else:
+            merged[name] = value
+    return merged
+
+
+def _short(config: TrainingConfig) -> dict[str, Any]:
+    """The values of a config without those that equal their default, if they give the same config, else all."""
+    values = _without_defaults(config)
+    if type(config).model_validate(values) == config:
+        return values
+    return config.model_dump(mode="json")
+
+
+def _without_defaults(record: BaseModel) -> dict[str, Any]:
+    values = record.model_dump(mode="json")
+    for name, field in type(record).model_fields.items():
+        value = getattr(record, name)
+        # a kind tells which class the values are of
+        if name != "kind" and value == field.get_default(call_default_factory=True):
+            values.pop(name, None)
+        elif isinstance(value, BaseModel):
+            values[name] = _without_defaults(value)
+    return values

@@ -1,0 +1,222 @@
+"""Deletes runs: everything in their folders. Datasets, prompts and published models are not in there and stay.
+
+A deletion first marks the run (`keys.deletion`). From then on the run cannot be opened, resumed or forked, and
+`runs ls` shows it as `deleting`. The record of the run is deleted next, the mark last. A deletion that was killed is
+finished by the same command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from storage.chain.fork import read_fork
+from storage.chain.leases import current_epoch, is_held
+from storage.chain.records import Chain
+from storage.errors import ObjectNotFound, RunInUse
+from storage.failpoints import failpoint
+from storage.serialization import Frozen, canonical_json
+from storage.store import key_patterns, keys
+from storage.store.artifacts import read_manifest
+from storage.store.objects import ObjectInfo, ObjectStore
+
+THREADS = 8
+"""Number of objects that are deleted at the same time."""
+
+
+class RunDeletion(Frozen):
+    """What a deletion of runs would delete, and what needs these runs."""
+
+    runs: tuple[str, ...]
+    objects: int
+    bytes: int
+    needed_by: tuple[str, ...]
+    """Sentences about forks, runs and leases without which the runs cannot be deleted."""
+    unverifiable: tuple[str, ...]
+    """Sentences about models and decisions that stay, but whose origin could not be verified any more."""
+
+
+def plan_deletion(store: ObjectStore, run: str, *, no_active_runs: bool = False) -> RunDeletion:
+    """Returns what a deletion of `run` would delete. Writes nothing.
+
+    Args:
+        run: A run, or the name of a sweep: then all runs `NAME/…`.
+        no_active_runs: The caller guarantees that no process works on the runs. A killed process keeps its lease.
+
+    Slow in a large store: it reads the list of all runs and models. Raises ObjectNotFound, CorruptArtifact.
+    """
+    listed = list(store.list(keys.runs_prefix()))
+    runs = _runs_to_delete(store, run, listed)
+    objects = [info for info in listed if keys.run_of(info.key) in runs]
+    needed_by = [*_fork_uses(store, runs, listed), *_start_uses(store, runs, listed)]
+    if not no_active_runs:
+        needed_by += _lease_uses(store, runs)
+    return RunDeletion(
+        runs=runs,
+        objects=len(objects),
+        bytes=sum(info.size for info in objects),
+        needed_by=tuple(needed_by),
+        unverifiable=tuple(_registry_uses(store, runs)),
+    )
+
+
+def delete_runs(store: ObjectStore, run: str, *, no_active_runs: bool = False, force: bool = False) -> RunDeletion:
+    """Deletes `run`, or the runs of the sweep `run`, and returns what was deleted. Can be repeated after a crash.
+
+    With `force`, published models may lose their lineage. Raises RunInUse if something needs the runs; then nothing is
+    deleted, and marks of an earlier call are taken back from runs that are whole. Raises ObjectNotFound,
+    CorruptArtifact.
+    """
+    planned, marked = plan_deletion(store, run, no_active_runs=no_active_runs), set[str]()
+    # an earlier call with `force` may have deleted a part already
+    force = force or any(_is_begun(store, name) for name in planned.runs)
+    try:
+        _refuse_use(planned, force=force)
+        # mark the runs, and look again: a process may have opened or forked one meanwhile
+        for name in planned.runs:
+            if store.put_if_absent(keys.deletion(name), canonical_json({"run": name})).won:
+                marked.add(name)
+        failpoint("deletion.marked")
+        _refuse_use(plan_deletion(store, run, no_active_runs=no_active_runs), force=force)
+    except RunInUse:
+        for name in planned.runs:
+            # the record is deleted first: a run that has it is whole, and may go on
+            if name in marked or store.exists(keys.run_json(name)):
+                store.delete(keys.deletion(name))
+        raise
+    for name in planned.runs:
+        _delete_objects(store, name)
+    return planned
+
+
+def _is_begun(store: ObjectStore, run: str) -> bool:
+    """Whether an earlier call has deleted the record of the run."""
+    if not store.exists(keys.deletion(run)):
+        return False
+    return not store.exists(keys.run_json(run)) and not store.exists(keys.fork_json(run))
+
+
+def _refuse_use(planned: RunDeletion, *, force: bool) -> None:
+    """Raises RunInUse if something needs the runs."""
+    reasons = [*planned.needed_by, *(() if force else planned.unverifiable)]
+    if reasons:
+        listed = "\n".join(f"  {reason}" for reason in reasons)
+        raise RunInUse(f"nothing was deleted, because {', '.join(planned.runs)} is needed:\n{listed}")
+
+
+def _delete_objects(store: ObjectStore, run: str) -> None:
+    """Deletes the objects of a marked run: first what makes it visible, last its leases and the mark."""
+    # the record first, so that nothing takes the rest for a whole run
+    for key in (keys.run_json(run), keys.result_json(run), keys.fork_json(run)):
+        store.delete(key)
+    failpoint("deletion.hidden")
+    # manifests and records before the data that they name
+    objects = [info.key for info in store.list(keys.run_prefix(run)) if keys.run_of(info.key) == run]
+    objects = [key for key in objects if not key.startswith(keys.leases_prefix(run))]
+    data = [key for key in objects if key_patterns.is_artifact_data(key)]
+    _delete_all(store, sorted(set(objects) - set(data)))
+    _delete_all(store, data)
+    failpoint("deletion.emptied")
+    leases = [info.key for info in store.list(keys.leases_prefix(run)) if info.key != keys.deletion(run)]
+    _delete_all(store, leases)
+    store.delete(keys.deletion(run))
+
+
+def _delete_all(store: ObjectStore, object_keys: Collection[str]) -> None:
+    def delete(key: str) -> None:
+        store.delete(key)
+        failpoint("deletion.object")
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(delete, object_keys))
+
+
+def _runs_to_delete(store: ObjectStore, run: str, listed: Collection[ObjectInfo]) -> tuple[str, ...]:
+    """Returns `run`, or the runs of the sweep of that name. Raises ObjectNotFound."""
+    keys.validate_run(run)
+    all_runs = {keys.run_of(info.key) for info in listed}
+    if run in all_runs:
+        return (run,)
+    children = sorted(name for name in all_runs if name is not None and name.startswith(f"{run}/"))
+    if not children:
+        raise ObjectNotFound(f"no run {run!r} in {store.url}; 'ostinato runs ls' lists the runs")
+    return tuple(children)
+
+
+# -- what needs a run ------------------------------------------------------------------------------------------
+
+
+def _lease_uses(store: ObjectStore, runs: Collection[str]) -> Iterator[str]:
+    for run in runs:
+        if is_held(store, run):
+            epoch = current_epoch(store, run)
+            yield (
+                f"run {run!r} may be in progress, its lease {epoch} is held: end it first, or give --no-active-runs if "
+                "its process was killed"
+            )
+
+
+def _fork_uses(store: ObjectStore, runs: Collection[str], listed: Collection[ObjectInfo]) -> Iterator[str]:
+    """Yields the forks of the runs, and the forks of these. They refer to the batches of the run they share."""
+    forks = {}
+    for info in listed:
+        run = keys.run_of(info.key)
+        if run is not None and run not in runs and info.key == keys.fork_json(run):
+            fork = read_fork(store, run)
+            if fork is not None:
+                forks[run] = fork
+    # add forks of forks until there are no more
+    needed = set(runs)
+    while True:
+        further = {run for run, fork in forks.items() if fork.run in needed} - needed
+        if not further:
+            return
+        needed |= further
+        for run in sorted(further):
+            fork = forks[run]
+            yield (
+                f"run {run!r} was forked from {fork.run}/{fork.stage}@{fork.step}: without the batches of its shared "
+                "steps it could neither be verified nor resumed; delete it first"
+            )
+
+
+def _start_uses(store: ObjectStore, runs: Collection[str], listed: Collection[ObjectInfo]) -> Iterator[str]:
+    """Yields the stages of other runs that began at a policy of the runs."""
+    for info in listed:
+        chain_name = keys.chain_of(info.key)
+        if chain_name is None or chain_name[0] in runs or info.key != keys.chain_root(*chain_name):
+            continue
+        root = Chain(store, *chain_name).root()
+        if root is not None and root.start is not None and root.start.run in runs:
+            run, stage, _ = chain_name
+            start = root.start.uri.partition("#")[0].removeprefix("policy:")
+            yield (
+                f"stage {stage} of run {run!r} began at {start}: without it the stage could neither be verified nor "
+                "resumed; delete that run first"
+            )
+
+
+def _registry_uses(store: ObjectStore, runs: Collection[str]) -> Iterator[str]:
+    """Yields the models that were made from the runs, and the decisions that were based on their evaluations."""
+    for info in store.list(keys.models_prefix()):
+        artifact = key_patterns.artifact_of_manifest(info.key)
+        if artifact is None:
+            continue
+        manifest = read_manifest(store, artifact)
+        for parent in manifest.parents:
+            if run_of_parent(parent) not in runs:
+                continue
+            if manifest.kind == "model":
+                name, version = artifact.split("/")[1:]
+                yield f"model {name}@{version} was made from it: it could neither be verified nor traced to its data"
+            elif manifest.kind == "decision":
+                yield f"the decision {artifact.removeprefix(keys.models_prefix())} is based on its evaluation"
+            break  # one sentence per model or decision, which may have several parents in the runs of a sweep
+
+
+def run_of_parent(parent: str) -> str | None:
+    """Returns the run of a parent, which is the URI of a policy or the key of an artifact, or None."""
+    if parent.startswith("policy:"):
+        # policy:run/stage/model@step#state
+        return parent.removeprefix("policy:").partition("@")[0].rsplit("/", 2)[0]
+    return keys.run_of(parent)

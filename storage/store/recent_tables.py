@@ -1,0 +1,61 @@
+"""The tables that this process committed last, so that the next task of a step need not read them again.
+
+A cached table is what a read would return: its key has the digest of the bytes that were committed. It is no proof that
+the store still has them: audits and `ostinato verify` read the store.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import pyarrow as pa
+
+from storage.store.artifacts import ArtifactRef
+from storage.store.objects import ObjectStore
+
+MAX_BYTES = 128 << 20
+"""Bytes of tables that are kept. The table that was not used for the longest time is dropped first."""
+KINDS = frozenset({"rollouts", "trajectories", "graded", "batch"})
+"""Kinds of tables that one task of a step writes and another reads."""
+
+TableKey = tuple[str, str, str]
+
+
+class RecentTables:
+    """A cache of tables, the least recently used dropped first. It may be used from several threads."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._tables: OrderedDict[TableKey, pa.Table] = OrderedDict()
+        self._bytes = 0
+
+    def add(self, store: ObjectStore, ref: ArtifactRef, table: pa.Table) -> None:
+        """Keeps the content of a committed table, unless it alone is larger than the cache."""
+        if table.nbytes > self._max_bytes:
+            return
+        with self._lock:
+            replaced = self._tables.pop(table_key(store, ref), None)
+            self._bytes += table.nbytes - (0 if replaced is None else replaced.nbytes)
+            self._tables[table_key(store, ref)] = table
+            while self._bytes > self._max_bytes:
+                _, dropped = self._tables.popitem(last=False)
+                self._bytes -= dropped.nbytes
+
+    def find(self, store: ObjectStore, ref: ArtifactRef) -> pa.Table | None:
+        """The table, or None if it is not in the cache."""
+        with self._lock:
+            table = self._tables.get(table_key(store, ref))
+            if table is not None:
+                self._tables.move_to_end(table_key(store, ref))
+            return table
+
+
+def table_key(store: ObjectStore, ref: ArtifactRef) -> TableKey:
+    """Equal for equal content in the same store."""
+    return store.url, ref.key, ref.sha256
+
+
+RECENT = RecentTables()
+"""The tables that this process committed last."""

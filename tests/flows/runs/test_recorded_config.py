@@ -1,0 +1,160 @@
+"""Tests of the recorded config of a run: written as YAML and read back, it is the config that the run was started
+with, also with the settings that do not decide the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Set  # noqa: UP035 - as recipes write it
+
+import pytest
+
+from engine.specs.engine import HttpEngineSpec
+from flows.cli.runner import CONFIGS
+from flows.configs.common import FlowConfig, GRPOConfig
+from flows.configs.overrides import load_config, parse_config
+from flows.configs.recurring import RecurringConfig
+from flows.configs.sweep import SweepConfig
+from flows.parameters import Dataset, Grader, Model, dataset_kinds
+from flows.recipe import InputConfig
+from flows.runs.recipe_context import RecipeContext
+from flows.runs.recorded_config import FLOW, config_yaml, read_config, write_config
+from storage.chain.fork import fork_run
+from storage.chain.run_record import create_or_check_run
+from storage.errors import ObjectNotFound
+from storage.store.objects import ObjectStore, open_store
+from tests.fixtures.runs.toy_run import ToyRun
+
+SETS = {
+    "seed": "3", "model.publish_as": "mine", "storage.url": "s3://bucket/a", "checkpoints.keep_last": "5",
+    "engine": "{kind: http, url: 'http://gpu-1:8777'}",
+}  # fmt: skip
+"""Settings that differ from every example."""
+LIMITS = {"grader.timeout_seconds": "7", "grader.workers": "local"}
+"""Settings of a grader that do not decide the result."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return open_store(str(tmp_path / "store"))
+
+
+def record(store: ObjectStore, flow: str, config: FlowConfig) -> None:
+    """Records the config as the flow does."""
+    create_or_check_run(
+        store,
+        config.run,
+        semantic=config.semantic() | {"inputs": {"dataset": "d" * 64, "model": "e" * 64}},
+        other=config.other() | {FLOW: flow},
+        code_version="test",
+    )
+
+
+def written_and_read(store: ObjectStore, config: FlowConfig, folder: Path) -> tuple[FlowConfig, str]:
+    recorded = read_config(store, config.run)
+    path, is_new = write_config(recorded, folder)
+    assert is_new
+    return parse_config(type(config), path), path.read_text()
+
+
+@pytest.mark.parametrize("flow", sorted(CONFIGS))
+def test_the_config_of_every_flow_is_read_back(flow: str, store: ObjectStore, tmp_path: Path) -> None:
+    example = Path("examples/demo.yaml" if flow == "grpo" else f"examples/{flow}.yaml")
+    sets = SETS | (LIMITS if "grader" in CONFIGS[flow].model_fields else {})
+    config = parse_config(CONFIGS[flow], example, [f"{key}={value}" for key, value in {**sets, "run": "r"}.items()])
+    record(store, flow, config)
+    again, text = written_and_read(store, config, tmp_path)
+    assert again == config
+    assert f"ostinato run {flow} " in text
+    # what nobody set is left out
+    assert len(text.splitlines()) < 45
+
+
+def test_the_child_runs_of_a_sweep_and_of_recurring_are_read_back(store: ObjectStore, tmp_path: Path) -> None:
+    _, child = parse_config(SweepConfig, Path("examples/sweep.yaml")).children()[1]
+    recurring = parse_config(RecurringConfig, Path("examples/recurring.yaml"))
+    model = recurring.training.config.model.model_copy(update={"key": "m@1", "publish_as": recurring.model})
+    challenger = recurring.training.config.model_copy(update={"run": "recurring-m/0a", "model": model})
+    for config in (child, challenger):
+        record(store, "grpo", config)
+        again, _ = written_and_read(store, config, tmp_path)
+        assert again == config
+
+
+def test_a_run_of_an_earlier_version_has_what_was_recorded(toy_run: ToyRun, tmp_path: Path) -> None:
+    """Earlier versions recorded neither the flow nor the settings that `semantic` leaves out."""
+    toy = toy_run.copied(tmp_path / "copy")
+    config = GRPOConfig.model_validate(toy.config)
+    groups = ("run", "engine", "storage", "checkpoints", "logging", "evaluation")
+    other = config.model_dump(mode="json", include=set(groups))
+    semantic = config.semantic() | {"inputs": {"dataset": "d" * 64}}
+    toy.store.delete("runs/toy/run.json")
+    create_or_check_run(toy.store, "toy", semantic=semantic, other=other, code_version="old")
+    recorded = read_config(toy.store, "toy")
+    assert (recorded.flow, recorded.is_complete) == ("grpo", False)
+    assert "did not record model.publish_as" in recorded.text
+    unpublished = config.model_copy(update={"model": config.model.model_copy(update={"publish_as": None})})
+    assert GRPOConfig.model_validate(recorded.values) == unpublished
+
+
+def test_a_fork_has_the_config_of_its_origin(toy_run: ToyRun, tmp_path: Path) -> None:
+    toy = toy_run.copied(tmp_path / "copy")
+    fork_run(toy.store, "toy", "nightly/1", step=2, code_version="test")
+    fork_run(toy.store, "nightly/1", "again", step=1, code_version="test")
+    recorded = read_config(toy.store, "again")
+    expected = toy_run.config | {"run": "again", "storage": {"url": toy.store.url}}
+    assert GRPOConfig.model_validate(recorded.values) == GRPOConfig.model_validate(expected)
+    # a file that exists may have been edited, so it is kept
+    path, is_new = write_config(read_config(toy.store, "nightly/1"), tmp_path)
+    assert (path.name, is_new) == ("nightly+1.yaml", True)
+    path.write_text("edited")
+    assert write_config(read_config(toy.store, "nightly/1"), tmp_path) == (path, False)
+    assert path.read_text() == "edited"
+    with pytest.raises(ObjectNotFound, match="run 'none' has no config"):
+        read_config(toy.store, "none")
+
+
+class Config(InputConfig):
+    """The config of a recipe."""
+
+    model: Model
+    prompts: Dataset[dataset_kinds.Prompt]
+    graders: Set[Grader]  # noqa: UP006
+    steps: int = 100
+
+
+def test_the_parameters_of_a_recipe_are_read_back(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    config = Config.model_validate({
+        "run": "r", "seed": 4, "model": "tiny", "prompts": "a.jsonl", "graders": ["a.b:c", "a.b:d"], "steps": 7,
+        "engine": {"kind": "http", "url": "http://gpu-1:8777"}, "storage": {"url": url},
+    })  # fmt: skip
+    semantic = {"config": config.semantic()}
+    RecipeContext.open("r", store=url, seed=config.seed, engine=config.engine, semantic=semantic)
+    recorded = read_config(open_store(url), "r")
+    assert (recorded.flow, recorded.engine_token) == (None, "OSTINATO_ENGINE_TOKEN")
+    path, _ = write_config(recorded, tmp_path)
+    assert parse_config(Config, path) == config
+
+
+def test_the_values_of_a_recipe_without_a_config(tmp_path: Path) -> None:
+    RecipeContext.open("r", store=str(tmp_path), seed=4, semantic={"rate": 1e-5})
+    values = read_config(open_store(str(tmp_path)), "r").values
+    assert values == {"run": "r", "seed": 4, "rate": 1e-5, "storage": {"url": str(tmp_path)}}
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1e5", "1.5", "007", "no", "on", "1:30", "2026-01-02", "null", "", "a: b", "# c", "<<", ".inf", "x\ny", "é"],
+)
+def test_a_text_stays_a_text(value: str, tmp_path: Path) -> None:
+    body: dict[str, Any] = {"a": {"b": value, "c": [value, 1e-6, 1e20, 5, None, True]}}
+    (file := tmp_path / "config.yaml").write_text(config_yaml(body))
+    assert load_config(file) == body
+
+
+def test_no_config_holds_a_token(monkeypatch: pytest.MonkeyPatch, store: ObjectStore) -> None:
+    monkeypatch.setenv("OSTINATO_ENGINE_TOKEN", "hush-4f1c9b")
+    config = parse_config(GRPOConfig, Path("examples/demo.yaml"), ["run=r"])
+    record(store, "grpo", config.model_copy(update={"engine": HttpEngineSpec(url="http://gpu-1:8777")}))
+    recorded = read_config(store, "r")
+    assert recorded.engine_token == "OSTINATO_ENGINE_TOKEN" and "hush" not in recorded.text

@@ -1,0 +1,59 @@
+"""Tests that the shards of a step do not wait for each other."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flows.training import shards as module
+
+
+def run(monkeypatch: pytest.MonkeyPatch, generate: Any, grade: Any) -> Any:
+    """Samples and grades two shards with these tasks."""
+    monkeypatch.setattr(module, "generate_rollouts", generate)
+    monkeypatch.setattr(module, "grade_rollouts", grade)
+    two: Any = [SimpleNamespace(index=0), SimpleNamespace(index=1)]
+    anything: Any = SimpleNamespace(stage="0-grpo")
+    call = module.sample_and_grade_shards(anything, anything, two, anything, anything, step=3)
+    return asyncio.run(asyncio.wait_for(call, 10))
+
+
+def test_a_shard_is_graded_while_another_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    graded_first = asyncio.Event()
+
+    async def generate(workspace: Any, policy: Any, shard: Any, sampling: Any, *, step: int) -> str:
+        # the second shard is sampled only when the grades of the first are there
+        if shard.index == 1:
+            await graded_first.wait()
+        return f"rollouts {step}/{shard.index}"
+
+    async def grade(workspace: Any, rollouts: str, grading: Any, *, stage: str, step: int, shard: int) -> str:
+        graded_first.set()
+        return f"grades of {rollouts}"
+
+    rollouts, graded = run(monkeypatch, generate, grade)
+    assert rollouts == ["rollouts 3/0", "rollouts 3/1"]
+    assert graded == ["grades of rollouts 3/0", "grades of rollouts 3/1"]
+
+
+def test_an_error_cancels_the_other_shards_and_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+
+    async def generate(workspace: Any, policy: Any, shard: Any, sampling: Any, *, step: int) -> str:
+        if shard.index == 0:
+            return "rollouts"
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(shard.index)
+        return "never"
+
+    async def grade(*args: Any, **kwargs: Any) -> str:
+        raise ValueError("no grade")
+
+    with pytest.raises(ValueError, match="no grade"):
+        run(monkeypatch, generate, grade)
+    assert ended == [1]

@@ -1,0 +1,216 @@
+"""Tests of the deletion of runs: what it leaves, what it refuses, and that it can be killed anywhere and repeated."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import storage.chain.deletion
+from storage.chain.deletion import delete_runs, plan_deletion
+from storage.chain.fork import fork_run
+from storage.chain.leases import acquire_lease, is_held, release_lease
+from storage.chain.listing import list_runs
+from storage.chain.records import Chain, Root
+from storage.chain.run_record import create_or_check_run
+from storage.errors import InvalidKey, ObjectNotFound, RunBeingDeleted, RunInUse
+from storage.inspect.audit import audit_store
+from storage.inspect.disk_usage import measure_usage
+from storage.inspect.run_summary import summarize_run
+from storage.registry.decisions import commit_decision
+from storage.store import keys
+from storage.store.artifacts import Provenance, find_artifact
+from storage.store.backends.protocol import PutResult
+from storage.store.objects import ObjectStore, open_store
+from tests.fixtures.runs.toy_run import ToyRun
+
+PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
+FAILPOINTS = (
+    "deletion.marked", "deletion.hidden", "deletion.object:1", "deletion.object:20", "deletion.object:LAST",
+    "deletion.emptied",
+)  # fmt: skip
+
+
+@pytest.fixture
+def toy(toy_run: ToyRun, tmp_path: Path) -> ToyRun:
+    return toy_run.copied(tmp_path / "copy")
+
+
+def objects(store: ObjectStore) -> dict[str, int]:
+    return {info.key: info.size for info in store.list()}
+
+
+def of_run(store: ObjectStore, run: str) -> dict[str, int]:
+    return {key: size for key, size in objects(store).items() if keys.run_of(key) == run}
+
+
+def begin(store: ObjectStore, run: str) -> None:
+    """Makes a run with a record and nothing else."""
+    create_or_check_run(store, run, semantic={}, other={}, code_version="test")
+
+
+def test_a_deleted_run_leaves_what_is_not_in_its_folder(toy: ToyRun) -> None:
+    before, own = objects(toy.store), of_run(toy.store, "toy")
+    planned = plan_deletion(toy.store, "toy")
+    assert (planned.objects, planned.bytes) == (len(own), sum(own.values()))
+    assert objects(toy.store) == before
+    assert delete_runs(toy.store, "toy", force=True) == planned
+    assert objects(toy.store) == {key: size for key, size in before.items() if key not in own}
+    assert audit_store(toy.store).problems == ()
+    with pytest.raises(ObjectNotFound, match="no run 'toy'"):
+        delete_runs(toy.store, "toy", force=True)
+    begin(toy.store, "toy")  # the key is free again
+    assert acquire_lease(toy.store, "toy", {}) == 1
+
+
+def test_a_model_and_a_decision_are_named_and_stay(toy: ToyRun) -> None:
+    (version,) = {info.key.split("/")[2] for info in toy.store.list("models/toy/") if "manifest" in info.key}
+    evaluation = keys.evaluation("toy", "0-grpo", "final")
+    commit_decision(
+        toy.store, "toy", version, "promote", over=None, reasons=["better"], who="ada", provenance=PROVENANCE,
+        evaluation=f"{evaluation}#0", decision_id="d1",
+    )  # fmt: skip
+    before = objects(toy.store)
+    with pytest.raises(RunInUse) as refused:
+        delete_runs(toy.store, "toy")
+    assert f"model toy@{version} was made from it" in str(refused.value)
+    assert "the decision toy/decisions/d1 is based on its evaluation" in str(refused.value)
+    assert objects(toy.store) == before
+    delete_runs(toy.store, "toy", force=True)
+    assert find_artifact(toy.store, keys.model_version("toy", version)) is not None
+    assert audit_store(toy.store).problems == ()
+
+
+def test_a_fork_and_its_forks_keep_the_run(toy: ToyRun) -> None:
+    fork_run(toy.store, "toy", "new", step=2, code_version="test")
+    fork_run(toy.store, "new", "newer", step=1, code_version="test")
+    for run in ("toy", "new"):
+        with pytest.raises(RunInUse, match=r"run 'newer' was forked from new/0-grpo@1: .* neither be verified"):
+            delete_runs(toy.store, run, force=True)
+    for run in ("newer", "new", "toy"):
+        delete_runs(toy.store, run, force=True)
+    assert list_runs(toy.store) == []
+
+
+def test_a_stage_that_began_in_the_run_keeps_it(toy: ToyRun) -> None:
+    start = toy.chain.policy(2)
+    Chain(toy.store, "again", "0-sft", "policy").create_root(Root(start=start, base_digest=start.state))
+    with pytest.raises(RunInUse, match="stage 0-sft of run 'again' began at toy/0-grpo/policy@2"):
+        delete_runs(toy.store, "toy", force=True)
+    delete_runs(toy.store, "again")
+    delete_runs(toy.store, "toy", force=True)
+
+
+def test_a_run_in_progress_is_refused(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    begin(store, "r")
+    epoch = acquire_lease(store, "r", {})
+    before = objects(store)
+    with pytest.raises(RunInUse, match="its lease 1 is held: end it first, or give --no-active-runs"):
+        delete_runs(store, "r")
+    assert objects(store) == before
+    release_lease(store, "r", epoch)
+    delete_runs(store, "r")
+    begin(store, "killed")
+    acquire_lease(store, "killed", {})
+    delete_runs(store, "killed", no_active_runs=True)
+    assert list_runs(store) == []
+
+
+def test_a_run_that_is_opened_meanwhile_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path / "store")
+    begin(store, "r")
+
+    def open_it(failpoint: str) -> None:
+        # an opener whose lease came before the mark
+        store.put(keys.lease("r", 1), b"{}")
+
+    monkeypatch.setattr(storage.chain.deletion, "failpoint", open_it)
+    with pytest.raises(RunInUse, match="lease 1 is held"):
+        delete_runs(store, "r")
+    assert store.exists(keys.run_json("r")) and not store.exists(keys.deletion("r"))
+
+
+def test_a_fork_that_was_forked_meanwhile_goes_on(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_run(toy.store, "toy", "new", step=2, code_version="test")
+    real_put = toy.store.put_if_absent
+
+    def fork_then_mark(key: str, data: bytes) -> PutResult:
+        if key == keys.deletion("new"):
+            fork_run(toy.store, "new", "newer", step=1, code_version="test")
+        return real_put(key, data)
+
+    monkeypatch.setattr(ObjectStore, "put_if_absent", lambda _, key, data: fork_then_mark(key, data))
+    with pytest.raises(RunInUse, match="run 'newer' was forked from new"):
+        delete_runs(toy.store, "new")
+    # it has not run yet, so it has no record, but it is whole
+    assert not toy.store.exists(keys.deletion("new")) and toy.store.exists(keys.fork_json("new"))
+
+
+def test_other_runs_of_the_folder_stay_and_a_sweep_is_deleted_whole(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    for run in ("nightly", "nightly/1", "sweep/a", "sweep/b", "sweeper/a"):
+        begin(store, run)
+        for model in ("policy", "value"):
+            Chain(store, run, "0-ppo", model).create_root(Root(base_digest=model))
+    store.put("runs/sweep/notes.txt", b"a person's")
+    delete_runs(store, "nightly")
+    assert list_runs(store) == ["nightly/1", "sweep/a", "sweep/b", "sweeper/a"]
+    assert delete_runs(store, "sweep").runs == ("sweep/a", "sweep/b")
+    assert list_runs(store) == ["nightly/1", "sweeper/a"]
+    assert store.exists("runs/sweep/notes.txt")
+    for text in ("swee", "none"):
+        with pytest.raises(ObjectNotFound):
+            delete_runs(store, text)
+    with pytest.raises(InvalidKey):
+        delete_runs(store, "../nightly")
+
+
+@pytest.mark.parametrize("failpoint", FAILPOINTS)
+def test_a_killed_deletion_leaves_no_run_that_looks_whole(toy: ToyRun, failpoint: str) -> None:
+    others = {key for key in objects(toy.store) if keys.run_of(key) != "toy"}
+    code = (
+        "from storage.chain.deletion import delete_runs\n"
+        "from storage.store.objects import open_store\n"
+        f"delete_runs(open_store({str(toy.folder)!r}), 'toy', force=True)"
+    )
+    # the record, the result, the lease and its release are deleted apart
+    last = len(of_run(toy.store, "toy")) - 4
+    environment = os.environ | {"OSTINATO_FAILPOINT": failpoint.replace("LAST", str(last))}
+    killed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    # nothing opens or forks it, and it is shown as what it is
+    assert summarize_run(toy.store, "toy").state == "deleting"
+    with pytest.raises(RunBeingDeleted, match="ostinato runs delete toy --yes"):
+        begin(toy.store, "toy")
+    with pytest.raises(RunBeingDeleted):
+        acquire_lease(toy.store, "toy", {})
+    assert not is_held(toy.store, "toy")
+    with pytest.raises((RunBeingDeleted, ObjectNotFound)):
+        fork_run(toy.store, "toy", "new", step=2, code_version="test")
+    (problem,) = audit_store(toy.store).problems
+    assert (problem.severity, problem.key) == ("warning", keys.deletion("toy"))
+    # the same command finishes it; a deletion that has begun needs no second --force
+    delete_runs(toy.store, "toy", force=failpoint == "deletion.marked")
+    assert set(objects(toy.store)) == others
+    assert audit_store(toy.store).problems == ()
+
+
+def test_usage_is_the_sum_of_the_listing(toy: ToyRun) -> None:
+    fork_run(toy.store, "toy", "new", step=2, code_version="test")
+    sizes = objects(toy.store)
+    usage = measure_usage(toy.store)
+    assert usage.total == sum(sizes.values())
+    assert [row.run for row in usage.runs] == ["toy", "new"]
+    row = usage.runs[0]
+    own = of_run(toy.store, "toy")
+    assert row.total - row.models == sum(own.values())
+    assert row.checkpoints == sum(size for key, size in own.items() if "/checkpoints/" in key)
+    assert row.rollouts == sum(size for key, size in own.items() if "/steps/" in key)
+    assert row.models == sum(size for key, size in sizes.items() if key.startswith("models/toy/0"))
+    assert usage.datasets == sum(size for key, size in sizes.items() if key.startswith("datasets/"))
+    assert usage.imported_models >= sum(size for key, size in sizes.items() if key.startswith("models/tiny/"))

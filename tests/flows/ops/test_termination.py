@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -26,8 +27,12 @@ async def work(number: int) -> int:
     return number
 
 
+waiting_began = threading.Event()
+
+
 @task
 async def waiting() -> None:
+    waiting_began.set()
     await asyncio.sleep(60)
 
 
@@ -101,17 +106,19 @@ def test_another_error_stays_what_it_is() -> None:
             raise ValueError("another") from None
 
 
-async def cancelled_after_a_second() -> None:
-    """As asyncio does at Ctrl-C."""
+async def cancelled_while_waiting() -> None:
+    """As asyncio does at Ctrl-C. A busy server may take seconds until both runs exist and the task began."""
+    waiting_began.clear()
     running = asyncio.ensure_future(parent())
-    await asyncio.sleep(1.0)
+    while not (waiting_began.is_set() or running.done()):
+        await asyncio.sleep(0.1)
     running.cancel()
     await running
 
 
 def test_an_interrupted_run_from_a_terminal_is_cancelled_with_its_children(prefect_server: str) -> None:
     with pytest.raises(FlowRunCancelled, match="cancelled; what is committed is kept"):
-        asyncio.run(cancelled_after_a_second())
+        asyncio.run(cancelled_while_waiting())
     for name in ("parent", "child"):
         assert state_of(name).name == "Cancelled"
         assert str(state_of(name).message).startswith("cancelled; ")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from engine.backends.torch.attention import Layout
 from engine.backends.torch.causal_lm import CausalLM
-from engine.backends.torch.decoding.packed_linear import PackedLinear, can_pack
+from engine.backends.torch.decoding.packed_linear import PackedLinear, can_pack, has_one_row_form
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` in config.json of the decoders that have the form of this pass."""
@@ -41,10 +41,13 @@ def packed_nbytes(model: CausalLM, dtype: torch.dtype, *, copied: bool) -> int:
     """Bytes that a `LeanModel` adds to the weights of the model, or to a copy of them in this dtype."""
     head = model.head.weight
     tied = head is model.module.get_input_embeddings().weight  # type: ignore[operator]
-    if copied:  # the packed weights take the place of the copied ones, except an embedding's
-        return head.numel() * dtype.itemsize if tied else 0
     linear = sum(layer.weight.numel() for layer in model.decoder.modules() if isinstance(layer, nn.Linear))
-    return (linear + head.numel()) * dtype.itemsize
+    added = linear + head.numel()
+    if copied:  # the packed weights take the place of the copied ones, except an embedding's
+        added = head.numel() if tied else 0
+    if has_one_row_form(dtype):
+        added += linear + head.numel()
+    return added * dtype.itemsize
 
 
 class LeanModel:
@@ -64,7 +67,7 @@ class LeanModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weights."""
+        """Bytes of the packed weights, in all their forms."""
         return sum(packed.nbytes for packed in self._packed)
 
     def free_layers(self) -> None:

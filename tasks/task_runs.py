@@ -28,7 +28,7 @@ from tasks.retries import DURABLE
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MAX_REFS = 10_000
+MAX_REFS = 2_000
 """Most refs whose task run is remembered. The ref that was not used for the longest time is forgotten first, and a task
 that reads it later has no edge to the task that returned it."""
 

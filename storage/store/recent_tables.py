@@ -16,6 +16,9 @@ from storage.store.objects import ObjectStore
 
 MAX_BYTES = 128 << 20
 """Bytes of tables that are kept. The table that was not used for the longest time is dropped first."""
+MAX_TABLES = 256
+"""Number of tables that are kept. Besides its bytes, a table takes about 15 kB for its schema, columns and buffers. For
+a small table that is more than its content."""
 KINDS = frozenset({"rollouts", "trajectories", "graded", "batch"})
 """Kinds of tables that one task of a step writes and another reads."""
 
@@ -25,8 +28,8 @@ TableKey = tuple[str, str, str]
 class RecentTables:
     """A cache of tables, the least recently used dropped first. It may be used from several threads."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int = MAX_BYTES, max_tables: int = MAX_TABLES) -> None:
+        self._max_bytes, self._max_tables = max_bytes, max_tables
         self._lock = threading.Lock()
         self._tables: OrderedDict[TableKey, pa.Table] = OrderedDict()
         self._bytes = 0
@@ -39,7 +42,7 @@ class RecentTables:
             replaced = self._tables.pop(table_key(store, ref), None)
             self._bytes += table.nbytes - (0 if replaced is None else replaced.nbytes)
             self._tables[table_key(store, ref)] = table
-            while self._bytes > self._max_bytes:
+            while self._bytes > self._max_bytes or len(self._tables) > self._max_tables:
                 _, dropped = self._tables.popitem(last=False)
                 self._bytes -= dropped.nbytes
 

@@ -22,6 +22,8 @@ from storage.store.backends.local_folder import StoreFolder
 from storage.store.backends.protocol import HIDDEN_PREFIX, Leftover, ObjectInfo, PutResult
 from storage.store.key_syntax import is_key
 
+MAX_DURABLE_FOLDERS = 1000
+"""Number of folders whose synced names are remembered."""
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EINVAL}
 
 
@@ -217,6 +219,9 @@ class LocalBackend:
         for part in (*inside, *missing):
             if part not in self._durable or part == folder:
                 _sync_folder(part.parent)
+        # A long run writes to new folders at every step. A folder that was forgotten is synced again.
+        if len(self._durable) > MAX_DURABLE_FOLDERS:
+            self._durable.clear()
         self._durable.update(inside, missing, [folder])
 
     def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:

@@ -82,6 +82,17 @@ def test_the_names_of_new_folders_are_synced_too(store: ObjectStore, monkeypatch
     assert synced[-1] == root / "a/b"
 
 
+def test_a_forgotten_folder_is_synced_again(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "MAX_DURABLE_FOLDERS", 2)
+    for step in range(10):
+        store.put(f"steps/{step}/data", b"x")
+        assert len(store.backend._durable) <= 5  # a path of one key, and those before it
+    synced: list[Path] = []
+    monkeypatch.setattr(local, "_sync_folder", synced.append)
+    store.put("steps/0/more", b"x")
+    assert Path(store.url.removeprefix("file://"), "steps") in synced
+
+
 def test_the_loser_syncs_the_name_it_relies_on(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put_if_absent("a/b", b"1")
     synced: list[Path] = []

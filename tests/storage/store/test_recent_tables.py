@@ -97,3 +97,14 @@ def test_the_least_recently_used_table_is_dropped(tmp_path: Path) -> None:
     assert recent.find(store, refs[0]) is not None
     recent.add(store, refs[3], pa.concat_tables([tables[3]] * 3))
     assert recent.find(store, refs[3]) is None and recent.find(store, refs[2]) is not None
+
+
+def test_the_number_of_tables_is_bounded(tmp_path: Path) -> None:
+    # Thousands of small tables take much more memory than the bytes of their content.
+    store, recent = open_store(tmp_path), RecentTables(max_tables=3)
+    refs = []
+    for n in range(5):
+        table = graded([float(n)])
+        refs.append(commit(store, f"{n}/graded", table))
+        recent.add(store, refs[-1], table)
+    assert [recent.find(store, ref) is not None for ref in refs] == [False, False, True, True, True]

@@ -257,3 +257,14 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, suffix: str) -> None
 def test_two_layouts_at_once_are_refused() -> None:
     with pytest.raises(ValidationError, match="either messages, or prompt and completion"):
         FileDataset(path="x", columns={"messages": "m", "prompt": "p"})
+
+
+def test_a_row_group_of_a_parquet_file_is_not_read_as_a_whole(tmp_path: Path) -> None:
+    data = [{"prompt": f"{number} " + "x" * 20_000} for number in range(4000)]
+    path = parquet(tmp_path, data, row_group_size=4000, compression="none", use_dictionary=False)
+    del data
+    # The row group holds 80 MB, and a batch of 512 rows 10 MB, of which there are a few copies.
+    before, most = pa.total_allocated_bytes(), 0
+    for _ in read_threads(FileDataset(path=path)):
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert 0 < most < 50 * 10**6

@@ -1,11 +1,13 @@
-"""Measures during which share of a GRPO run the engine works, with slow graders and a slow store.
+"""Measures how much time a GRPO step saves when grading and the store overlap with the engine's work.
 
-    python bench/overlap.py [--steps 10] [--grade-seconds 0.5] [--write-seconds 0.05] [--out FILE]
+    python bench/overlap.py [--rounds 6] [--steps 8] [--grade-seconds 0.5] [--write-seconds 0.05] [--out FILE]
 
 The engine is another process (`ostinato engine serve`). A grade takes `--grade-seconds` of waiting, and each write of
-the run to the store takes `--write-seconds` more. Each combination of max_staleness and number of shards is a run of
-the tiny model. The engine counts as working while the run waits for samples, logprobs or a gradient step. The first
-step is left out. There is no Prefect server; bench/prefect_overhead.py measures that.
+the run to the store takes `--write-seconds` more. A round takes each combination of max_staleness and number of shards
+in turn, as a new run of the tiny model, so that a slow minute of the machine slows all of them. The result is the wall
+time per step of each setting, and the paired ratios between settings, with 95 % bootstrap intervals over the rounds.
+The engine counts as working while the run waits for samples, logprobs or a gradient step. The first and the
+last step of a run are left out. There is no Prefect server; bench/prefect_overhead.py measures that.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,6 +28,7 @@ from typing import Any
 
 import bench.without_prefect  # noqa: F401 - first, before the tasks
 from bench.cost_per_step import PROVENANCE, Context, load, write_rows
+from bench.grpo_work import bootstrap_interval
 from engine.backends.torch.tiny import build_tiny_model
 from engine.handles import Model
 from engine.http.client import EngineClient
@@ -43,6 +48,17 @@ from tasks.reports.metrics import StepMetrics
 ENGINE_CALLS = ("generate", "logprobs", "take_gradient_step")
 WRITES = ("put", "put_file", "put_if_absent")
 PROMPTS, COMPLETIONS = 4, 4
+
+Setting = tuple[int, int]
+"""(max_staleness, number of shards)"""
+SETTINGS: tuple[Setting, ...] = ((0, 1), (1, 1), (0, 4), (1, 4))
+COMPARISONS: tuple[tuple[Setting, Setting], ...] = (
+    ((0, 1), (1, 1)),
+    ((0, 4), (1, 4)),
+    ((0, 1), (0, 4)),
+    ((1, 1), (1, 4)),
+)
+"""Pairs of settings. The ratio is the first one's wall time divided by the second one's."""
 
 
 class SlowGrader(BaseGrader):
@@ -121,11 +137,15 @@ def engine_server(store_url: str) -> Iterator[str]:
 
 
 async def train(
-    folder: Path, url: str, times: StepTimes, *, steps: int, staleness: int, shards: int, seconds: float
+    folder: Path, url: str, times: StepTimes, setting: Setting, *, number: int, steps: int, seconds: float
 ) -> None:
-    run = f"staleness-{staleness}-shards-{shards}"
+    """Makes one run. `seconds` is the time of a grade."""
+    staleness, shards = setting
     workspace = Workspace(
-        store=f"file://{folder}/store", engine=HttpEngineSpec(url=url), run=run, provenance=PROVENANCE
+        store=f"file://{folder}/store",
+        engine=HttpEngineSpec(url=url),
+        run=f"round-{number}-staleness-{staleness}-shards-{shards}",
+        provenance=PROVENANCE,
     )
     model = await Model(str(folder / "tiny")).to_builder(Context(workspace)).spawn_train("policy")
     grader = GraderSpec(path="bench.overlap:SlowGrader", arguments={"seconds": seconds})
@@ -139,33 +159,54 @@ async def train(
     await loop.run()
 
 
-async def measure(options: argparse.Namespace, folder: Path, url: str) -> list[dict[str, Any]]:
+async def measure(options: argparse.Namespace, folder: Path, url: str) -> dict[str, Any]:
     engine = EngineTimes()
     for name in ENGINE_CALLS:
         engine.wrap(name)
-    results = []
-    for staleness, shards in ((0, 1), (0, 4), (1, 1), (1, 4)):
-        times = StepTimes(engine)
-        await train(
-            folder, url, times, steps=options.steps, staleness=staleness, shards=shards,
-            seconds=options.grade_seconds,
-        )  # fmt: skip
-        # from the end of the first step to the end of the last
-        (first, busy_before), (last, busy) = times.ends[0], times.ends[-1]
-        result = {
-            "max_staleness": staleness,
-            "shards": shards,
-            "seconds_per_step": round((last - first) / (options.steps - 1), 3),
-            "engine_share": round((busy - busy_before) / (last - first), 3),
-        }
-        print(json.dumps(result), flush=True)
-        results.append(result)
-    return results
+    seconds: dict[Setting, list[float]] = {setting: [] for setting in SETTINGS}
+    shares: dict[Setting, list[float]] = {setting: [] for setting in SETTINGS}
+    for number in range(options.rounds):
+        for setting in SETTINGS:
+            times = StepTimes(engine)
+            await train(folder, url, times, setting, number=number, steps=options.steps, seconds=options.grade_seconds)
+            # From the end of the first step to the end of the last but one: the last step has no rollouts of a
+            # next step beside it, so with it, a step of max_staleness 1 would seem faster than it is.
+            (first, busy_before), (last, busy) = times.ends[0], times.ends[-2]
+            seconds[setting].append((last - first) / (options.steps - 2))
+            shares[setting].append((busy - busy_before) / (last - first))
+            print(number, setting, round(seconds[setting][-1], 3), flush=True)
+    return summary(seconds, shares)
+
+
+def summary(seconds: dict[Setting, list[float]], shares: dict[Setting, list[float]]) -> dict[str, Any]:
+    """The JSON of the result. The values of a setting are in the order of the rounds."""
+    settings = []
+    for (staleness, shards), values in seconds.items():
+        settings.append(
+            {
+                "max_staleness": staleness,
+                "shards": shards,
+                "seconds_per_step": mean_with_interval(values),
+                "engine_share": mean_with_interval(shares[staleness, shards]),
+                "rounds": [round(value, 3) for value in values],
+            }
+        )
+    ratios = []
+    for slow, fast in COMPARISONS:
+        pairs = zip(seconds[slow], seconds[fast], strict=True)
+        ratios.append({"of": slow, "to": fast, "ratio": mean_with_interval([a / b for a, b in pairs])})
+    return {"load": os.getloadavg()[0], "settings": settings, "ratios_of_seconds": ratios}
+
+
+def mean_with_interval(values: list[float]) -> list[float]:
+    """The mean, and the ends of its 95 % interval."""
+    return [round(number, 3) for number in (statistics.fmean(values), *bootstrap_interval(values))]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--grade-seconds", type=float, default=0.5)
     parser.add_argument("--write-seconds", type=float, default=0.05)
     parser.add_argument("--out", type=Path)
@@ -176,9 +217,11 @@ def main() -> None:
         write_rows(folder / "rows.jsonl")
         with engine_server(f"file://{folder}/store") as url:
             slow_down_writes(options.write_seconds)
-            results = asyncio.run(measure(options, folder, url))
+            result = asyncio.run(measure(options, folder, url))
+    for entry in (*result["settings"], *result["ratios_of_seconds"]):
+        print(json.dumps(entry))
     if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

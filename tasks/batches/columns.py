@@ -148,7 +148,7 @@ def trained_lengths(table: pa.Table) -> np.ndarray:
 
 def gap_to_reference(table: pa.Table, column: str) -> np.ndarray:
     """float64 [T]: the logprobs in `column` minus the reference's, in nats, at each trained token."""
-    return _token_values(table, column) - _token_values(table, "reference_logprobs")
+    return token_values(table, column) - token_values(table, "reference_logprobs")
 
 
 class LogprobGap:
@@ -161,8 +161,8 @@ class LogprobGap:
         """Includes the tokens of `batch` in the mean."""
         has_both = pc.and_(pc.is_valid(batch["old_logprobs"]), pc.is_valid(batch["sampler_logprobs"]))
         rows = batch.filter(has_both)
-        trainer_T = _token_values(rows, "old_logprobs")
-        sampler_T = _token_values(rows, "sampler_logprobs")
+        trainer_T = token_values(rows, "old_logprobs")
+        sampler_T = token_values(rows, "sampler_logprobs")
         self.total += float(np.abs(trainer_T - sampler_T).sum())
         self.tokens += len(trainer_T)
 
@@ -191,7 +191,7 @@ def _group_numbers(prompts_N: pa.Array) -> np.ndarray:
     return prompts_N.dictionary_encode().indices.to_numpy(zero_copy_only=False)
 
 
-def _token_values(table: pa.Table, column: str) -> np.ndarray:
+def token_values(table: pa.Table, column: str) -> np.ndarray:
     """float64 [T]: the values of a list column, all rows one after the other."""
     return _flatten(table[column].combine_chunks()).astype(np.float64)
 

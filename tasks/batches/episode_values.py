@@ -56,7 +56,7 @@ async def episode_value_batch(
     tables = []
     prompts: set[str] = set()
     for columns in graded_chunks(store, trajectories, graded, no_advantages):
-        table = await score_shards(workspace, policy, [columns], plan)
+        table = await score_shards(workspace, policy, [columns], plan, step=step)
         values_T = await values_before(workspace, values.value, table)
         tables.append(credited_episodes(table, graded, values_T, plan, values))
         prompts.update(table["group"].to_pylist())

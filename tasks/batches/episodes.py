@@ -71,7 +71,7 @@ async def trajectory_batch(
         gap = LogprobGap()
         for columns in graded_chunks(store, trajectories, finished, advantages):
             prompts.update(columns["group"].to_pylist())
-            table = await score_shards(workspace, policy, [columns], plan)
+            table = await score_shards(workspace, policy, [columns], plan, step=step)
             gap.add(table)
             with timed("storage"):
                 writer.write(table)

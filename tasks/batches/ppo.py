@@ -75,7 +75,7 @@ async def value_batch(
     tables: list[pa.Table] = []
     first = 0
     for columns in trained_chunks(store, rollouts, graded, grades, no_advantages_N):
-        table = await score_shards(workspace, policy, columns, plan)
+        table = await score_shards(workspace, policy, columns, plan, step=step)
         rows = grades.batch_rows[first : first + table.num_rows]
         first += table.num_rows
         old_values = await values_before(workspace, values.value, table)

@@ -5,7 +5,6 @@ Axes: N completion · T trained token of all completions
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, Self
@@ -28,7 +27,15 @@ from storage.serialization import Frozen
 from storage.store.artifacts import ArtifactRef, require_parent
 from storage.store.objects import ObjectStore
 from storage.store.tables import SCHEMAS, TableWriter, commit_table, read_rows, table_schema
-from tasks.batches.columns import Grades, LogprobGap, batch_table, gap_to_reference, trained_lengths, with_token_column
+from tasks.batches.columns import (
+    Grades,
+    LogprobGap,
+    batch_table,
+    gap_to_reference,
+    token_values,
+    trained_lengths,
+    with_token_column,
+)
 from tasks.batches.committed import find_batch
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, cut
 from tasks.credit.rewards import (
@@ -122,9 +129,8 @@ async def rollout_batch(
     with TableWriter("batch") as writer:
         gap = LogprobGap()
         for shards in trained_chunks(store, rollouts, graded, grades, advantages_N):
-            table = await score_shards(workspace, policy, shards, plan)
+            table = await score_shards(workspace, policy, shards, plan, step=step)
             gap.add(table)
-            _check_not_nan(gap, policy, step)
             if plan.needs_whole_batch:
                 scored_tables.append(table)
                 continue
@@ -148,13 +154,15 @@ async def rollout_batch(
     return require_parent(committed, policy.uri)
 
 
-def _check_not_nan(gap: LogprobGap, policy: PolicyRef, step: int) -> None:
-    """Raises PermanentEngineError if a logprob is NaN, which would make the loss NaN."""
-    if math.isnan(gap.total):
-        raise PermanentEngineError(
-            f"step {step + 1}: {policy.uri} gives NaN for the logprobs of its own completions: an earlier "
-            "update made its weights overflow. Lower optimizer.lr, and fork the run from a step before that"
-        )
+def _check_finite(table: pa.Table, policy: PolicyRef, step: int) -> None:
+    """Raises PermanentEngineError if the policy's logprobs of its own completions are not all finite, which would make
+    the loss NaN."""
+    for column in ("sampler_logprobs", "old_logprobs"):
+        if not np.isfinite(token_values(table, column)).all():
+            raise PermanentEngineError(
+                f"step {step + 1}: {policy.uri} gives NaN or infinity for the logprobs of its own completions: an "
+                "earlier update made its weights overflow. Lower optimizer.lr, and fork the run from a step before that"
+            )
 
 
 def check_gradable(has_rows: bool, grades: Grades, step: int) -> None:
@@ -264,9 +272,11 @@ def trained_chunks(
 
 
 async def score_shards(
-    workspace: Workspace, policy: PolicyRef, shards: list[dict[str, pa.Array]], plan: BatchPlan
+    workspace: Workspace, policy: PolicyRef, shards: list[dict[str, pa.Array]], plan: BatchPlan, *, step: int
 ) -> pa.Table:
-    """The rows of some shards as one table, with the old and the reference logprobs that the loss needs."""
+    """The rows of some shards as one table, with the old and the reference logprobs that the loss needs.
+
+    Raises PermanentEngineError if logprobs of the policy are NaN or infinite."""
     columns = {}
     for name in shards[0]:
         columns[name] = pa.concat_arrays([shard[name] for shard in shards])
@@ -284,7 +294,9 @@ async def score_shards(
 
     old_logprobs = await logprobs(old_policy)
     reference_logprobs = await logprobs(plan.reference)
-    return batch_table(columns, old_logprobs, reference_logprobs)
+    table = batch_table(columns, old_logprobs, reference_logprobs)
+    _check_finite(table, policy, step)
+    return table
 
 
 def sequences_of(table: pa.Table | Mapping[str, pa.Array]) -> list[TokenSequence]:

@@ -25,6 +25,9 @@ from storage.store.artifacts import ArtifactRef, Provenance, single_file_entry
 from storage.store.objects import ObjectStore, open_store
 from storage.store.recent_tables import RecentTables
 from storage.store.tables import SCHEMAS, commit_table, read_rows, read_table
+from tasks.batches.episode_values import episode_value_batch
+from tasks.batches.episodes import trajectory_batch
+from tasks.batches.ppo import ValuePlan, value_batch
 from tasks.batches.rl import BatchPlan, rollout_batch
 from tasks.credit.rewards import RewardKL
 from tasks.reports.step_metrics import measure_step
@@ -171,15 +174,39 @@ async def test_a_batch_is_the_same_however_it_is_cut(
     assert scorer.calls == calls
 
 
-async def test_a_policy_whose_weights_overflowed_is_named(store: ObjectStore) -> None:
+def one_episode(store: ObjectStore) -> ArtifactRef:
+    """A table of one trajectory with one graded turn of two tokens."""
+    row = {
+        "prompt_index": 0, "prompt_id": "a", "completion": 0, "segment": 0, "token_ids": [7, 8, 9],
+        "loss_mask": [False, True, True], "logprobs": [-1.0, -1.0], "first_turn": 0, "turn_tokens": [2],
+        "graded_turns": [0], "grades": [1.0], "status": "ok", "ending": "environment", "thread": "{}",
+        "policy_state": POLICY.state,
+    }  # fmt: skip
+    return commit(store, "trajectories", 0, [row], parents=(POLICY.uri,))
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf])
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "env_grpo", "env_ppo"])
+async def test_a_policy_whose_weights_overflowed_is_named(store: ObjectStore, algorithm: str, logprob: float) -> None:
     class Overflowed(Scorer):
         async def logprobs(self, request: Any, *, epoch: int) -> list[list[float]]:
-            return [[math.nan] * len(row) for row in await super().logprobs(request, epoch=epoch)]
+            return [[logprob] * len(row) for row in await super().logprobs(request, epoch=epoch)]
 
-    ref = rollouts(store, 0, ["a"])
-    grades, plan = [graded(store, 0, ref, [0.0, 1.0])], BatchPlan(reference=None)
-    with pytest.raises(PermanentEngineError, match=r"step 3: policy:r/0-s/m@0.* gives NaN .*Lower optimizer.lr"):
-        await rollout_batch(Overflowed(store), POLICY, [ref], grades, plan, step=2)  # type: ignore[arg-type]
+    workspace: Any = Overflowed(store)
+    plan, values = BatchPlan(reference=None), ValuePlan(value=POLICY)
+    message = r"step 3: policy:r/0-s/m@0.* gives NaN or infinity for the logprobs .*Lower optimizer.lr"
+    with pytest.raises(PermanentEngineError, match=message):
+        if algorithm == "env_grpo":
+            await trajectory_batch(workspace, POLICY, [one_episode(store)], plan, step=2)
+        elif algorithm == "env_ppo":
+            await episode_value_batch(workspace, POLICY, [one_episode(store)], plan, values, step=2)
+        else:
+            ref = rollouts(store, 0, ["a"])
+            grades = [graded(store, 0, ref, [0.0, 1.0])]
+            if algorithm == "grpo":
+                await rollout_batch(workspace, POLICY, [ref], grades, plan, step=2)
+            else:
+                await value_batch(workspace, POLICY, [ref], grades, plan, values, step=2)
 
 
 @pytest.mark.parametrize("old_logprobs", ["sampler", "forward"])

@@ -66,6 +66,10 @@ def _attend(
         raise BadSpec(
             "the model soft-caps its attention scores, which packed attention does not support; use another model"
         )
+    if kwargs.get("s_aux") is not None:  # the logits of the sinks, one per head, as gpt-oss passes them
+        raise BadSpec(
+            "the model has attention sinks, which packed attention does not support; use a model without sinks"
+        )
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     # Under autocast, the rotation leaves queries and keys in float32, while values are in the lower precision already.
     query, key = query.to(value.dtype), key.to(value.dtype)

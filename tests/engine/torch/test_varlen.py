@@ -153,7 +153,7 @@ def test_a_prefill_keeps_its_keys_in_packed_order() -> None:
     assert torch.equal(layout.keys_and_values[3][1], value[0])
 
 
-@pytest.mark.parametrize("argument", [{"sliding_window": 3}, {"softcap": 5.0}])
+@pytest.mark.parametrize("argument", [{"sliding_window": 3}, {"softcap": 5.0}, {"s_aux": torch.zeros(2)}])
 def test_what_packing_does_not_support_is_refused_with_a_kernel_too(argument: dict[str, Any]) -> None:
     from engine.backends.torch.attention import _attend
 

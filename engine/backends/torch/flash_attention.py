@@ -10,12 +10,13 @@ because a score rounded to bfloat16 would not fit the logsumexp of the forward p
 
 Axes: T packed token · H query head · K key/value head · R query head per key head · D head dimension
 · S sequence of a part · Q query of a block · M key that the block attends to · B sequence and key head
-· N query head and query of a block
+· N query of a block, of each query head
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -131,13 +132,14 @@ class _Attention(torch.autograd.Function):
         wide = norm_TH.dtype
         # Σ p·dp of each query, which is the product of its output and the output's gradient
         delta_TH = (output_THD.to(wide) * grad_THD).sum(2)
-        query_grad_THD = torch.zeros_like(query_THD, dtype=wide)
-        key_grad_TKD, value_grad_TKD = (torch.zeros_like(x, dtype=wide) for x in (key_TKD, value_TKD))
+        query_grad_THD, key_grad_TKD, value_grad_TKD = (
+            torch.zeros(x.shape, dtype=wide, device=x.device) for x in (query_THD, key_TKD, value_TKD)
+        )
         for part in ctx.parts:
-            backward = _PartBackward(part, ctx.scale, key_TKD, value_TKD)
+            backward = _PartBackward(part, ctx.scale, query_THD, key_TKD, value_TKD, grad_THD, norm_TH, delta_TH)
             for first in range(0, part.queries, QUERY_BLOCK):
-                backward.add_block(first, query_THD, grad_THD, norm_TH, delta_TH, query_grad_THD)
-            backward.add_key_gradients(key_grad_TKD, value_grad_TKD)
+                backward.add_block(first)
+            backward.add_gradients(query_grad_THD, key_grad_TKD, value_grad_TKD)
         dtype = query_THD.dtype
         return query_grad_THD.to(dtype), key_grad_TKD.to(dtype), value_grad_TKD.to(dtype), None, None
 
@@ -158,67 +160,87 @@ def _by_sequence(x_THD: Tensor, count: int) -> Tensor:
 
 
 class _PartBackward:
-    """The gradient of one part, block by block of its queries."""
+    """The gradient of one part, block by block of its queries. A block has the queries of all heads that share a key,
+    which are neighbours in memory, so that none is copied for a block."""
 
-    def __init__(self, part: _Part, scale: float, key_TKD: Tensor, value_TKD: Tensor) -> None:
+    def __init__(
+        self,
+        part: _Part,
+        scale: float,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        grad_THD: Tensor,
+        norm_TH: Tensor,
+        delta_TH: Tensor,
+    ) -> None:
         self._part, self._scale = part, scale
-        self._heads = key_TKD.shape[1]
+        self._key_heads = key_TKD.shape[1]
         self._key_BMD, self._value_BMD = self._keys(key_TKD), self._keys(value_TKD)
-        wide = torch.promote_types(key_TKD.dtype, torch.float32)
+        self._query_BQRD, self._grad_BQRD = self._queries(query_THD), self._queries(grad_THD)
+        self._norm_BQR1 = self._queries(norm_TH.unsqueeze(2))
+        self._delta_BQR1 = self._queries(delta_TH.unsqueeze(2))
+        wide = norm_TH.dtype
+        self._wide_query_BQRD = self._query_BQRD.to(wide)
         self._wide_key_BDM = self._key_BMD.to(wide).transpose(1, 2)
+        self._query_grad_BQRD = torch.empty_like(self._query_BQRD)
         self._key_grad_BMD, self._value_grad_BMD = (
             torch.zeros(self._key_BMD.shape, dtype=wide, device=key_TKD.device) for _ in range(2)
         )
 
-    def add_block(
-        self,
-        first: int,
-        query_THD: Tensor,
-        grad_THD: Tensor,
-        norm_TH: Tensor,
-        delta_TH: Tensor,
-        query_grad_THD: Tensor,
-    ) -> None:
-        """Adds the gradients of the queries from `first` on. `query_grad_THD` gets those of the queries."""
+    def add_block(self, first: int) -> None:
+        """Computes the gradients of the queries from `first` on, and adds what they give to keys and values."""
         last = min(first + QUERY_BLOCK, self._part.queries)
         keys = last if self._part.causal else self._part.keys
-        query_BRQD, grad_BRQD, norm_BRQ1, delta_BRQ1 = (
-            self._queries(x, first, last).flatten(0, 1)
-            for x in (query_THD, grad_THD, norm_TH.unsqueeze(2), delta_TH.unsqueeze(2))
+        rows = slice(first, last)
+        query_BND, grad_BND, wide_BND, norm_BN1, delta_BN1 = (
+            x[:, rows].flatten(1, 2)
+            for x in (self._query_BQRD, self._grad_BQRD, self._wide_query_BQRD, self._norm_BQR1, self._delta_BQR1)
         )
-        heads_and_queries = query_BRQD.shape[1:3]
 
         # p = exp(scores - logsumexp), and 0 where the mask is
-        wide_BND = (query_BRQD.to(norm_TH.dtype) * self._scale).flatten(1, 2)
-        scores_BRQM = torch.bmm(wide_BND, self._wide_key_BDM[:, :, :keys]).unflatten(1, heads_and_queries)
-        p_BRQM = scores_BRQM.sub_(norm_BRQ1).exp_()
+        wide_key_BDM = self._wide_key_BDM[:, :, :keys]
+        p_BNM = torch.baddbmm(norm_BN1, wide_BND, wide_key_BDM, beta=-1, alpha=self._scale).exp_()
         if self._part.causal:
-            p_BRQM[..., first:].tril_()
+            p_BQRM = p_BNM.unflatten(1, (last - first, -1))
+            p_BQRM[..., first:].masked_fill_(_later_Q1Q(last - first, p_BNM.device), 0)
 
         # ds = p (dp - delta)
-        query_BND, grad_BND = query_BRQD.flatten(1, 2), grad_BRQD.flatten(1, 2)
-        dp_BRQM = torch.bmm(grad_BND, self._value_BMD[:, :keys].transpose(1, 2)).unflatten(1, heads_and_queries)
-        ds_BRQM = dp_BRQM.to(norm_TH.dtype).sub_(delta_BRQ1).mul_(p_BRQM)
+        dp_BNM = torch.bmm(grad_BND, self._value_BMD[:, :keys].transpose(1, 2))
+        ds_BNM = dp_BNM.to(p_BNM.dtype).sub_(delta_BN1).mul_(p_BNM)
 
         # the gradients of queries, keys and values
-        p_BNM, ds_BNM = (x.to(query_THD.dtype).flatten(1, 2) for x in (p_BRQM, ds_BRQM))
-        query_grad_SKRQD = self._queries(query_grad_THD, first, last)
-        query_grad_BND = torch.bmm(ds_BNM, self._key_BMD[:, :keys])
-        query_grad_SKRQD.add_(query_grad_BND.view(query_grad_SKRQD.shape), alpha=self._scale)
-        self._key_grad_BMD[:, :keys].add_(torch.bmm(ds_BNM.transpose(1, 2), query_BND), alpha=self._scale)
+        p_BNM, ds_BNM = p_BNM.to(query_BND.dtype), ds_BNM.to(query_BND.dtype)
+        torch.bmm(ds_BNM, self._key_BMD[:, :keys], out=self._query_grad_BQRD[:, rows].flatten(1, 2))
+        self._key_grad_BMD[:, :keys].add_(torch.bmm(ds_BNM.transpose(1, 2), query_BND))
         self._value_grad_BMD[:, :keys].add_(torch.bmm(p_BNM.transpose(1, 2), grad_BND))
 
-    def add_key_gradients(self, key_grad_TKD: Tensor, value_grad_TKD: Tensor) -> None:
-        """Adds the sums over all blocks to the gradients of the whole row."""
-        for total_TKD, sum_BMD in ((key_grad_TKD, self._key_grad_BMD), (value_grad_TKD, self._value_grad_BMD)):
-            sum_SKMD = sum_BMD.unflatten(0, (-1, self._heads))
-            total_TKD[self._part.key_slice] += sum_SKMD.transpose(1, 2).flatten(0, 1)
+    def add_gradients(self, query_grad_THD: Tensor, key_grad_TKD: Tensor, value_grad_TKD: Tensor) -> None:
+        """Adds the gradients of the part to those of the whole row."""
+        key_slice = self._part.key_slice
+        key_grad_TKD[key_slice].add_(self._by_token(self._key_grad_BMD), alpha=self._scale)
+        value_grad_TKD[key_slice].add_(self._by_token(self._value_grad_BMD))
+        query_grad_TRD = self._by_token(self._query_grad_BQRD.flatten(2))
+        query_grad = query_grad_THD[self._part.query_slice]
+        query_grad.add_(query_grad_TRD.reshape(query_grad.shape), alpha=self._scale)
 
     def _keys(self, x_TKD: Tensor) -> Tensor:
         """(B, M, D): the part's keys or values."""
         return _by_sequence(x_TKD[self._part.key_slice], self._part.sequences).flatten(0, 1)
 
-    def _queries(self, x_THD: Tensor, first: int, last: int) -> Tensor:
-        """(S, K, R, Q, D): a view of the queries [first, last) of each sequence, by key head."""
-        x_SQHD = x_THD[self._part.query_slice].unflatten(0, (self._part.sequences, -1))[:, first:last]
-        return x_SQHD.unflatten(2, (self._heads, -1)).permute(0, 2, 3, 1, 4)
+    def _queries(self, x_THD: Tensor) -> Tensor:
+        """(B, Q, R, D): the part's queries, or what belongs to them."""
+        x_SQKRD = (
+            x_THD[self._part.query_slice].unflatten(1, (self._key_heads, -1)).unflatten(0, (self._part.sequences, -1))
+        )
+        return x_SQKRD.transpose(1, 2).flatten(0, 1).contiguous()
+
+    def _by_token(self, x_BMD: Tensor) -> Tensor:
+        """(T, K, D): the part's tokens in the order of the row."""
+        return x_BMD.unflatten(0, (-1, self._key_heads)).transpose(1, 2).flatten(0, 1)
+
+
+@lru_cache(maxsize=128)
+def _later_Q1Q(queries: int, device: torch.device) -> Tensor:
+    """(Q, 1, Q): whether the key of the last axis comes after the query of the first."""
+    return torch.ones(queries, queries, dtype=torch.bool, device=device).triu(1).unsqueeze(1)

@@ -55,7 +55,8 @@ class Plain:
         if self.scalar:
             hidden_TH = self.module.model(input_ids=ids_T.unsqueeze(0), use_cache=False).last_hidden_state[0]  # type: ignore
             return Out(none, none, self.module.score(hidden_TH)[:-1, 0][trained_T])  # type: ignore
-        logits_TV = self.module(input_ids=ids_T.unsqueeze(0), use_cache=False).logits[0, :-1] / temperature
+        logits_TV = self.module(input_ids=ids_T.unsqueeze(0), use_cache=False).logits[0, :-1]
+        logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)) / temperature
         p_TV = torch.softmax(logits_TV, -1)
         log_p_TV = torch.log_softmax(logits_TV, -1)
         token_T = log_p_TV[torch.arange(len(ids_T) - 1), ids_T[1:]]

@@ -1,4 +1,5 @@
-"""Packed linear layers compute the products, biases and sums of the layers that they were made of."""
+"""Packed linear layers compute the products, biases and sums of the layers that they were made of, also in the form for
+one row."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from tests.fixtures.rounding import rounding
 
 CPU = torch.device("cpu")
 INPUTS = 24
-OUTPUTS = (16, 5, 11)
-"""Sizes of the layers' outputs, of which only the first is a multiple of a vector register."""
+OUTPUTS = (71, 5, 64)
+"""Sizes of the layers' outputs. Together they are no multiple of a group's 64, and a layer lies in two groups."""
 BIASES = {"none": (False, False, False), "all": (True, True, True), "some": (False, True, False)}
 
 pytestmark = [
     pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str),
     pytest.mark.parametrize("has_bias", BIASES.values(), ids=BIASES.keys()),
-    pytest.mark.parametrize("rows", [1, 7]),
+    pytest.mark.parametrize("rows", [1, 2, 7]),
 ]
 
 

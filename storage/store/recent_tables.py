@@ -16,8 +16,8 @@ from storage.store.objects import ObjectStore
 
 MAX_BYTES = 128 << 20
 """Bytes of tables that are kept. The table that was not used for the longest time is dropped first."""
-MAX_TABLES = 256
-"""Number of tables that are kept. Besides its bytes, a table takes about 15 kB for its schema, columns and buffers. For
+MAX_TABLES = 64
+"""Number of tables that are kept. Besides its bytes, a table takes some 10 kB for its schema, columns and buffers. For
 a small table that is more than its content."""
 KINDS = frozenset({"rollouts", "trajectories", "graded", "batch"})
 """Kinds of tables that one task of a step writes and another reads."""

@@ -35,7 +35,8 @@ def torch_sampler(spec: LocalEngineSpec, work: Workload, machine: Machine, setup
     """Returns the memory of the embedded sampler.
 
     It uses the trainer's own weights, or a copy of them where the precision or the process differs. On a CPU it packs
-    the linear layers and the head, except for adapters and float64.
+    the linear layers and the head, except for adapters and float64. In 2 bytes, the packed ones have a second form for
+    single rows.
     """
     # The sampler needs weights in the compute dtype. It uses those of the trainer where they are such.
     shape, compute = work.shape, setup.compute_bytes
@@ -49,6 +50,8 @@ def torch_sampler(spec: LocalEngineSpec, work: Workload, machine: Machine, setup
         copied = compute * shape.parameters
         if packs:  # a tied head is there as the embedding, too
             copied += compute * (shape.language_head - shape.own_head)
+            if compute < MASTER_BYTES:
+                copied += compute * (shape.layers * shape.layer_linear + shape.language_head)
     else:
         # Copy the adapter, and the part of the base that is not held in the compute dtype already.
         others = shape.parameters - compute_dtype_elements(work)

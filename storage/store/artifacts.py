@@ -216,10 +216,10 @@ def publish_files(
     return _commit(store, keys.manifest_of_files(key), draft, attempt, shared=True).ref
 
 
-def find_artifact(store: ObjectStore, key: str) -> ArtifactRef | None:
-    """Returns the committed artifact of that key, or None. Raises CorruptArtifact."""
+def find_artifact(store: ObjectStore, key: str, *, one_file: bool = False) -> ArtifactRef | None:
+    """Returns the committed artifact of that key, or None. Raises CorruptArtifact. `one_file`: see read_manifest."""
     try:
-        return read_manifest(store, key).ref
+        return read_manifest(store, key, one_file=one_file).ref
     except ObjectNotFound:
         return None
 
@@ -237,9 +237,9 @@ def require_parent(ref: ArtifactRef, parent: str) -> ArtifactRef:
     return ref
 
 
-def read_manifest(store: ObjectStore, key: str) -> Manifest:
-    """Reads the manifest of a logical key. Raises ObjectNotFound, CorruptArtifact."""
-    for manifest_key in (keys.manifest(key), keys.manifest_of_files(key)):
+def read_manifest(store: ObjectStore, key: str, *, one_file: bool = False) -> Manifest:
+    """Reads the manifest of a logical key, with `one_file` not of a folder. Raises ObjectNotFound, CorruptArtifact."""
+    for manifest_key in [keys.manifest(key)] if one_file else [keys.manifest(key), keys.manifest_of_files(key)]:
         try:
             data = store.get(manifest_key)
         except ObjectNotFound:

@@ -1,4 +1,10 @@
-"""The columns of each kind of table."""
+"""The columns of each kind of table.
+
+A rollouts table repeats the prompt (its tokens, its thread and its images) in the row of each completion, so that a row
+can be read alone. In the file, it is stored about once per prompt: Parquet replaces repeated values by numbers of a
+dictionary, or zstd finds the repetition. With 8 completions per prompt, tokens of 526 kB take 66 kB, and images of
+12.8 MB take 1.7 MB (1.6 MB once each). In memory, the copies remain.
+"""
 
 from __future__ import annotations
 

@@ -14,5 +14,5 @@ def find_batch(workspace: Workspace, policy: PolicyRef, step: int) -> tuple[str,
     prepared for another policy."""
     key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     with timed("storage"):
-        committed = find_artifact(workspace.open_store(), key)
+        committed = find_artifact(workspace.open_store(), key, one_file=True)
     return key, None if committed is None else require_parent(committed, policy.uri)

@@ -58,7 +58,7 @@ async def sample_shard(
     store = workspace.open_store()
     key = keys.step_artifact(policy.run, policy.stage, step, "rollouts", shard.index)
     with timed("storage"):
-        committed = find_artifact(store, key)
+        committed = find_artifact(store, key, one_file=True)
         if committed is not None:
             return require_parent(committed, policy.uri)
         rows = read_rows(store, shard.dataset, shard.rows)

@@ -70,7 +70,7 @@ async def play_shard(
     store = workspace.open_store()
     key = keys.step_artifact(policy.run, policy.stage, step, "trajectories", shard.index)
     with timed("storage"):
-        committed = find_artifact(store, key)
+        committed = find_artifact(store, key, one_file=True)
         if committed is not None:
             return require_parent(committed, policy.uri)
 

@@ -48,7 +48,7 @@ async def grade_shard(
     store = workspace.open_store()
     key = keys.step_artifact(workspace.run, stage, step, "graded", shard)
     with timed("storage"):
-        committed = find_artifact(store, key)
+        committed = find_artifact(store, key, one_file=True)
         if committed is not None:
             return require_parent(committed, rollouts.uri)
         rows = read_step_table(store, rollouts, GRADED_COLUMNS).to_pylist()

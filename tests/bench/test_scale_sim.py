@@ -65,7 +65,7 @@ def test_a_small_run_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert (len(report.workers.rollouts), len(report.workers.graded), report.workers.real_shards) == (3, 3, 2)
         # of each shard: data and manifest of its rollouts and of its grades
         assert report.workers.meter.requests["runs", "PUT"] == 3 * 4
-        # the batch and its manifest; each shard of both kinds is a manifest and a file; its own absence is two looks
+        # the batch and its manifest; each shard of both kinds is a manifest and a file; its own absence is one look
         batch = next(phase for phase in report.phases if phase.name == "batch")
-        assert (batch.meter.requests["runs", "PUT"], batch.meter.requests["runs", "GET"]) == (2, 2 + 6 * 2)
+        assert (batch.meter.requests["runs", "PUT"], batch.meter.requests["runs", "GET"]) == (2, 1 + 6 * 2)
         assert report.workers.task_retries == report.workers.tasks_failed == 0

@@ -25,6 +25,7 @@ from storage.store.artifacts import ArtifactRef, Provenance, single_file_entry
 from storage.store.objects import ObjectStore, open_store
 from storage.store.recent_tables import RecentTables
 from storage.store.tables import SCHEMAS, commit_table, read_rows, read_table
+from tasks.batches.committed import find_batch
 from tasks.batches.episode_values import episode_value_batch
 from tasks.batches.episodes import trajectory_batch
 from tasks.batches.ppo import ValuePlan, value_batch
@@ -145,6 +146,16 @@ def test_a_local_table_is_read_in_place(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     ref = rollouts(store, 0, ["a"])
     assert read_rows(store, ref, [1])[0]["completion_ids"] == [11, 11]
+
+
+def test_looking_for_a_table_that_is_not_committed_is_one_request(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    get = store.get
+    monkeypatch.setattr(store, "get", lambda key: asked.append(key) or get(key))  # type: ignore[func-returns-value]
+    key, batch = find_batch(Scorer(store), POLICY, 0)  # type: ignore[arg-type]
+    assert batch is None and asked == [keys.manifest(key)]
 
 
 # -- the batch -----------------------------------------------------------------------------------------------------

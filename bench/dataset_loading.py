@@ -105,7 +105,17 @@ def measure(spec: dict[str, Any], store_url: str, *, resumed: bool = False) -> d
 
 def in_a_process(spec: dict[str, Any], store_url: str, *, resumed: bool = False) -> dict[str, Any]:
     """Runs `measure` in a new process."""
-    command = [sys.executable, __file__, "--worker", json.dumps(spec), store_url, str(int(resumed))]
+    # A process that aborts at its exit fails the bench, and prints the stacks of its threads.
+    command = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        __file__,
+        "--worker",
+        json.dumps(spec),
+        store_url,
+        str(int(resumed)),
+    ]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])  # type: ignore[no-any-return]
 
@@ -122,8 +132,6 @@ def main() -> None:
     if arguments.worker:
         spec, store_url, resumed = arguments.worker
         print(json.dumps(measure(json.loads(spec), store_url, resumed=resumed == "1")), flush=True)
-        # Some threads of the imported libraries do not end cleanly, which has ended a measured process with SIGABRT.
-        os._exit(0)
         return
 
     with tempfile.TemporaryDirectory(prefix="ostinato-bench-", dir=arguments.folder) as folder:

@@ -40,6 +40,7 @@ FAILPOINTS: frozenset[str] = frozenset(
         "retention.unlisted",
         # deletion of a run
         "deletion.marked",
+        "deletion.begun",
         "deletion.hidden",
         "deletion.object",
         "deletion.emptied",

@@ -1,8 +1,9 @@
 """Deletes runs: everything in their folders. Datasets, prompts and published models are not in there and stay.
 
 A deletion first marks the run (`keys.deletion`). From then on the run cannot be opened, resumed or forked, and
-`runs ls` shows it as `deleting`. The record of the run is deleted next, the mark last. A deletion that was killed is
-finished by the same command.
+`runs ls` shows it as `deleting`. If nothing needs the run then, the mark is changed to `begun`, the objects are deleted,
+and the mark last. A deletion that was killed is finished by the same command; a mark that is not `begun` can be removed
+instead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from storage.failpoints import failpoint
 from storage.serialization import Frozen, canonical_json
 from storage.store import key_patterns, keys
 from storage.store.artifacts import read_manifest
-from storage.store.objects import ObjectInfo, ObjectStore
+from storage.store.objects import ObjectInfo, ObjectStore, read_json
 
 THREADS = 8
 """Number of objects that are deleted at the same time."""
@@ -31,7 +32,7 @@ class RunDeletion(Frozen):
     objects: int
     bytes: int
     needed_by: tuple[str, ...]
-    """Sentences about forks, runs and leases without which the runs cannot be deleted."""
+    """Why the runs cannot be deleted: a sentence per fork, run or lease."""
     unverifiable: tuple[str, ...]
     """Sentences about models and decisions that stay, but whose origin could not be verified any more."""
 
@@ -56,44 +57,46 @@ def plan_deletion(store: ObjectStore, run: str, *, no_active_runs: bool = False)
         objects=len(objects),
         bytes=sum(info.size for info in objects),
         needed_by=tuple(needed_by),
-        unverifiable=tuple(_registry_uses(store, runs)),
+        # what was made from a run that is deleted in part is unverifiable already
+        unverifiable=tuple(_registry_uses(store, [run for run in runs if not _is_begun(store, run)])),
     )
 
 
 def delete_runs(store: ObjectStore, run: str, *, no_active_runs: bool = False, force: bool = False) -> RunDeletion:
     """Deletes `run`, or the runs of the sweep `run`, and returns what was deleted. Can be repeated after a crash.
 
-    With `force`, published models may lose their lineage. Raises RunInUse if something needs the runs; then nothing is
-    deleted, and marks of an earlier call are taken back from runs that are whole. Raises ObjectNotFound,
-    CorruptArtifact.
+    With `force`, published models may lose their lineage. Raises RunInUse if something needs the runs; then this call
+    has deleted nothing, and the runs that are whole can be opened again. Raises ObjectNotFound, CorruptArtifact.
     """
-    planned, marked = plan_deletion(store, run, no_active_runs=no_active_runs), set[str]()
-    # an earlier call with `force` may have deleted a part already
-    force = force or any(_is_begun(store, name) for name in planned.runs)
+    planned = plan_deletion(store, run, no_active_runs=no_active_runs)
     try:
         _refuse_use(planned, force=force)
         # mark the runs, and look again: a process may have opened or forked one meanwhile
         for name in planned.runs:
-            if store.put_if_absent(keys.deletion(name), canonical_json({"run": name})).won:
-                marked.add(name)
+            store.put_if_absent(keys.deletion(name), _mark(name, begun=False))
         failpoint("deletion.marked")
         _refuse_use(plan_deletion(store, run, no_active_runs=no_active_runs), force=force)
     except RunInUse:
         for name in planned.runs:
-            # the record is deleted first: a run that has it is whole, and may go on
-            if name in marked or store.exists(keys.run_json(name)):
+            if not _is_begun(store, name):
                 store.delete(keys.deletion(name))
         raise
+    for name in planned.runs:
+        store.put(keys.deletion(name), _mark(name, begun=True))
+    failpoint("deletion.begun")
     for name in planned.runs:
         _delete_objects(store, name)
     return planned
 
 
+def _mark(run: str, *, begun: bool) -> bytes:
+    return canonical_json({"run": run, "begun": begun})
+
+
 def _is_begun(store: ObjectStore, run: str) -> bool:
-    """Whether an earlier call has deleted the record of the run."""
-    if not store.exists(keys.deletion(run)):
-        return False
-    return not store.exists(keys.run_json(run)) and not store.exists(keys.fork_json(run))
+    """Whether a call has begun to delete the objects of the run."""
+    mark = read_json(store, keys.deletion(run))
+    return mark is not None and mark.get("begun") is True
 
 
 def _refuse_use(planned: RunDeletion, *, force: bool) -> None:
@@ -101,7 +104,7 @@ def _refuse_use(planned: RunDeletion, *, force: bool) -> None:
     reasons = [*planned.needed_by, *(() if force else planned.unverifiable)]
     if reasons:
         listed = "\n".join(f"  {reason}" for reason in reasons)
-        raise RunInUse(f"nothing was deleted, because {', '.join(planned.runs)} is needed:\n{listed}")
+        raise RunInUse(f"nothing was deleted, because {', '.join(planned.runs)} cannot be deleted yet:\n{listed}")
 
 
 def _delete_objects(store: ObjectStore, run: str) -> None:

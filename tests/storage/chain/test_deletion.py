@@ -30,7 +30,7 @@ from tests.fixtures.runs.toy_run import ToyRun
 
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
 FAILPOINTS = (
-    "deletion.marked", "deletion.hidden", "deletion.object:1", "deletion.object:20", "deletion.object:LAST",
+    "deletion.marked", "deletion.begun", "deletion.hidden", "deletion.object:1", "deletion.object:20", "deletion.object:LAST",
     "deletion.emptied",
 )  # fmt: skip
 
@@ -149,6 +149,51 @@ def test_a_fork_that_was_forked_meanwhile_goes_on(toy: ToyRun, monkeypatch: pyte
         delete_runs(toy.store, "new")
     # it has not run yet, so it has no record, but it is whole
     assert not toy.store.exists(keys.deletion("new")) and toy.store.exists(keys.fork_json("new"))
+
+
+def killed_at(store: ObjectStore, run: str, failpoint: str, monkeypatch: pytest.MonkeyPatch, **options: bool) -> None:
+    """Begins to delete a run, and ends at this failpoint as if the process were killed."""
+
+    def kill(name: str) -> None:
+        if name == failpoint:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(storage.chain.deletion, "failpoint", kill)
+        delete_runs(store, run, **options)
+
+
+def test_only_the_run_that_is_deleted_in_part_needs_no_second_force(
+    toy: ToyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(toy.store, "sweep/a")
+    monkeypatch.setattr(
+        storage.chain.deletion, "_registry_uses",
+        lambda _, runs: ["model m@1 was made from it"] if "sweep/b" in runs else [],
+    )  # fmt: skip
+    killed_at(toy.store, "sweep/a", "deletion.hidden", monkeypatch)
+    begin(toy.store, "sweep/b")
+    with pytest.raises(RunInUse, match="model m@1 was made from it"):
+        delete_runs(toy.store, "sweep")
+    assert toy.store.exists(keys.run_json("sweep/b"))
+    # the part of sweep/a that is left is still marked, and sweep/b can go on
+    assert toy.store.exists(keys.deletion("sweep/a")) and not toy.store.exists(keys.deletion("sweep/b"))
+
+
+@pytest.mark.parametrize(
+    ("failpoint", "stays"), [("deletion.marked", False), ("deletion.begun", True), ("deletion.hidden", True)]
+)
+def test_a_refused_call_removes_the_mark_of_a_killed_one_only_if_nothing_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failpoint: str, stays: bool
+) -> None:
+    store = open_store(tmp_path / "store")
+    Chain(store, "r", "0-sft", "policy").create_root(Root(base_digest="b"))  # a run without a record
+    acquire_lease(store, "r", {})
+    killed_at(store, "r", failpoint, monkeypatch, no_active_runs=True)
+    monkeypatch.setattr(storage.chain.deletion, "_lease_uses", lambda *_: ["a lease"])
+    with pytest.raises(RunInUse, match="a lease"):
+        delete_runs(store, "r")
+    assert store.exists(keys.deletion("r")) is stays
 
 
 def test_other_runs_of_the_folder_stay_and_a_sweep_is_deleted_whole(tmp_path: Path) -> None:

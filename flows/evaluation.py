@@ -37,7 +37,7 @@ from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.tables import read_table
 from tasks.compare import compare_models
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.registered import resolve
+from tasks.datasets.registered import resolve_version
 from tasks.evaluation.model_comparison import Cell, Comparison, compare, comparison_markdown, score_table
 from tasks.grade import grade_rollouts
 from tasks.load import load_prompts
@@ -61,7 +61,7 @@ class LoadedSuite:
         store = workspace.open_store()
         resolved = []
         for dataset in suite.datasets:
-            resolved.append(dataset.model_copy(update={"source": resolve(store, dataset.source, "prompt")}))
+            resolved.append(dataset.model_copy(update={"source": resolve_version(store, dataset.source, "prompt")}))
         suite = suite.model_copy(update={"datasets": tuple(resolved)})
         datasets = {dataset.name: load_prompts(workspace, dataset.source, "prompt") for dataset in suite.datasets}
         return cls(suite, datasets, {grader.name: grader.grading() for grader in suite.graders})

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from engine.workspace import Workspace
 from storage.store import keys
 from tasks.datasets.load import LoadedDataset, LoadProgress, load_dataset
-from tasks.datasets.registered import record_version, resolve
+from tasks.datasets.registered import pin_version, resolve_version
 from tasks.datasets.spec import DatasetSpec, DatasetUse
 from tasks.reports.clock import timed
 from tasks.task_runs import durable_task
@@ -27,10 +27,10 @@ def load_prompts(
     """
     store = workspace.open_store()
     with timed("storage"):
-        source = resolve(store, spec, kind, run=workspace.run)
+        source = resolve_version(store, spec, kind, run=workspace.run)
         data = load_dataset(
             store, source, kind=kind, provenance=workspace.provenance, on_progress=on_progress
         )
         if store.exists(keys.run_json(workspace.run)):
-            record_version(store, workspace.run, spec, kind, data.ref)
+            pin_version(store, workspace.run, spec, kind, data.ref)
         return data

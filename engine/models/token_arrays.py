@@ -25,9 +25,9 @@ MAX_TOKEN_ID = (1 << 31) - 1
 
 
 def as_token_ids(values: Any, name: str) -> TokenArray:
-    """The token ids as an int32 array, without a copy if they are one. Raises BadSpec for other numbers than integers
-    of 32 bits. `name` names the owner of the tokens in the message."""
-    if isinstance(values, np.ndarray) and values.dtype == np.int32:
+    """The token ids as an int32 array, without a copy if they are one. Raises BadSpec for anything but integers that
+    fit int32. `name` names the owner of the tokens in the message."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
         return values
     # NumPy makes a float array of an empty list.
     if len(values) == 0:
@@ -39,7 +39,7 @@ def as_token_ids(values: Any, name: str) -> TokenArray:
         is_integer = False
     if not is_integer or array.min() < -MAX_TOKEN_ID - 1 or array.max() > MAX_TOKEN_ID:
         raise BadSpec(
-            f"{name} has token ids outside 0 … {MAX_TOKEN_ID}; give the ids of the model's tokenizer, as integers"
+            f"{name} has token ids that are not integers of 32 bits; give the ids of the model's tokenizer"
         )
     return array.astype(np.int32)
 
@@ -48,7 +48,12 @@ def as_loss_mask(weights: Any, length: int, name: str) -> LossMask:
     """Which of `length` tokens are trained: those of a weight above 0. `weights` are numbers or bools.
 
     Raises BadSpec unless there is one finite weight >= 0 per token, and the weight of the first token is 0."""
-    array = np.asarray(weights)
+    try:
+        array = np.asarray(weights)
+    except ValueError:  # rows of different lengths
+        array = np.asarray(None)
+    if array.ndim != 1 or array.dtype.kind not in "biuf":
+        raise BadSpec(f"{name} has weights that are not a list of numbers; give one weight per token")
     if len(array) != length:
         raise BadSpec(f"{name} has {length} tokens and {len(array)} weights; give one weight per token")
     if length == 0:
@@ -66,7 +71,7 @@ def as_loss_mask(weights: Any, length: int, name: str) -> LossMask:
 
 
 def as_numbers(values: Any) -> FloatArray:
-    """The numbers as an array of their precision; Python numbers as float64."""
+    """The numbers as a float array: float arrays unchanged, anything else as float64."""
     if isinstance(values, np.ndarray) and values.dtype.kind == "f":
         return values
     return np.asarray(values, dtype=np.float64)

@@ -1,8 +1,8 @@
-"""The decorator of every flow. A flow run with a config that does not fit, or with an error that explains itself, fails
-with this one message as its state.
+"""The decorator of every flow. If the config is invalid, or an error explains itself, the flow run fails with only that
+message as its state.
 
-Prefect would put its own words before the message, and a traceback into the log. The message of a config that does not
-fit would be missing in the log.
+Plain Prefect puts its own words before the message and a traceback into the log, and does not log the message of an
+invalid config.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ R = TypeVar("R")
 Function = Callable[[Config], Coroutine[Any, Any, R]]
 
 
-class RefusedConfig:
-    """Takes the place of a config that does not fit, until the flow run has begun and can fail with the reason."""
+class InvalidConfig:
+    """Takes the place of an invalid config, until the flow run has begun and can fail with the reason."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -44,15 +44,15 @@ class CheckedFlow(Flow[[Config], Coroutine[Any, Any, R]]):
     """A flow with one parameter, `config`, whose errors name the field."""
 
     def validate_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        config_type = get_type_hints(self.fn)["config"]
+        config_type: type[BaseModel] = get_type_hints(self.fn)["config"]
         config = parameters.get("config")
-        if not isinstance(config, BaseModel):
+        if not isinstance(config, config_type):
             try:
                 config = config_type.model_validate(config)
             except ValidationError as error:
                 lines = validation_lines(error, config_type, config, remedy="give it")
                 reasons = [line.removeprefix(f"{WHOLE}: ") for line in lines]
-                return {"config": RefusedConfig("the config does not fit: " + "\n".join(reasons))}
+                return {"config": InvalidConfig("the config does not fit: " + "\n".join(reasons))}
         return super().validate_parameters(parameters | {"config": config})
 
 
@@ -67,7 +67,7 @@ def checked_flow(
     def decorate(function: Function[Config, R]) -> CheckedFlow[Config, R]:
         async def run(config: Any) -> Any:
             try:
-                if isinstance(config, RefusedConfig):
+                if isinstance(config, InvalidConfig):
                     raise ConfigError(config.reason)
                 return await function(config)
             except (*EXPECTED_ERRORS, TooManyAttempts) as error:

@@ -29,7 +29,7 @@ from storage.store.objects import ObjectStore
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.file_formats import find_files, format_of
 from tasks.datasets.gym import create_procedural
-from tasks.datasets.registered import check_exists
+from tasks.datasets.registered import check_dataset_exists
 from tasks.datasets.spec import FileDataset, PythonDataset, ReasoningGymDataset, RegisteredDataset
 from tasks.environments.spec import EnvironmentSpecError, environment_spec
 from tasks.graders.spec import GraderSpecError, grader_spec
@@ -130,7 +130,7 @@ def _check(spec: Any, store: ObjectStore) -> None:
                 for file in find_files(path):
                     format_of(file, spec.format)
         case RegisteredDataset():
-            check_exists(store, spec)
+            check_dataset_exists(store, spec)
         case PythonDataset():
             _check_function(spec)
         case ReasoningGymDataset():

@@ -41,7 +41,7 @@ from storage.store.identity import find_store_id
 from storage.store.objects import read_json
 from storage.worklog import log_work
 from tasks.datasets.load import LoadedDataset, load_dataset
-from tasks.datasets.registered import record_version, resolve
+from tasks.datasets.registered import pin_version, resolve_version
 from tasks.datasets.spec import DatasetUse, RegisteredDataset
 from tasks.graders.running.shared_graders import tear_down_idle_graders
 from tasks.load import load_prompts
@@ -180,7 +180,7 @@ def _check_config(workspace: Workspace, config: TrainingConfig, use: DatasetUse,
         check_new_run(config)
     check_inputs(config, workspace.open_store())
     source = getattr(config.data, "heldout", None)
-    resolve(workspace.open_store(), source, _heldout_use(config, use), run=workspace.run)
+    resolve_version(workspace.open_store(), source, _heldout_use(config, use), run=workspace.run)
 
 
 def _record_versions(
@@ -188,7 +188,7 @@ def _record_versions(
 ) -> None:
     """Records which versions of registered datasets the run uses."""
     for name, (source, use) in sources.items():
-        record_version(workspace.open_store(), workspace.run, source, use, data[name].ref)
+        pin_version(workspace.open_store(), workspace.run, source, use, data[name].ref)
 
 
 def _heldout_use(config: TrainingConfig, use: DatasetUse) -> DatasetUse:
@@ -230,7 +230,7 @@ async def _check_fit(
 def _load_heldout(workspace: Workspace, config: TrainingConfig, use: DatasetUse) -> LoadedDataset | None:
     """Loads the rows that the run evaluates on. None: it has none."""
     store, heldout_use = workspace.open_store(), _heldout_use(config, use)
-    source = resolve(store, getattr(config.data, "heldout", None), heldout_use, run=workspace.run)
+    source = resolve_version(store, getattr(config.data, "heldout", None), heldout_use, run=workspace.run)
     if source is None:
         return None
     return load_dataset(store, source, kind=heldout_use, provenance=workspace.provenance)

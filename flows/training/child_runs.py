@@ -12,7 +12,7 @@ from flows.configs.common import DatasetSource, PromptDataConfig, TrainingConfig
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.configs.training import AnyTraining, DPOTraining, RewardModelTraining, SFTToGSPOTraining, SFTTraining
 from storage.store.objects import ObjectStore
-from tasks.datasets.registered import resolve
+from tasks.datasets.registered import resolve_version
 from tasks.datasets.spec import DatasetUse
 
 
@@ -28,7 +28,7 @@ def with_full_versions(store: ObjectStore, training: AnyTraining) -> AnyTraining
     data: Any = training.config.data
     if getattr(data, "heldout", None) is not None:
         uses["heldout"] = "prompt" if isinstance(data, PromptDataConfig) else uses["train"]
-    resolved = {name: resolve(store, getattr(data, name), use) for name, use in uses.items()}
+    resolved = {name: resolve_version(store, getattr(data, name), use) for name, use in uses.items()}
     config = training.config.model_copy(update={"data": data.model_copy(update=resolved)})
     return training.model_copy(update={"config": config})
 

@@ -100,7 +100,7 @@ class StepReporter:
         # store the metrics before they are shown, so that nothing is shown that a crash could lose
         write_metrics(self.store, policy, metrics)
         self.time_left.finish_step()
-        seconds_left = self.time_left.seconds(policy.step)
+        seconds_left = self.time_left.remaining_seconds(policy.step)
         self.logger.step(metrics, seconds_left=seconds_left)
         self.page.add_step(metrics, rollouts, graded, seconds_left=seconds_left)
         self.loggers.step(metrics)

@@ -38,7 +38,7 @@ class TimeLeft:
 
     @contextmanager
     def measure(self, kind: str) -> Iterator[None]:
-        """Measures work of a kind, which does not count as time of a step."""
+        """Measures work of a kind, which does not count as time of a step. Calls must not be nested."""
         started = self._clock()
         try:
             yield
@@ -52,7 +52,7 @@ class TimeLeft:
         self._durations.setdefault(kind, []).append(seconds)
 
     def finish_step(self) -> None:
-        """Ends a step: the time since the last one that was not spent on something else is its duration."""
+        """Ends a step. Its duration is the time since the last call, less the other work measured meanwhile."""
         now = self._clock()
         self._steps.append(max(0.0, now - self._step_started - self._other_seconds))
         self._step_started, self._other_seconds = now, 0.0
@@ -62,9 +62,9 @@ class TimeLeft:
         """Mean duration of the latest steps."""
         return statistics.fmean(self._steps)
 
-    def seconds(self, steps_done: int) -> float | None:
-        """Returns the remaining seconds after `steps_done` steps. Work that is due then still counts. None: unknown, as
-        in a run without an end."""
+    def remaining_seconds(self, steps_done: int) -> float | None:
+        """Returns the remaining seconds after `steps_done` steps. Work due after exactly `steps_done` steps
+        counts as not yet done. None: unknown, as in a run without an end."""
         if self._total_steps is None or not self._steps:
             return None
         seconds = self.mean_step_seconds * max(0, self._total_steps - steps_done)

@@ -1,9 +1,9 @@
 """Deletes runs: everything in their folders. Datasets, prompts and published models are not in there and stay.
 
 A deletion first marks the run (`keys.deletion`). From then on the run cannot be opened, resumed or forked, and
-`runs ls` shows it as `deleting`. If nothing needs the run then, the mark is changed to `begun`, the objects are deleted,
-and the mark last. A deletion that was killed is finished by the same command; a mark that is not `begun` can be removed
-instead.
+`runs ls` shows it as `deleting`. If nothing needs the run then, the mark is changed to `begun`, and the objects are
+deleted, the mark last. A deletion that was killed is finished by the same command. A mark that is not `begun` is
+removed by a call that is refused.
 """
 
 from __future__ import annotations

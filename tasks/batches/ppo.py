@@ -80,7 +80,7 @@ async def value_batch(
         first += table.num_rows
         old_values = await values_before(workspace, values.value, table)
         tables.append(credited(table, grades.rewards_after_penalty_N[rows], old_values, plan, values))
-    check_gradable(bool(tables), grades, step)
+    check_gradable(first > 0, grades, step)
 
     # Commit all rows as one batch.
     parents = (policy.uri, values.value.uri, *(ref.uri for ref in (*rollouts, *graded)))

@@ -1,6 +1,6 @@
 """Recognises files that were loaded before, so that their rows are not read again.
 
-Small records in the store say it. `seen`: the size, times and sha256 of the file at a path of this machine. `loaded`:
+The store keeps two kinds of record. `seen`: the size, times and sha256 of the file at a path of this machine. `loaded`:
 the dataset that was made of files with these sha256. A record that is absent, outdated or damaged only means that the
 files are read again.
 """
@@ -21,7 +21,7 @@ from storage.serialization import canonical_json, digest, digest_file
 from storage.store import keys
 from storage.store.objects import ObjectStore, read_json
 
-LEAST_BYTES = 1 << 20
+MIN_BYTES = 1 << 20
 """Smaller datasets are always read: that takes a tenth of a second, and no record has to be kept."""
 READER_VERSION = 1
 """Raise it when the same files give other rows than before: the records of earlier readers are then not used."""
@@ -30,25 +30,25 @@ SETTLED_SECONDS = 2.0
 apart."""
 
 
-def identify(store: ObjectStore, files: Sequence[Path], formats: Sequence[str], rows: JsonValue) -> str | None:
+def fingerprint(store: ObjectStore, files: Sequence[Path], formats: Sequence[str], rows: JsonValue) -> str | None:
     """Return a digest of the contents of the files and of `rows`, what selects and converts their rows.
 
     A file whose size and times are those of its last visit is not read. None: the files are small.
     """
-    if sum(file.stat().st_size for file in files) < LEAST_BYTES:
+    if sum(file.stat().st_size for file in files) < MIN_BYTES:
         return None
     contents = [[file_format, _sha256(store, file)] for file, file_format in zip(files, formats, strict=True)]
     return digest(canonical_json({"reader": READER_VERSION, "rows": rows, "files": contents}))
 
 
-def find_loaded(store: ObjectStore, identity: str) -> dict[str, Any] | None:
-    """Return what `remember` recorded for these files, or None."""
-    return _read(store, keys.loaded_files(identity))
+def find_loaded(store: ObjectStore, fingerprint: str) -> dict[str, Any] | None:
+    """Return what `record_loaded` recorded for these files, or None."""
+    return _read(store, keys.loaded_files(fingerprint))
 
 
-def remember(store: ObjectStore, identity: str, loaded: dict[str, Any]) -> None:
+def record_loaded(store: ObjectStore, fingerprint: str, loaded: dict[str, Any]) -> None:
     """Record the dataset that was made of these files."""
-    store.put(keys.loaded_files(identity), canonical_json(loaded))
+    store.put(keys.loaded_files(fingerprint), canonical_json(loaded))
 
 
 def _sha256(store: ObjectStore, file: Path) -> str:
@@ -60,7 +60,7 @@ def _sha256(store: ObjectStore, file: Path) -> str:
     if record is not None and record.get("status") == _status(status) and isinstance(record.get("sha256"), str):
         return str(record["sha256"])
 
-    # a file that changes while it is read, or may change again at the same time, gets no record
+    # no record if the file changed while it was read, or so recently that its times may hide a second change
     sha256, _ = digest_file(file)
     is_settled = max(status.st_mtime, status.st_ctime) < now - SETTLED_SECONDS
     if is_settled and _status(file.stat()) == _status(status):

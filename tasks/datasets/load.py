@@ -27,7 +27,7 @@ from tasks.datasets.file_formats import format_of
 from tasks.datasets.gym import generate_threads
 from tasks.datasets.preferences import Pair, checked_pair
 from tasks.datasets.read import ReadPosition, SkippedRows, files_of, read_stored
-from tasks.datasets.registered import find_version
+from tasks.datasets.registered import select_version
 from tasks.datasets.repetition_counter import RepetitionCounter
 from tasks.datasets.spec import (
     DatasetUse,
@@ -88,20 +88,20 @@ def load_dataset(
     and has not changed. Raises DatasetError and its subclasses before anything is visible in the store.
     """
     if isinstance(spec, RegisteredDataset):
-        version = find_version(store, spec, kind)
+        version = select_version(store, spec, kind)
         return LoadedDataset(ref=version.ref, rows=version.ref.rows or 0, skipped=version.skipped)
     if not isinstance(spec, FileDataset):
         return _read_and_commit(store, spec, kind, provenance, on_progress)[0]
 
     # Use the dataset that was made of these files before.
-    identity = _identify(store, spec, kind)
-    known = _find_known(store, identity)
+    fingerprint = _identify(store, spec, kind)
+    known = _find_known(store, fingerprint)
     if known is not None:
         return known
     data, has_images = _read_and_commit(store, spec, kind, provenance, on_progress)
     # Record it, unless a file changed meanwhile, or the rows hold images, which may be files themselves.
-    if identity is not None and not has_images and _identify(store, spec, kind) == identity:
-        known_files.remember(store, identity, data.model_dump(mode="json") | {"new": False})
+    if fingerprint is not None and not has_images and _identify(store, spec, kind) == fingerprint:
+        known_files.record_loaded(store, fingerprint, data.model_dump(mode="json") | {"new": False})
     return data
 
 
@@ -109,12 +109,12 @@ def _identify(store: ObjectStore, spec: FileDataset, kind: DatasetUse) -> str | 
     """A digest of everything that decides the dataset: the content of the files, name, use and selection of rows."""
     files = files_of(spec)
     formats = [format_of(file, spec.format) for file in files]
-    return known_files.identify(store, files, formats, [dataset_name(spec), kind, selection_fields(spec)])
+    return known_files.fingerprint(store, files, formats, [dataset_name(spec), kind, selection_fields(spec)])
 
 
-def _find_known(store: ObjectStore, identity: str | None) -> LoadedDataset | None:
+def _find_known(store: ObjectStore, fingerprint: str | None) -> LoadedDataset | None:
     """The dataset that was made of the same files before, if the store still has it."""
-    body = None if identity is None else known_files.find_loaded(store, identity)
+    body = None if fingerprint is None else known_files.find_loaded(store, fingerprint)
     if body is None:
         return None
     try:

@@ -22,7 +22,7 @@ MOST_SHOWN = 5
 """Number of names or versions that an error message lists."""
 
 
-def resolve(store: ObjectStore, source: S, use: DatasetUse, *, run: str | None = None) -> S:
+def resolve_version(store: ObjectStore, source: S, use: DatasetUse, *, run: str | None = None) -> S:
     """Return the source with its full version if it is a registered dataset, and unchanged otherwise.
 
     With `run`, the version that the run has recorded is used, if there is one. Raises DatasetNotFound for an unknown
@@ -30,11 +30,11 @@ def resolve(store: ObjectStore, source: S, use: DatasetUse, *, run: str | None =
     """
     if not isinstance(source, RegisteredDataset):
         return source
-    recorded = None if run is None else _recorded(store, run, source, use)
-    return source.model_copy(update={"key": recorded or find_version(store, source, use).key})
+    recorded = None if run is None else _pinned_key(store, run, source, use)
+    return source.model_copy(update={"key": recorded or select_version(store, source, use).key})
 
 
-def record_version(store: ObjectStore, run: str, source: object, use: DatasetUse, ref: ArtifactRef) -> None:
+def pin_version(store: ObjectStore, run: str, source: object, use: DatasetUse, ref: ArtifactRef) -> None:
     """Record that the run uses the dataset `ref` where its config gives `source`. The first record is kept."""
     if not isinstance(source, RegisteredDataset):
         return
@@ -44,13 +44,15 @@ def record_version(store: ObjectStore, run: str, source: object, use: DatasetUse
         store.put_if_absent(key, canonical_json({"dataset": f"{name}@{version}"}))
 
 
-def check_exists(store: ObjectStore, source: RegisteredDataset) -> None:
+def check_dataset_exists(store: ObjectStore, source: RegisteredDataset) -> None:
     """Raise DatasetNotFound for an unknown name or version."""
     _matching(store, source)
 
 
-def find_version(store: ObjectStore, source: RegisteredDataset, use: DatasetUse) -> DatasetVersion:
-    """Return the version that the key names: for a name alone, the newest one of this use. Raises as `resolve`."""
+def select_version(store: ObjectStore, source: RegisteredDataset, use: DatasetUse) -> DatasetVersion:
+    """Return the version that the key names: for a name alone, the newest one of this use.
+
+    Raises as `resolve_version`."""
     matching = _matching(store, source)
     of_use = [version for version in matching if version.use in (use, None)]
     if not of_use:
@@ -70,7 +72,7 @@ def _matching(store: ObjectStore, source: RegisteredDataset) -> list[DatasetVers
     """The versions that the key may name, oldest first. Raises DatasetNotFound if there is none."""
     versions = list_datasets(store, source.name)
     if not versions:
-        raise _unknown_name(store, source.name)
+        raise _unknown_name_error(store, source.name)
     matching = [version for version in versions if version.version.startswith(source.version)]
     if not matching:
         raise DatasetNotFound(
@@ -79,7 +81,7 @@ def _matching(store: ObjectStore, source: RegisteredDataset) -> list[DatasetVers
     return matching
 
 
-def _recorded(store: ObjectStore, run: str, source: RegisteredDataset, use: DatasetUse) -> str | None:
+def _pinned_key(store: ObjectStore, run: str, source: RegisteredDataset, use: DatasetUse) -> str | None:
     """The key of the version that the run has recorded, or None."""
     key = keys.pinned_dataset(run, source.name, source.version, use)
     body = read_json(store, key)
@@ -91,7 +93,7 @@ def _recorded(store: ObjectStore, run: str, source: RegisteredDataset, use: Data
         raise CorruptArtifact(f"{key} does not name a dataset: {error}") from error
 
 
-def _unknown_name(store: ObjectStore, name: str) -> DatasetNotFound:
+def _unknown_name_error(store: ObjectStore, name: str) -> DatasetNotFound:
     names = sorted({version.name for version in list_datasets(store)})
     if not names:
         return DatasetNotFound(

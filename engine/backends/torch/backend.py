@@ -24,6 +24,10 @@ from storage.chain.records import Numerics
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
+KERNELS = "1"
+"""Revision of this package's own computations. Raise it with every change that may change the last bits of a step (the
+packing, attention, loss or optimizer), so that a redo of an older step is not taken for a fault of the machine."""
+
 
 class TorchBackend:
     """Implements engine.backends.protocol.TrainerBackend."""
@@ -60,7 +64,7 @@ class TorchBackend:
             compute_dtype=str(self.compute_dtype).removeprefix("torch."),
             threads=self.threads,
             max_tokens=self.spec.max_tokens_per_forward,
-            versions={"torch": torch.__version__, "transformers": version("transformers")},
+            versions={"torch": torch.__version__, "transformers": version("transformers"), "kernels": KERNELS},
         )
 
     def prepare_thread(self) -> None:

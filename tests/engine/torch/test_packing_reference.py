@@ -142,8 +142,10 @@ def test_rows_of_an_empty_column() -> None:
 
 @pytest.mark.parametrize("ids", [[1.5], [1 << 31], [-(1 << 31) - 1], ["a"], [None], [[1]], [1 << 70], [True]])
 def test_token_ids_that_are_no_integers_of_32_bits_are_refused(ids: list[Any]) -> None:
-    with pytest.raises(BadSpec, match="token ids outside"):
+    with pytest.raises(BadSpec, match="not integers of 32 bits"):
         as_token_ids(ids, "a sample")
+    with pytest.raises(BadSpec, match="not integers of 32 bits"):
+        as_token_ids(np.asarray([ids, ids]), "a sample")
 
 
 @pytest.mark.parametrize(
@@ -155,8 +157,11 @@ def test_token_ids_that_are_no_integers_of_32_bits_are_refused(ids: list[Any]) -
         ([1, 0], "the first token of a sample has a weight above 0"),
         ([True, False], "the first token of a sample has a weight above 0"),
         ([0, 1, 1], "2 tokens and 3 weights"),
+        ([[0, 1], [1, 0]], "not a list of numbers"),
+        ([[0, 1], [1]], "not a list of numbers"),
+        (["0", "1"], "not a list of numbers"),
     ],
 )
-def test_weights_that_mean_nothing_are_refused(weights: list[float], message: str) -> None:
+def test_weights_that_mean_nothing_are_refused(weights: list[Any], message: str) -> None:
     with pytest.raises(BadSpec, match=message):
         as_loss_mask(weights, 2, "a sample")

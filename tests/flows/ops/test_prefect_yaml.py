@@ -22,7 +22,7 @@ from flows.ops.deployments import deployments_in, find_prefect_yaml
 from flows.ops.hooks import ON_END
 from flows.ops.services import HEARTBEAT_SECONDS
 from flows.ops.steps import work_in
-from flows.runs.checked_flow import RefusedConfig
+from flows.runs.checked_flow import InvalidConfig
 
 FILE = find_prefect_yaml()
 ENTRIES = deployments_in(FILE)
@@ -74,7 +74,7 @@ def test_the_example_config_is_a_valid_parameter(name: str, config: str) -> None
     filled = config.model_dump(mode="json")  # as a form does: every default is given
     assert flow_of(entry).validate_parameters({"config": filled})["config"] == config
     refused = flow_of(entry).validate_parameters({"config": body | {"modle": 1}})["config"]
-    assert isinstance(refused, RefusedConfig)
+    assert isinstance(refused, InvalidConfig)
     assert refused.reason == "the config does not fit: modle: unknown key; did you mean 'model'?"
 
 

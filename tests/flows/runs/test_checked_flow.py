@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from flows.configs.forms import FormConfig
 from flows.configs.overrides import ConfigError
@@ -25,6 +25,10 @@ class Config(FormConfig):
         if self.batch % 4:
             raise ValueError(f"batch={self.batch} splits a group; use a multiple of 4")
         return self
+
+
+class OtherConfig(BaseModel):
+    steps: int = 2
 
 
 @checked_flow(name="checked", flow_run_name="{config.title}")
@@ -60,11 +64,12 @@ async def test_a_config_that_fits_is_passed_on(prefect_server: str) -> None:
         ({"batch": 6}, "the config does not fit: batch=6 splits a group; use a multiple of 4"),
         ({"steps": 0}, "the config does not fit: steps: Input should be greater than or equal to 1 (given: 0)"),
         ({"stepps": 1}, "the config does not fit: stepps: unknown key; did you mean 'steps'?"),
+        (OtherConfig(), "the config does not fit: given OtherConfig(steps=2); expected a group of keys"),
         ({"steps": 3}, "the store denies access; check the credentials"),
     ],
-    ids=["cross-check", "bound", "unknown key", "error of a class of ours"],
+    ids=["cross-check", "bound", "unknown key", "a config of another flow", "error of a class of ours"],
 )
-async def test_the_state_is_the_message(prefect_server: str, config: dict[str, Any], message: str) -> None:
+async def test_the_state_is_the_message(prefect_server: str, config: Any, message: str) -> None:
     state = await checked(config, return_state=True)  # type: ignore[arg-type, call-overload]
     assert (state.name, state.message) == ("Failed", message)
     log = log_of(prefect_server, message)

@@ -20,26 +20,26 @@ def test_steps_checkpoints_and_evaluations_to_come_are_added_up() -> None:
     clock = Clock(0.0)
     planned = {"checkpoint": [2, 4, 6, 8, 10], "evaluation": [5, 10, 10], "never measured": [9]}
     left = TimeLeft(10, planned, clock=clock)
-    assert left.seconds(0) is None  # nothing is measured
+    assert left.remaining_seconds(0) is None  # nothing is measured
     with left.measure("evaluation"):  # before training
         clock.now += 20
     clock.now += 3
     left.finish_step()
-    assert left.seconds(1) == approx(9 * 3 + 3 * 20)
+    assert left.remaining_seconds(1) == approx(9 * 3 + 3 * 20)
     clock.now += 5
     left.finish_step()
-    assert left.seconds(2) == approx(8 * 4 + 3 * 20)  # the checkpoint that is due now is not measured yet
+    assert left.remaining_seconds(2) == approx(8 * 4 + 3 * 20)  # the checkpoint that is due now is not measured yet
     with left.measure("checkpoint"):
         clock.now += 7
     clock.now += 4
     left.finish_step()  # 4 s: the seconds of the checkpoint are not the step's
-    assert left.seconds(3) == approx(7 * 4 + 4 * 7 + 3 * 20)
+    assert left.remaining_seconds(3) == approx(7 * 4 + 4 * 7 + 3 * 20)
     for _ in range(3):
         clock.now += 4
         left.finish_step()
     with left.measure("evaluation"):
         clock.now += 10
-    assert left.seconds(6) == approx(4 * 4 + 3 * 7 + 2 * 15)
+    assert left.remaining_seconds(6) == approx(4 * 4 + 3 * 7 + 2 * 15)
 
 
 def test_the_latest_ten_steps_count() -> None:
@@ -48,13 +48,13 @@ def test_the_latest_ten_steps_count() -> None:
     for step in range(30):
         clock.now += 100 if step < 20 else 1
         left.finish_step()
-    assert left.seconds(30) == approx(70)
+    assert left.remaining_seconds(30) == approx(70)
 
 
 def test_a_run_without_an_end_has_no_remaining_time() -> None:
     left = TimeLeft(None, {})
     left.finish_step()
-    assert left.seconds(1) is None
+    assert left.remaining_seconds(1) is None
 
 
 @dataclass
@@ -86,4 +86,4 @@ def test_a_loop_plans_what_its_schedules_will_find_due() -> None:
     }
     left.record("evaluation", 20.0)
     left.finish_step()
-    assert left.seconds(8) == approx(12 * left.mean_step_seconds + 3 * 20.0)
+    assert left.remaining_seconds(8) == approx(12 * left.mean_step_seconds + 3 * 20.0)

@@ -30,8 +30,8 @@ from tests.fixtures.runs.toy_run import ToyRun
 
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
 FAILPOINTS = (
-    "deletion.marked", "deletion.begun", "deletion.hidden", "deletion.object:1", "deletion.object:20", "deletion.object:LAST",
-    "deletion.emptied",
+    "deletion.marked", "deletion.begun", "deletion.hidden", "deletion.object:1", "deletion.object:20",
+    "deletion.object:LAST", "deletion.emptied",
 )  # fmt: skip
 
 

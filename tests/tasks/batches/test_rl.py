@@ -20,6 +20,7 @@ from storage.store import keys
 from storage.store.artifacts import read_manifest
 from storage.store.tables import SCHEMAS, commit_table
 from tasks.batches.columns import group_advantages
+from tasks.batches.ppo import ValuePlan, value_batch
 from tasks.batches.rl import BatchPlan, rollout_batch
 from tasks.datasets.spec import FileDataset
 from tasks.sampling.grading import TooManyMasked
@@ -112,6 +113,14 @@ async def test_a_step_without_one_gradable_completion_is_refused(batches: BatchW
     rollouts = await batches.sample()
     with pytest.raises(BadSpec, match="no gradable completion: all 8 sampled completions"):
         await batches.batch(rollouts, batches.commit_grades(rollouts, [None] * 8))
+
+
+async def test_a_step_of_ppo_without_one_gradable_completion_is_refused(batches: BatchWorkspace) -> None:
+    rollouts = await batches.sample()
+    graded = batches.commit_grades(rollouts, [None] * 8)
+    plan, values = BatchPlan(reference=batches.policy), ValuePlan(value=batches.policy)
+    with pytest.raises(BadSpec, match="no gradable completion: all 8 sampled completions"):
+        await value_batch(batches.workspace, batches.policy, [rollouts], [graded], plan, values, step=0)
 
 
 # -- odd groups --------------------------------------------------------------------------------------------------

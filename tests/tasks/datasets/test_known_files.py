@@ -46,7 +46,7 @@ class Counted:
         monkeypatch.setattr(loading, "read_stored", counted_read)
         monkeypatch.setattr(known_files, "digest_file", counted_hash)
         # small files are recognised, too; the clock is past the time in which a file is unsettled
-        monkeypatch.setattr(known_files, "LEAST_BYTES", 0)
+        monkeypatch.setattr(known_files, "MIN_BYTES", 0)
         monkeypatch.setattr(known_files.time, "time", lambda now=time.time: now() + 10)
 
     def since(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from storage.store.artifacts import Provenance
 from storage.store.objects import ObjectStore, open_store
 from tasks.datasets.errors import DatasetError, DatasetNotFound
 from tasks.datasets.load import LoadedDataset, load_dataset
-from tasks.datasets.registered import record_version, resolve
+from tasks.datasets.registered import pin_version, resolve_version
 from tasks.datasets.spec import FileDataset, RegisteredDataset
 from tasks.load import load_prompts
 
@@ -112,10 +112,10 @@ def test_the_first_record_of_a_version_is_kept(store: ObjectStore, tmp_path: Pat
     first, second = add(store, tmp_path, 3), add(store, tmp_path, 4)
     source = RegisteredDataset(key="big")
     for data in (first, second):
-        record_version(store, "run", source, "prompt", data.ref)
-    assert resolve(store, source, "prompt", run="run").version == version_of(first)
+        pin_version(store, "run", source, "prompt", data.ref)
+    assert resolve_version(store, source, "prompt", run="run").version == version_of(first)
     # a full version needs no record
     full = RegisteredDataset(key=f"big@{version_of(second)}")
-    record_version(store, "run", full, "prompt", second.ref)
-    assert resolve(store, full, "prompt", run="run") == full
+    pin_version(store, "run", full, "prompt", second.ref)
+    assert resolve_version(store, full, "prompt", run="run") == full
     assert len(list(store.list(keys.pinned_datasets_prefix("run")))) == 1

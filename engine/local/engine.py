@@ -43,6 +43,7 @@ from storage.chain.records import Chain, CommitRecord, PolicyRef, StepRequest
 from storage.errors import StorageError
 from storage.failpoints import failpoint
 from storage.registry.models import find_model, publish_model
+from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.identity import store_id
 from storage.store.objects import open_store
@@ -117,8 +118,9 @@ class LocalEngine:
         Ask the store before a step: a step costs seconds, the request milliseconds. Only leases in the store count. If
         the epochs of callers counted, one wrong call could stop a run."""
         newest = self._epochs.get(run, 0)
-        if ask_store or epoch > newest:
-            newest = self._epochs[run] = max(newest, current_epoch(self.store, run))
+        if ask_store or epoch != newest:
+            # fewer than before, if the run was deleted and its key is used again
+            newest = self._epochs[run] = current_epoch(self.store, run)
         if epoch < newest:
             raise Fenced(
                 f"this call acts for run {run!r} in epoch {epoch}, but epoch {newest} has taken over; stop: "
@@ -307,6 +309,8 @@ class LocalEngine:
         policy = loaded.policy
         if self.saver.pending_upload(policy) or find_policy_checkpoint(self.store, policy, name=None):
             return
+        if self.store.exists(keys.deletion(policy.run)) or Chain.of(self.store, policy).record(policy.step) is None:
+            return  # the run was deleted
         snapshot = self.saver.write_snapshot(loaded, scratch_folder(self.store))
         self.saver.submit(snapshot, batch_provenance(self.store, policy))
 

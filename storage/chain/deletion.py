@@ -18,7 +18,7 @@ from storage.errors import ObjectNotFound, RunInUse
 from storage.failpoints import failpoint
 from storage.serialization import Frozen, canonical_json
 from storage.store import key_patterns, keys
-from storage.store.artifacts import read_manifest
+from storage.store.artifacts import find_artifact, read_manifest
 from storage.store.objects import ObjectInfo, ObjectStore, read_json
 
 THREADS = 8
@@ -49,16 +49,17 @@ def plan_deletion(store: ObjectStore, run: str, *, no_active_runs: bool = False)
     listed = list(store.list(keys.runs_prefix()))
     runs = _runs_to_delete(store, run, listed)
     objects = [info for info in listed if keys.run_of(info.key) in runs]
+    # Nothing can open a run that is deleted in part, and what was made from it is unverifiable already.
+    whole_runs = [name for name in runs if not _is_begun(store, name)]
     needed_by = [*_fork_uses(store, runs, listed), *_start_uses(store, runs, listed)]
     if not no_active_runs:
-        needed_by += _lease_uses(store, runs)
+        needed_by += _lease_uses(store, whole_runs)
     return RunDeletion(
         runs=runs,
         objects=len(objects),
         bytes=sum(info.size for info in objects),
         needed_by=tuple(needed_by),
-        # what was made from a run that is deleted in part is unverifiable already
-        unverifiable=tuple(_registry_uses(store, [run for run in runs if not _is_begun(store, run)])),
+        unverifiable=tuple(_registry_uses(store, whole_runs)),
     )
 
 
@@ -206,15 +207,27 @@ def _registry_uses(store: ObjectStore, runs: Collection[str]) -> Iterator[str]:
         if artifact is None:
             continue
         manifest = read_manifest(store, artifact)
-        for parent in manifest.parents:
-            if run_of_parent(parent) not in runs:
-                continue
-            if manifest.kind == "model":
-                name, version = artifact.split("/")[1:]
-                yield f"model {name}@{version} was made from it: it could neither be verified nor traced to its data"
-            elif manifest.kind == "decision":
-                yield f"the decision {artifact.removeprefix(keys.models_prefix())} is based on its evaluation"
-            break  # one sentence per model or decision, which may have several parents in the runs of a sweep
+        parents = list(manifest.parents)
+        if manifest.kind == "decision":
+            parents += _parents_of_evaluations(store, manifest.parents)
+        if not any(run_of_parent(parent) in runs for parent in parents):
+            continue
+        if manifest.kind == "model":
+            name, version = artifact.split("/")[1:]
+            yield (
+                f"model {name}@{version} was made from it: neither it nor the models that were trained from it could be "
+                "verified or traced to their data"
+            )
+        elif manifest.kind == "decision":
+            yield f"the decision {artifact.removeprefix(keys.models_prefix())} is based on its evaluation"
+
+
+def _parents_of_evaluations(store: ObjectStore, parents: Collection[str]) -> Iterator[str]:
+    """Yields what the evaluations among the parents of a decision were made from: completions and their grades."""
+    for parent in parents:
+        artifact = find_artifact(store, parent.partition("#")[0])
+        if artifact is not None and artifact.kind != "model":
+            yield from artifact.parents
 
 
 def run_of_parent(parent: str) -> str | None:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from engine.backends.torch.attention import IMPLEMENTATION
 from engine.errors import Fenced, StepConflict, UnknownPolicy
 from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec
+from storage.chain.deletion import delete_runs
 from storage.chain.leases import acquire_lease
 from storage.chain.records import Chain, PolicyRef, Root
 from storage.store.artifacts import read_manifest
@@ -200,6 +201,19 @@ class WritingContract(EngineFixtures):
         assert len(await engine.generate(generation, epoch=epoch)) == 1
         request = request_after(start, commit_batch(store, start))
         assert (await engine.take_gradient_step(request, epoch=epoch)).policy.step == 1
+
+    async def test_the_key_of_a_deleted_run_can_be_used_again(
+        self, engine: Engine, store: ObjectStore, start: PolicyRef, tiny_folder: Path
+    ) -> None:
+        for _ in range(2):
+            acquire_lease(store, start.run, {})
+        record = await engine.take_gradient_step(request_after(start, commit_batch(store, start)), epoch=2)
+        delete_runs(store, start.run, no_active_runs=True)
+        assert acquire_lease(store, start.run, {}) == 1
+        again = await new_policy(engine, tiny_folder, run=start.run)
+        request = request_after(again, commit_batch(store, again))
+        repeated = await engine.take_gradient_step(request, epoch=1)
+        assert repeated.policy.state == record.policy.state
 
     # -- writing -----------------------------------------------------------------------------------------------
 

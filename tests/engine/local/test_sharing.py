@@ -16,6 +16,7 @@ from engine.local.loaded_policies import NoRoomYet
 from engine.protocol import GenerateRequest, LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
 from engine.specs.adapters import LoraSpec
 from engine.specs.engine import LocalEngineSpec
+from storage.chain.deletion import delete_runs
 from storage.chain.records import Chain, PolicyRef, Root
 from storage.errors import StorageUnavailable
 from storage.store import keys
@@ -115,6 +116,19 @@ async def test_a_run_that_just_came_stays_for_a_while(
     await engine.release("a")  # the first is done: it leaves at once
     assert (await step(engine, store, second)).step == 1
     await engine.close()
+
+
+async def test_a_deleted_run_makes_room_and_leaves_no_checkpoint(
+    roomy: LocalEngine, store: ObjectStore, tiny_folder: Path, tmp_path: Path
+) -> None:
+    gib = await one_model_gib(roomy, store, tiny_folder)
+    engine = LocalEngine(url_of(tmp_path), tight(DETERMINISTIC, 1.5 * gib))
+    killed, other = [await new_policy(engine, tiny_folder, run=run) for run in ("killed", "other")]
+    await step(engine, store, killed)
+    delete_runs(store, "killed")
+    assert (await step(engine, store, other)).step == 1
+    await engine.close()
+    assert list(store.list(keys.run_prefix("killed"))) == []
 
 
 async def test_a_closed_engine_leaves_nothing_to_redo(

@@ -23,7 +23,7 @@ from storage.inspect.disk_usage import measure_usage
 from storage.inspect.run_summary import summarize_run
 from storage.registry.decisions import commit_decision
 from storage.store import keys
-from storage.store.artifacts import Provenance, find_artifact
+from storage.store.artifacts import Provenance, commit_bytes, find_artifact
 from storage.store.backends.protocol import PutResult
 from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.runs.toy_run import ToyRun
@@ -83,6 +83,23 @@ def test_a_model_and_a_decision_are_named_and_stay(toy: ToyRun) -> None:
     delete_runs(toy.store, "toy", force=True)
     assert find_artifact(toy.store, keys.model_version("toy", version)) is not None
     assert audit_store(toy.store).problems == ()
+
+
+def test_a_decision_names_the_run_whose_grades_its_evaluation_has(toy: ToyRun) -> None:
+    (version,) = {info.key.split("/")[2] for info in toy.store.list("models/toy/") if "manifest" in info.key}
+    rewards = keys.step_artifact("evaluation/a", "0-evaluation", 0, "graded", 0)
+    evaluation = keys.evaluation("evaluation-x", "0-evaluation", "final")
+    for key, parents in ((rewards, ()), (evaluation, (rewards,))):
+        commit_bytes(
+            toy.store, key, b"{}", kind="comparison", suffix=".json", parents=parents, provenance=PROVENANCE
+        )
+    commit_decision(
+        toy.store, "toy", version, "promote", over=None, reasons=["better"], who="ada", provenance=PROVENANCE,
+        evaluation=f"{evaluation}#0", decision_id="d1",
+    )  # fmt: skip
+    for run in ("evaluation-x", "evaluation/a"):
+        (sentence,) = plan_deletion(toy.store, run).unverifiable
+        assert sentence == "the decision toy/decisions/d1 is based on its evaluation"
 
 
 def test_a_fork_and_its_forks_keep_the_run(toy: ToyRun) -> None:
@@ -239,7 +256,10 @@ def test_a_killed_deletion_leaves_no_run_that_looks_whole(toy: ToyRun, failpoint
         fork_run(toy.store, "toy", "new", step=2, code_version="test")
     (problem,) = audit_store(toy.store).problems
     assert (problem.severity, problem.key) == ("warning", keys.deletion("toy"))
-    # the same command finishes it; a deletion that has begun needs no second --force
+    # The same command finishes it. A deletion that has begun needs no second --force, and no process uses its lease.
+    toy.store.put(keys.lease("toy", 9), b"{}")
+    if failpoint == "deletion.marked":
+        release_lease(toy.store, "toy", 9)
     delete_runs(toy.store, "toy", force=failpoint == "deletion.marked")
     assert set(objects(toy.store)) == others
     assert audit_store(toy.store).problems == ()

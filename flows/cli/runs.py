@@ -193,8 +193,10 @@ def lineage(
 def _print_lineage(history: Lineage, steps: list[StepLineage], to: Console) -> None:
     values: dict[str, Any] = {
         "base model": history.base,
-        "policy": history.policy.uri if history.policy else "imported",
+        "policy": history.policy.uri if history.policy else "deleted" if history.deleted else "imported",
     }
+    if history.deleted:
+        values["deleted"] = f"run {history.deleted}, which made the base model"
     for number, segment in enumerate(history.segments, 1):
         steps_text = f"steps 1 to {segment.until}" if segment.until else "no step yet"
         values[f"segment {number}"] = f"{segment.title}, {steps_text}"

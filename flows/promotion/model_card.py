@@ -125,11 +125,12 @@ def _header(lineage: Lineage, stages: list[_CardStage]) -> str:
 
 
 def _origin(lineage: Lineage) -> str:
+    deleted = f"`{lineage.base}` was made by run `{lineage.deleted}`, which was deleted.\n" if lineage.deleted else ""
     if lineage.policy is None:
-        return "Imported into the registry as it is; nothing was trained here.\n"
+        return deleted or "Imported into the registry as it is; nothing was trained here.\n"
     steps = sum(segment.until for segment in lineage.segments)
     noun = "gradient step" if steps == 1 else "gradient steps"
-    return f"Trained from `{lineage.base}` by Ostinato in {steps} {noun}, each committed once.\n"
+    return f"Trained from `{lineage.base}` by Ostinato in {steps} {noun}, each committed once.\n{deleted}"
 
 
 def _training(stages: list[_CardStage]) -> str:

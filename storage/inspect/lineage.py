@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from storage.chain.listing import run_chains
+from storage.chain.deletion import run_of_parent
+from storage.chain.listing import has_objects, run_chains
 from storage.chain.records import Chain, CommitRecord, PolicyRef
 from storage.chain.run_record import find_run
 from storage.errors import CorruptArtifact, ObjectNotFound
@@ -78,6 +79,8 @@ class Lineage(Frozen):
     base: str | None
     """`name@version` of the registered model at the very beginning."""
     segments: tuple[ChainSegment, ...]
+    deleted: str | None = None
+    """The run that made `base`, if that run was deleted. The lineage begins after it."""
 
     def chains(self, store: ObjectStore) -> Iterator[tuple[Chain, int]]:
         """Yields (chain, last step) of each segment, oldest first."""
@@ -103,9 +106,10 @@ def lineage_of(store: ObjectStore, target: str) -> Lineage:
     if model is None:
         return _lineage_of_policy(store, last_policy_of_run(store, target), f"run {target}")
     title = f"model {registered_key(model)}"
-    model_policy = policy_of_model(store, model)
+    deleted = deleted_run_of_model(store, model)
+    model_policy = None if deleted else policy_of_model(store, model)
     if model_policy is None:
-        return Lineage(target=title, policy=None, base=registered_key(model), segments=())
+        return Lineage(target=title, policy=None, base=registered_key(model), segments=(), deleted=deleted)
     return _lineage_of_policy(store, model_policy, title)
 
 
@@ -176,6 +180,13 @@ def policy_of_model(store: ObjectStore, model: ArtifactRef) -> PolicyRef | None:
     return resolve_policy(store, uri)
 
 
+def deleted_run_of_model(store: ObjectStore, model: ArtifactRef) -> str | None:
+    """Returns the run that made a registered model if nothing of that run is left, else None."""
+    uri = next((parent for parent in model.parents if parent.startswith("policy:")), None)
+    run = None if uri is None else run_of_parent(uri)
+    return None if run is None or has_objects(store, run) else run
+
+
 def last_policy_of_run(store: ObjectStore, run: str) -> PolicyRef:
     """Returns the last policy of the longest chain of a run's last stage. Raises ObjectNotFound."""
     chains = run_chains(store, run) if keys.is_run(run) else []
@@ -187,22 +198,11 @@ def last_policy_of_run(store: ObjectStore, run: str) -> PolicyRef:
 
 
 def _lineage_of_policy(store: ObjectStore, policy: PolicyRef, title: str) -> Lineage:
-    base, segments = _segments(store, policy)
-    return Lineage(target=title, policy=policy, base=base, segments=tuple(segments))
-
-
-def _find_model(store: ObjectStore, target: str) -> ArtifactRef | None:
-    name, _, version = target.partition("@")
-    if not keys.is_name(name):
-        return None
-    return find_model(store, name, version or None)
-
-
-def _segments(store: ObjectStore, policy: PolicyRef) -> tuple[str | None, list[ChainSegment]]:
-    """Returns the registered model at the very beginning, and the segments from there to `policy`."""
+    """Follows the chains back from `policy` to the registered model at the very beginning."""
     segments: list[ChainSegment] = []
     end: PolicyRef | None = policy
     base: ArtifactRef | None = None
+    deleted: str | None = None
     while end is not None:
         root = Chain.of(store, end).root()
         if root is None:
@@ -214,8 +214,18 @@ def _segments(store: ObjectStore, policy: PolicyRef) -> tuple[str | None, list[C
         if base is None:
             end = root.start
         else:
-            end = policy_of_model(store, read_manifest(store, base.key).ref)
-    return None if base is None else registered_key(base), segments[::-1]
+            model = read_manifest(store, base.key).ref
+            deleted = deleted_run_of_model(store, model)
+            end = None if deleted else policy_of_model(store, model)
+    base_key = None if base is None else registered_key(base)
+    return Lineage(target=title, policy=policy, base=base_key, segments=tuple(segments[::-1]), deleted=deleted)
+
+
+def _find_model(store: ObjectStore, target: str) -> ArtifactRef | None:
+    name, _, version = target.partition("@")
+    if not keys.is_name(name):
+        return None
+    return find_model(store, name, version or None)
 
 
 def _prompt_ids(store: ObjectStore, inputs: StepInputs) -> list[str]:

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from storage.chain.deletion import delete_runs
 from storage.chain.fork import fork_run
+from storage.chain.records import Chain, Root
 from storage.errors import ObjectNotFound
 from storage.inspect.accounting import step_inputs
-from storage.inspect.lineage import lineage_of, step_lineage
+from storage.inspect.lineage import lineage_of, step_lineage, training_datasets
 from storage.inspect.prompt_lineage import prompt_report
+from storage.registry.models import find_model, registered_key
 from storage.store.tables import read_table
 from tests.fixtures.runs.toy_run import ToyRun
 
@@ -59,6 +62,21 @@ def test_a_fork_is_its_own_run(toy: ToyRun) -> None:
     lineage = lineage_of(toy.store, "nightly/1")
     assert [(s.title, s.until) for s in lineage.segments] == [("nightly/1/0-grpo/policy", 3)]
     assert lineage.target == "run nightly/1"
+
+
+@pytest.mark.parametrize("trained_further", [False, True])
+def test_a_lineage_begins_at_the_model_whose_run_was_deleted(toy: ToyRun, trained_further: bool) -> None:
+    model = find_model(toy.store, "toy", None)
+    assert model is not None
+    target = registered_key(model)
+    if trained_further:
+        Chain(toy.store, "next", "0-sft", "policy").create_root(Root(base=model, base_digest=model.sha256))
+        target = "next"
+    delete_runs(toy.store, "toy", force=True)
+    lineage = lineage_of(toy.store, target)
+    assert (lineage.base, lineage.deleted) == (registered_key(model), "toy")
+    assert [segment.run for segment in lineage.segments] == ["next"] * trained_further
+    assert training_datasets(toy.store, target) == set()
 
 
 @pytest.mark.parametrize("target", ["nothing", "toy@000009-none", "toy/0-grpo/policy@9", "../x"])

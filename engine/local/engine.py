@@ -44,7 +44,7 @@ from storage.errors import StorageError
 from storage.failpoints import failpoint
 from storage.registry.models import find_model, publish_model
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, Provenance
+from storage.store.artifacts import ArtifactRef, Provenance, check_stored
 from storage.store.identity import store_id
 from storage.store.objects import open_store
 from storage.store.tables import read_step_table
@@ -254,6 +254,8 @@ class LocalEngine:
             )
             log_work("step", policy=request.result().uri, step=request.parent.step + 1)
             record = step_record(request, effect, loaded, self.backend.numerics(), self.spec)
+            # The batch may have come from this process's cache. A step without its batch could not be redone.
+            check_stored(self.store, request.batch)
             failpoint("step.before_commit")
             committed = chain.commit(record)
             failpoint("step.after_commit")

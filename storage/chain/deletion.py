@@ -215,8 +215,8 @@ def _registry_uses(store: ObjectStore, runs: Collection[str]) -> Iterator[str]:
         if manifest.kind == "model":
             name, version = artifact.split("/")[1:]
             yield (
-                f"model {name}@{version} was made from it: neither it nor the models that were trained from it could be "
-                "verified or traced to their data"
+                f"model {name}@{version} was made from it: neither it nor the models trained from it could be verified "
+                "or traced to their data"
             )
         elif manifest.kind == "decision":
             yield f"the decision {artifact.removeprefix(keys.models_prefix())} is based on its evaluation"

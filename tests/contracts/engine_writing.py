@@ -14,6 +14,7 @@ from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec
 from storage.chain.deletion import delete_runs
 from storage.chain.leases import acquire_lease
 from storage.chain.records import Chain, PolicyRef, Root
+from storage.errors import CorruptArtifact
 from storage.store.artifacts import read_manifest
 from storage.store.objects import ObjectStore
 from tests.contracts.engine_fixtures import (
@@ -201,6 +202,19 @@ class WritingContract(EngineFixtures):
         assert len(await engine.generate(generation, epoch=epoch)) == 1
         request = request_after(start, commit_batch(store, start))
         assert (await engine.take_gradient_step(request, epoch=epoch)).policy.step == 1
+
+    @pytest.mark.parametrize("damage", ["gone", "short"])
+    async def test_a_step_without_its_batch_in_the_store_is_not_committed(
+        self, engine: Engine, store: ObjectStore, start: PolicyRef, damage: str
+    ) -> None:
+        batch = commit_batch(store, start)
+        (entry,) = read_manifest(store, batch.key).files
+        store.delete(entry.key)
+        if damage == "short":
+            store.put(entry.key, b"10 bytes..")
+        with pytest.raises(CorruptArtifact):
+            await engine.take_gradient_step(request_after(start, batch))
+        assert Chain.of(store, start).record(1) is None
 
     async def test_the_key_of_a_deleted_run_can_be_used_again(
         self, engine: Engine, store: ObjectStore, start: PolicyRef, tiny_folder: Path

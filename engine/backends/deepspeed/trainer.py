@@ -30,7 +30,7 @@ from engine.backends.torch.packing import Packable, Packed, pack
 from engine.backends.torch.updates import (
     Accumulated,
     Totals,
-    check_not_nan,
+    check_policy_not_nan,
     count_totals,
     has_gradient,
     micro_batch_loss,
@@ -140,7 +140,7 @@ class ZeroTrainer:
             drop_gradients=self.sharded.drop_gradients,
             whole_groups=objective.loss.pairwise,
         )
-        check_not_nan(accumulated.sums)
+        check_policy_not_nan(accumulated.sums)
 
         # Take the step. All ranks have the same norm, so all raise or none.
         norm, moved = self.sharded.step(optimizer)

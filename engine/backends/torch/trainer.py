@@ -20,7 +20,7 @@ from engine.backends.torch.updates import (
     Accumulated,
     Totals,
     adamw_groups,
-    check_not_nan,
+    check_policy_not_nan,
     count_totals,
     has_gradient,
     make_forward,
@@ -131,7 +131,7 @@ class TorchTrainer:
             accumulated = self._retry_on_out_of_memory(
                 accumulate, with_gradient, max_tokens, whole_groups=loss.pairwise
             )
-        check_not_nan(accumulated.sums)
+        check_policy_not_nan(accumulated.sums)
 
         # A parameter without a gradient gets zeros, because its moments still change it.
         parameters = self._trained_parameters()

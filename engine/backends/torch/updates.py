@@ -32,8 +32,8 @@ Forward = Callable[[Packed], Outputs]
 _OLD_COLUMN = {"trainer": "old_logprobs", "sampler": "sampler_logprobs"}
 """`Objective.old_logprobs` -> column of the old logprobs. With "forward", they come from no column."""
 GAP_SUM = "logprob_gap_sum"
-"""Metric of updates whose forward pass gives the old logprobs: |sampler's - trainer's logprob|, in nats, summed over
-the tokens of this forward pass. Samples without gradient have no forward pass and are not counted."""
+"""Metric of updates with `old_logprobs="forward"`: the sum over the trained tokens of the forward pass of
+|sampler's - trainer's logprob|, in nats. Samples without gradient have no forward pass and are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Totals:
 
 @dataclass(slots=True)
 class Accumulated:
-    """Sums over the micro-batches of one update: loss and metrics."""
+    """Sums of loss and metrics over the micro-batches of one update, and the token limit they were made with."""
 
     max_tokens: int
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -132,9 +132,9 @@ def micro_batch_loss(
     return (loss.values_N * weights_N).sum(), loss.sums
 
 
-def check_not_nan(sums: Mapping[str, float]) -> None:
-    """Raises PermanentEngineError if a logprob of the update's own forward pass is NaN. No update repairs that, so it
-    is raised also where updates with a gradient that is not finite are skipped."""
+def check_policy_not_nan(sums: Mapping[str, float]) -> None:
+    """Raises PermanentEngineError if a logprob of the update's own forward pass is NaN, also where updates without a
+    finite gradient are skipped: skipping does not repair weights that give NaN already."""
     if isnan(sums.get(GAP_SUM, 0.0)):
         raise PermanentEngineError(
             "the policy before the step gives NaN for the logprobs of its own completions: an earlier update made its "
@@ -155,8 +155,8 @@ def _loss_inputs(outputs: Outputs, samples: Sequence[Sample], objective: Objecti
     def column(name: str) -> Tensor | None:
         return _column(samples, name, outputs.any_N)
 
-    # All micro-batches of an update have the same weights. So the logprobs of the step's only update are exactly those
-    # of the policy before the step.
+    # The weights do not change within an update. If the step has one update, these are the logprobs of the policy
+    # before the step.
     if objective.old_logprobs == "forward":
         old_N = None if outputs.logprobs_N is None else outputs.logprobs_N.detach()
     else:
@@ -226,8 +226,7 @@ def update_metrics(
 
 
 def adamw_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, object]]:
-    """Two parameter groups: matrices, which decay, and the rest. Decay would pull norms and biases, which should stay
-    near one, towards zero."""
+    """Two parameter groups: matrices, which decay, and norm weights and biases, which do not, as usual."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for parameter in parameters:

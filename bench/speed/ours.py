@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.dataset_loading import write_rows
 from bench.speed.data import messages_of
+from bench.speed.dataset_turns import load_in_turns
 from bench.speed.roofline import Sequences, decode_parts, score_parts, shape_of_folder, train_parts
 from bench.speed.turns import Setting, Turns
 from engine.handles import Model, TrainingModel
+from engine.memory_plan.shape import ModelShape
 from engine.protocol import GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from engine.specs.engine import LocalEngineSpec
 from engine.text.threads import StringThread
@@ -58,6 +59,10 @@ class ShareOfE(BaseGrader):
         return Grade(value=text.count("e") / max(1, len(text)), grader_key=self.grader_key)
 
 
+Call = tuple[int, dict[str, list[dict[str, float]]]]
+"""Tokens of a call of the engine, and the operations and bytes that each phase needs."""
+
+
 @dataclass
 class Run:
     """A workspace with a model, and the CPU time of its engine's calls since the last `phases`."""
@@ -65,13 +70,14 @@ class Run:
     workspace: Workspace
     model: TrainingModel
     cpu: dict[str, float]
+    shape: ModelShape
 
     @classmethod
     async def open(cls, setting: Setting) -> Run:
         spec = LocalEngineSpec(device="cpu", threads=1, compute_dtype="bfloat16")
         store = f"file://{Path(setting.folder, 'store')}"
         workspace = Workspace(store=store, engine=spec, run="bench", provenance=PROVENANCE)
-        run = cls(workspace, None, {})  # type: ignore[arg-type]  # the builder needs an object with a workspace
+        run = cls(workspace, None, {}, shape_of_folder(setting.model))  # type: ignore[arg-type]  # the builder needs an object with a workspace
         run.model = await Model(setting.model).to_builder(run).spawn_train("policy")
         sampling = SamplingParams(max_new_tokens=max(1, setting.new_tokens), min_new_tokens=setting.new_tokens)
         run.model = run.model.with_sampling(sampling)
@@ -170,7 +176,6 @@ async def _supervised(
     prepare: Callable[[PolicyRef, list[int], PolicyRef], Awaitable[ArtifactRef]],
 ) -> None:
     """Takes a step of SFT or DPO per turn, as flows.training.supervised_loop does. Tokens are all of the sequences."""
-    shape = shape_of_folder(setting.model)
     start = policy = await loop.open()
     reference = loop.reference(start)
     while turns.begin():
@@ -188,7 +193,7 @@ async def _supervised(
         )
         turns.stop()
         sequences = run.sequences(batch)
-        parts = {"logprobs": score_parts(shape, sequences), "take_gradient_step": train_parts(shape, sequences)}
+        parts = {"logprobs": score_parts(run.shape, sequences), "take_gradient_step": train_parts(run.shape, sequences)}
         tokens = sum(length for _, length, _ in sequences)
         turns.end(tokens, phases=run.phases(parts))
 
@@ -211,7 +216,7 @@ def grpo(setting: Setting, turns: Turns) -> None:
 
 async def _grpo(setting: Setting, turns: Turns) -> None:
     run = await Run.open(setting)
-    workspace, shape = run.workspace, shape_of_folder(setting.model)
+    workspace, shape = run.workspace, run.shape
     threads = [thread_of(messages_of(row)) for row in setting.rows]
     samples = setting.rows_per_step * setting.completions
     loop = GRPO(
@@ -253,41 +258,46 @@ async def _grpo(setting: Setting, turns: Turns) -> None:
 
 def rollout(setting: Setting, turns: Turns) -> None:
     """`generate` of the engine with the torch sampler."""
-    asyncio.run(_rollout(setting, turns))
 
-
-async def _rollout(setting: Setting, turns: Turns) -> None:
-    run = await Run.open(setting)
-    shape, policy, step = shape_of_folder(setting.model), await run.model.policy(), 0
-    engine = run.workspace.connect()
-    while turns.begin():
-        prompts = [run.model.renderer.prompt_ids(thread_of(messages_of(row))) for row in setting.step_rows(step)]
+    async def generate(run: Run, policy: PolicyRef, threads: list[StringThread], step: int) -> Call:
+        prompts = [run.model.renderer.prompt_ids(thread) for thread in threads]
         seeds = [run.workspace.seed_for("rollout", step, n) for n in range(len(prompts))]
-        completions = await engine.generate(GenerateRequest(policy, prompts, seeds, run.model.sampling))
-        parts = {"generate": decode_parts(shape, [len(prompt) for prompt in prompts], setting.new_tokens)}
-        turns.end(sum(len(completion.token_ids) for completion in completions), phases=run.phases(parts))
-        step += 1
+        request = GenerateRequest(policy, prompts, seeds, run.model.sampling)
+        completions = await run.workspace.connect().generate(request)
+        turns.stop()
+        parts = decode_parts(run.shape, [len(prompt) for prompt in prompts], setting.new_tokens)
+        return sum(len(completion.token_ids) for completion in completions), {"generate": parts}
+
+    asyncio.run(_call_in_turns(setting, turns, generate))
 
 
 def logprobs(setting: Setting, turns: Turns) -> None:
     """`logprobs` of the engine, of every token but the first."""
-    asyncio.run(_logprobs(setting, turns))
 
-
-async def _logprobs(setting: Setting, turns: Turns) -> None:
-    run = await Run.open(setting)
-    shape, policy, step = shape_of_folder(setting.model), await run.model.policy(), 0
-    engine = run.workspace.connect()
-    while turns.begin():
+    async def score(run: Run, policy: PolicyRef, threads: list[StringThread], step: int) -> Call:
         sequences = []
-        for row in setting.step_rows(step):
-            ids = run.model.renderer.sequence(run.model.renderer.tokenize(thread_of(messages_of(row)))).token_ids
+        for thread in threads:
+            ids = run.model.renderer.sequence(run.model.renderer.tokenize(thread)).token_ids
             sequences.append(TokenSequence(ids, [0.0] + [1.0] * (len(ids) - 1)))
-        await engine.logprobs(LogprobsRequest(policy, sequences))
+        await run.workspace.connect().logprobs(LogprobsRequest(policy, sequences))
         turns.stop()
         lengths = [len(sequence.token_ids) for sequence in sequences]
         scored = [(str(n), length, length - 1) for n, length in enumerate(lengths)]
-        turns.end(sum(lengths), phases=run.phases({"logprobs": score_parts(shape, scored)}))
+        return sum(lengths), {"logprobs": score_parts(run.shape, scored)}
+
+    asyncio.run(_call_in_turns(setting, turns, score))
+
+
+async def _call_in_turns(
+    setting: Setting, turns: Turns, call: Callable[[Run, PolicyRef, list[StringThread], int], Awaitable[Call]]
+) -> None:
+    """Makes one call of the engine per turn, with the conversations of the step and its number."""
+    run = await Run.open(setting)
+    policy, step = await run.model.policy(), 0
+    while turns.begin():
+        threads = [thread_of(messages_of(row)) for row in setting.step_rows(step)]
+        tokens, parts = await call(run, policy, threads, step)
+        turns.end(tokens, phases=run.phases(parts))
         step += 1
 
 
@@ -296,14 +306,11 @@ async def _logprobs(setting: Setting, turns: Turns) -> None:
 
 def dataset(setting: Setting, turns: Turns) -> None:
     """Loads a JSON lines file into a store that does not know it, and takes rows of a shuffled order."""
-    size = setting.rows[0]
-    path = Path(setting.folder, "rows.jsonl")
-    write_rows(path, size["rows"])
-    step = 0
-    while turns.begin():
-        store = open_store(str(Path(setting.folder, f"store-{step}")))
+
+    def load(path: Path, folder: Path, chosen: int) -> tuple[int, int]:
+        store = open_store(str(folder))
         data = load_dataset(store, FileDataset(path=str(path)), provenance=PROVENANCE)
-        rows, _ = take(DataCursor(), size["chosen"], rows=data.rows, seed=0)
-        assert len(read_rows(store, data.ref, rows)) == size["chosen"]
-        turns.end(data.rows)
-        step += 1
+        rows, _ = take(DataCursor(), chosen, rows=data.rows, seed=0)
+        return data.rows, len(read_rows(store, data.ref, rows))
+
+    load_in_turns(setting, turns, load)

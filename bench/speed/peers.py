@@ -21,6 +21,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from bench.speed.data import messages_of
+from bench.speed.dataset_turns import load_in_turns
 from bench.speed.turns import Setting, Turns
 
 STEPS = 10_000
@@ -208,16 +209,8 @@ def dataset(setting: Setting, turns: Turns) -> None:
     """Loads a JSON lines file that no cache knows with `datasets`, and takes rows of a shuffled order."""
     from datasets import load_dataset
 
-    from bench.dataset_loading import write_rows
+    def load(path: Path, folder: Path, chosen: int) -> tuple[int, int]:
+        data = load_dataset("json", data_files=str(path), split="train", cache_dir=str(folder))
+        return len(data), len(data.shuffle(seed=0).select(range(chosen))[:]["prompt"])
 
-    size = setting.rows[0]
-    path = Path(setting.folder, "rows.jsonl")
-    write_rows(path, size["rows"])
-    step = 0
-    while turns.begin():
-        cache = str(Path(setting.folder, f"cache-{step}"))
-        data = load_dataset("json", data_files=str(path), split="train", cache_dir=cache)
-        chosen = data.shuffle(seed=0).select(range(size["chosen"]))[:]
-        assert len(chosen["prompt"]) == size["chosen"]
-        turns.end(len(data))
-        step += 1
+    load_in_turns(setting, turns, load)

@@ -75,8 +75,6 @@ def add(
                 data = load_dataset(
                     open_store(storage), spec, kind=use, provenance=provenance, on_progress=on_progress
                 )
-            # JSON has no place for the hint
-            unread = [] if as_json else unread_columns(spec, use)
     except (ConfigError, DatasetError) as error:
         raise usage_error(str(error)) from error
 
@@ -88,7 +86,7 @@ def add(
         return
     skipped = f", {data.skipped} skipped" if data.skipped else ""
     print(f"{name}@{version}: {data.rows} rows{skipped}, {'new' if data.new else 'there already'}")
-    if unread:
+    if unread := _unread_columns(spec, use):
         names = ", ".join(unread)
         print_plain(
             messages(),
@@ -125,6 +123,14 @@ def _row(version: DatasetVersion) -> dict[str, Any]:
         "created": version.created,
         "skipped": version.skipped,
     }
+
+
+def _unread_columns(spec: FileDataset, use: DatasetUse) -> list[str]:
+    """The columns for the hint. None if the file cannot be read any more: the dataset is committed without it."""
+    try:
+        return unread_columns(spec, use)
+    except (DatasetError, OSError):
+        return []
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import glob
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,12 +62,14 @@ def format_of(file: Path, declared: str) -> str:
 
 
 def column_names(file: Path, file_format: str) -> set[str]:
-    """The columns of a Parquet file, or of the first row of JSON lines. Raises DatasetError, BadRow."""
+    """The columns of a Parquet file, or of the first row of JSON lines that can be read. Raises DatasetError."""
     if file_format == "parquet":
         with _open_parquet(file) as parquet:
             return set(parquet.schema_arrow.names)
     for row, line in json_lines(file):
-        return set(parse_json_line(str(file), row, line))
+        # a dataset may skip rows that cannot be read
+        with suppress(BadRow):
+            return set(parse_json_line(str(file), row, line))
     return set()
 
 

@@ -145,7 +145,7 @@ def files_of(spec: FileDataset) -> list[Path]:
 
 
 def unread_columns(spec: FileDataset, kind: DatasetUse) -> list[str]:
-    """The columns of the first file that this use of the dataset does not read, sorted. Raises DatasetError, BadRow."""
+    """The columns of the first file that this use of the dataset does not read, sorted. Raises DatasetError."""
     file = files_of(spec)[0]
     return sorted(column_names(file, format_of(file, spec.format)) - _columns_to_read(spec, kind))
 

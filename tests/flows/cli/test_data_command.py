@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from flows.cli import data as data_command
 from flows.cli.main import app
 from flows.display import load_progress
 from flows.display.load_progress import LoadBar, describe_load
@@ -82,6 +83,26 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path, suffix: str) -> Non
     assert "not read: answer, level; --set 'metadata_columns=[answer, level]'" in " ".join(add().stderr.split())
     assert "not read: level;" in " ".join(add("--set", "metadata_columns=[answer]").stderr.split())
     assert add("--set", "metadata_columns=[answer, level]").stderr == ""
+
+
+@pytest.mark.parametrize("reads_columns", [True, False])
+def test_a_file_with_a_skipped_first_line_is_announced(
+    tmp_path: Path, reads_columns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced: list[str] = []
+    monkeypatch.setattr(data_command, "_announce", lambda data, *_: announced.append(data.ref.key))
+
+    def unreadable(*_: Any) -> list[str]:
+        raise OSError("the file is gone")
+
+    if not reads_columns:
+        monkeypatch.setattr(data_command, "unread_columns", unreadable)
+    (file := tmp_path / "sums.jsonl").write_text('no JSON\n{"prompt": "2+2?", "answer": "4"}\n')
+    words = ["data", "add", str(file), "--storage", str(tmp_path / "data"), "--set", "on_bad_row=skip"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0 and "1 rows, 1 skipped, new" in result.stdout
+    assert ("not read: answer;" in result.stderr) == reads_columns
+    assert len(announced) == 1
 
 
 def test_datasets_are_listed(data: Data) -> None:

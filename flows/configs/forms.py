@@ -105,15 +105,19 @@ class FormConfig(Frozen):
 
 def merge_further(values: Any, depth: int = 0) -> Any:
     """Merges the further settings of every group into the group. Returns a copy. What is deeper than MAX_DEPTH stays as
-    it is."""
+    it is, and so do further settings that are no object: the validation of the group refuses them."""
     if depth > MAX_DEPTH:
         return values
     if isinstance(values, list):
         return [merge_further(value, depth + 1) for value in values]
     if not isinstance(values, dict):
         return values
-    flat = {name: merge_further(value, depth + 1) for name, value in values.items() if name != FURTHER}
-    return flat | (merge_further(values.get(FURTHER), depth + 1) or {})
+    flat = {name: merge_further(value, depth + 1) for name, value in values.items()}
+    if flat.get(FURTHER, {}) is None:
+        del flat[FURTHER]
+    elif isinstance(flat.get(FURTHER), dict):
+        flat |= flat.pop(FURTHER)
+    return flat
 
 
 def _definitions_in(schema: Any, resolve: Callable[[Schema], Schema], *, seen: set[str]) -> list[Schema]:

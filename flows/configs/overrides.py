@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.validation_messages import field_keys
-from flows.configs.forms import merge_further
+from flows.configs.forms import FURTHER, merge_further
 from tasks import import_paths
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -97,7 +97,9 @@ def validation_lines(
         path = field_keys(problem, config)
         where = ".".join(path) or WHOLE
         message = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "extra_forbidden":
+        if path and path[-1] == FURTHER:
+            message = f"expected settings by name (given: {problem['input']!r:.{SHOWN_CHARACTERS}})"
+        elif problem["type"] == "extra_forbidden":
             message = f"unknown key{_nearest(path[-1], _key_names(model))}"
         elif problem["type"] == "missing":
             message = f"missing; {remedy.format(where)}"

@@ -55,6 +55,7 @@ CASES = [
         {"optimizer": {"further settings": {"warmup_steps": -1}}},
         "optimizer.warmup_steps: Input should be greater than or equal to 0 (given: -1)",
     ),
+    ({"algorithm__further settings": [1]}, "algorithm.further settings: expected settings by name (given: [1])"),
     (
         {"algorithm__samples_per_batch": 12},
         "algorithm: samples_per_batch=12 splits a group; use a multiple of completions_per_sample=8",

@@ -18,7 +18,7 @@ from prefect import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelled
 
-from storage.chain.listing import run_chains
+from storage.chain.listing import committed_steps
 from storage.store.objects import ObjectStore
 
 NEXT_ACTION = {"deployed": "Retry", "terminal": "The same command"}
@@ -30,20 +30,11 @@ POLL_SECONDS = 0.2
 
 def cancellation_message(store: ObjectStore, run: str, started: Literal["deployed", "terminal"]) -> str:
     """Returns the message of a cancelled run."""
-    steps = committed_steps(store, run)
+    steps = sum(committed_steps(store, run).values())
     if steps == 0:
         return f"cancelled; no step is committed. {NEXT_ACTION[started]} begins the run again"
     count = "1 step is" if steps == 1 else f"{steps} steps are"
     return f"cancelled; {count} committed. {NEXT_ACTION[started]} continues after them"
-
-
-def committed_steps(store: ObjectStore, run: str) -> int:
-    """Returns the number of committed steps of all stages. Models that train together take a step together."""
-    last_step_of_stage: dict[str, int] = {}
-    for chain in run_chains(store, run):
-        last_step = max(chain.steps(), default=0)
-        last_step_of_stage[chain.stage] = max(last_step, last_step_of_stage.get(chain.stage, 0))
-    return sum(last_step_of_stage.values())
 
 
 def start_message_process(flow_run: UUID, message: str) -> None:

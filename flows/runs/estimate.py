@@ -7,7 +7,7 @@ speed, so that a run may take longer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -103,7 +103,7 @@ class Estimate:
         return f"{text}, about {_duration(self.durations.total)}" + (f" ({listed})" if listed else "")
 
 
-def estimate(
+def estimate(  # noqa: PLR0913 - each is measured elsewhere
     store: ObjectStore,
     config: TrainingConfig,
     base: ArtifactRef,
@@ -113,13 +113,34 @@ def estimate(
     *,
     heldout: LoadedDataset | None = None,
     speed: StoreSpeed = FAST_STORE,
+    committed: Sequence[int] = (),
 ) -> Estimate:
-    """Estimates a run of `config` on the engine that `info` describes. `further` are datasets besides `data`, `heldout`
-    are the rows that the run evaluates on, and `speed` is that of the store."""
-    if isinstance(config, SFTToGSPOConfig):
-        first, prompts = estimate(store, config.first, base, data, info, speed=speed), (further or {})["prompts"]
-        return first.followed_by(estimate(store, config.second, base, prompts, info, heldout=heldout, speed=speed))
+    """Estimates what is left of a run of `config` on the engine that `info` describes.
 
+    `further` are datasets besides `data`, `heldout` are the rows that the run evaluates on, `speed` is that of the
+    store, and `committed` are the committed steps of each stage that has begun.
+    """
+    if not isinstance(config, SFTToGSPOConfig):
+        return _estimate_stage(store, config, base, data, info, heldout, speed, sum(committed))
+    prompts = (further or {})["prompts"]
+    second = _estimate_stage(store, config.second, base, prompts, info, heldout, speed, sum(committed[1:]))
+    if len(committed) > 1:
+        # the second stage begins when the first has ended
+        return second
+    return _estimate_stage(store, config.first, base, data, info, None, speed, sum(committed)).followed_by(second)
+
+
+def _estimate_stage(
+    store: ObjectStore,
+    config: TrainingConfig,
+    base: ArtifactRef,
+    data: LoadedDataset,
+    info: EngineInfo,
+    heldout: LoadedDataset | None,
+    speed: StoreSpeed,
+    done: int,
+) -> Estimate:
+    """The estimate of a stage of which `done` steps are committed."""
     # one step of the trained model
     parameters, tokens = parameter_count(store, base), _mean_row_tokens(store, data)
     steps = count_steps(config, data.rows)
@@ -132,7 +153,8 @@ def estimate(
         operations = parameters * stored_tokens * (6.0 + 2.0 * frozen)
     compute_bytes, samples = COMPUTE_BYTES[info.numerics.compute_dtype], not isinstance(config, RewardModelConfig)
     memory = _memory(config.model, parameters, compute_bytes, frozen=frozen, samples=samples)
-    disk = None if steps is None else _disk(config, config.model, parameters, steps)
+    steps_left = None if steps is None else max(0, steps - done)
+    disk = None if steps_left is None else _disk(config, config.model, parameters, steps_left)
     loaded_parameters, saved_bytes = parameters * (1 + frozen), _checkpoint_bytes(config.model, parameters)
 
     # the value model of PPO reads every token, and is trained as often as the policy
@@ -142,38 +164,39 @@ def estimate(
         if value_model.adapter is not None and config.model.adapter is not None and value_model.key is None:
             # both adapters share one base model
             memory -= parameters * compute_bytes
-        if steps is not None and disk is not None:
-            disk += _disk(config, value_model, value_parameters, steps)
+        if steps_left is not None and disk is not None:
+            disk += _disk(config, value_model, value_parameters, steps_left)
         loaded_parameters += value_parameters
         saved_bytes += _checkpoint_bytes(value_model, value_parameters)
         operations += value_parameters * stored_tokens * (2.0 + 6.0 * config.algorithm.mini_epochs_per_batch)
 
-    if steps is None or disk is None:
+    if steps is None or steps_left is None or disk is None:
         return Estimate(memory_bytes=memory, disk_bytes=None, durations=None)
     operations_per_second = EFFICIENCY * info.operations_per_second
     step_bytes = stored_tokens * BYTES_PER_STORED_TOKEN
-    evaluation = _evaluation_operations(store, config, parameters, heldout, steps)
+    evaluation = _evaluation_operations(store, config, parameters, heldout, range(done, steps + 1))
     step_seconds, save_seconds = operations / operations_per_second, speed.write_seconds(saved_bytes, FILES)
-    written = _checkpoints_written(config.checkpoints, steps, step_seconds, save_seconds)
+    written = _checkpoints_written(config.checkpoints, steps, done, step_seconds, save_seconds)
     durations = Durations(
         start=FIXED_START_SECONDS + loaded_parameters * MASTER_BYTES / speed.read_bytes_per_second,
-        steps=steps * step_seconds,
+        steps=steps_left * step_seconds,
         evaluation=evaluation / operations_per_second,
         checkpoints=written * save_seconds + speed.write_seconds(parameters * MASTER_BYTES, FILES),
-        storage=steps * _storage_seconds(config, step_bytes, speed),
+        storage=steps_left * _storage_seconds(config, step_bytes, speed),
     )
-    return Estimate(memory_bytes=memory, disk_bytes=disk + steps * step_bytes, durations=durations)
+    return Estimate(memory_bytes=memory, disk_bytes=disk + steps_left * step_bytes, durations=durations)
 
 
 def _evaluation_operations(
-    store: ObjectStore, config: TrainingConfig, parameters: int, heldout: LoadedDataset | None, steps: int
+    store: ObjectStore, config: TrainingConfig, parameters: int, heldout: LoadedDataset | None, counts: range
 ) -> float:
-    """Operations of all evaluations of a run: each held-out prompt is read and answered, each held-out row is read."""
+    """Operations of the evaluations after each number of steps in `counts`, the last of which is that of the whole run.
+    Each held-out prompt is read and answered, each held-out row is read."""
     cadence_config = getattr(config, "evaluation", None) or getattr(config, "validation", None)
     if heldout is None or cadence_config is None:
         return 0.0
     cadence = Cadence.of(cadence_config)
-    times = sum(cadence.due(done, steps) for done in range(steps + 1))
+    times = sum(cadence.due(done, counts[-1]) for done in counts)
     tokens = _mean_row_tokens(store, heldout)
     if isinstance(config, GRPOConfig | ENVGRPOConfig):
         turns = config.environment.max_turns if isinstance(config, ENVGRPOConfig) else 1
@@ -195,17 +218,19 @@ def _storage_seconds(config: TrainingConfig, step_bytes: int, speed: StoreSpeed)
     return speed.write_seconds(step_bytes, OBJECTS_PER_TASK * tasks) + tasks * TASK_SECONDS
 
 
-def _checkpoints_written(config: CheckpointConfig, steps: int, step_seconds: float, save_seconds: float) -> int:
-    """The number of checkpoints that the run writes. The last step has one in any case."""
+def _checkpoints_written(
+    config: CheckpointConfig, steps: int, done: int, step_seconds: float, save_seconds: float
+) -> int:
+    """The number of checkpoints that the run writes after `done` of its steps. The last step has one in any case."""
 
     def count(schedule: CheckpointSchedule) -> int:
-        return sum(schedule.planned(step, steps, model="policy") for step in range(steps - 1))
+        return sum(schedule.planned(step, steps, model="policy") for step in range(done, steps - 1))
 
     # those of shares of the run are skipped where they would follow one another too soon
     certain = count(CheckpointSchedule(config.model_copy(update={"frequency": None})))
     shares = count(CheckpointSchedule(config)) - certain
     apart_seconds = max(MIN_SECONDS, SAVES_BETWEEN * save_seconds)
-    return certain + min(shares, int(steps * step_seconds / apart_seconds)) + 1
+    return certain + min(shares, int((steps - done) * step_seconds / apart_seconds)) + 1
 
 
 def _value_parameters(store: ObjectStore, config: PPOConfig | ENVPPOConfig, policy_parameters: int) -> int:

@@ -32,6 +32,7 @@ from flows.runs.recorded_config import FLOW
 from flows.training.watch import announce_pause
 from storage.chain.fork import check_fork
 from storage.chain.leases import acquire_lease, release_lease
+from storage.chain.listing import committed_steps
 from storage.chain.run_record import create_or_check_run, machine_info
 from storage.errors import StorageError
 from storage.serialization import canonical_json, digest
@@ -132,7 +133,7 @@ async def open_run(
             logger.note(f"a new store is created at {store.url}")
 
         # refuse a run that does not fit before anything of it is written
-        expectation = await _check_fit(workspace, config, base, data, further_data, use, resumed=resumed)
+        notes = await _check_fit(workspace, config, base, data, further_data, use, logger, resumed=resumed)
 
         # create the run, or check that a resumed one has the same inputs
         input_digests = _input_digests(data, further_data) | {"model": base.sha256}
@@ -142,7 +143,7 @@ async def open_run(
         # from here on, this process alone acts for the run
         workspace = take_lease(workspace)
         logger.logging = config.logging
-        for line in (expectation, *(f"warning: {warning}" for warning in warnings)):
+        for line in (*notes, *(f"warning: {warning}" for warning in warnings)):
             logger.note(line)
         # the lease is released on every way out of the block
         try:
@@ -216,24 +217,34 @@ async def _check_fit(
     data: LoadedDataset,
     further: Mapping[str, LoadedDataset],
     use: DatasetUse,
+    logger: TerminalProgress,
     *,
     resumed: bool,
-) -> str:
-    """Estimates the run. Returns the estimate as a line of text. Raises DoesNotFit."""
+) -> list[str]:
+    """Estimates what is left of the run. Returns the estimate as a line of text, and nothing for a finished run. Raises
+    DoesNotFit."""
+    if read_result(workspace) is not None:
+        return []
+    heldout = _load_heldout(workspace, config, use, logger)
     store, info = workspace.open_store(), await workspace.connect().info()
-    heldout = _load_heldout(workspace, config, use)
-    expected = estimate(store, config, base, data, info, further, heldout=heldout, speed=measure_store(store))
+    committed = tuple(committed_steps(store, workspace.run).values())
+    expected = estimate(
+        store, config, base, data, info, further, heldout=heldout, speed=measure_store(store), committed=committed
+    )
     expected.check(info, resumed=resumed)
-    return expected.text(info)
+    return [expected.text(info)]
 
 
-def _load_heldout(workspace: Workspace, config: TrainingConfig, use: DatasetUse) -> LoadedDataset | None:
+def _load_heldout(
+    workspace: Workspace, config: TrainingConfig, use: DatasetUse, logger: TerminalProgress
+) -> LoadedDataset | None:
     """Loads the rows that the run evaluates on. None: it has none."""
     store, heldout_use = workspace.open_store(), _heldout_use(config, use)
     source = resolve_version(store, getattr(config.data, "heldout", None), heldout_use, run=workspace.run)
     if source is None:
         return None
-    return load_dataset(store, source, kind=heldout_use, provenance=workspace.provenance)
+    on_progress = LoadLines(dataset_title(source), logger.note)
+    return load_dataset(store, source, kind=heldout_use, provenance=workspace.provenance, on_progress=on_progress)
 
 
 def _input_digests(data: LoadedDataset, further: Mapping[str, LoadedDataset]) -> dict[str, str]:

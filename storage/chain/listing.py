@@ -55,6 +55,21 @@ def stages_of(store: ObjectStore, run: str) -> list[str]:
     return stages
 
 
+def committed_steps(store: ObjectStore, run: str) -> dict[str, int]:
+    """Returns the number of committed steps of each stage, in the order of the stages.
+
+    A step that models take together is committed when all of them have committed it. The models of a recipe take their
+    steps apart, so the one with the most steps counts.
+    """
+    steps_of_chains: dict[str, list[int]] = {}
+    for chain in run_chains(store, run):
+        steps_of_chains.setdefault(chain.stage, []).append(max(chain.steps(), default=0))
+    committed = {}
+    for stage, steps in steps_of_chains.items():
+        committed[stage] = max(steps) if keys.stage_kind(stage) == "recipe" else min(steps)
+    return committed
+
+
 def stage_position(stage: str) -> int:
     """The number that a stage's name begins with: 1 of `1-gspo`. 0 where there is no number."""
     head = stage.partition("-")[0]

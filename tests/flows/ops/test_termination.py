@@ -19,7 +19,8 @@ from prefect.states import Cancelled, Cancelling, Completed, Running, State
 from flows.ops.cancellation import cancellation_message, set_message_when_cancelled
 from flows.ops.processes import FLOW_RUN_ENV
 from flows.ops.termination import FlowRunCancelled, reraise_termination
-from storage.store.objects import open_store
+from storage.store import keys
+from storage.store.objects import ObjectStore, open_store
 
 
 @task
@@ -159,3 +160,21 @@ def test_a_run_without_steps_begins_again(tmp_path: Path) -> None:
         "cancelled; no step is committed. The same command begins the run again"
     )
     assert cancellation_message(store, "r", "deployed").endswith("Retry begins the run again")
+
+
+def commit_steps(store: ObjectStore, stage: str, model: str, steps: int) -> None:
+    """Commits records that only have the right keys."""
+    for step in range(1, steps + 1):
+        store.put(keys.chain_record("r", stage, model, step), b"{}")
+
+
+def test_a_step_counts_when_all_models_that_take_it_have_committed_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    # cancelled after the policy's commit of the third step, and before that of the value model
+    commit_steps(store, "0-ppo", "policy", 3)
+    commit_steps(store, "0-ppo", "value", 2)
+    assert cancellation_message(store, "r", "terminal").startswith("cancelled; 2 steps are committed")
+    # a stage that is finished counts, too; the models of a recipe take their steps apart
+    commit_steps(store, "1-recipe", "student", 4)
+    store.put(keys.chain_root("r", "1-recipe", "teacher"), b"{}")
+    assert cancellation_message(store, "r", "terminal").startswith("cancelled; 6 steps are committed")

@@ -12,9 +12,11 @@ from engine.models.size import parameter_count
 from engine.protocol import EngineInfo
 from engine.specs.engine import LocalEngineSpec
 from flows.configs.common import GRPOConfig
+from flows.configs.overrides import parse_config
 from flows.configs.ppo import PPOConfig, ValueModelConfig
+from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.runs.durations import FIXED_START_SECONDS, TASK_SECONDS, Durations, StoreSpeed, measure_store
-from flows.runs.estimate import BYTES_PER_STORED_TOKEN, EFFICIENCY, GIB, Estimate, estimate
+from flows.runs.estimate import BYTES_PER_STORED_TOKEN, EFFICIENCY, GIB, Estimate, count_steps, estimate
 from flows.runs.expected_errors import DoesNotFit
 from flows.training.checkpointing import MIN_SECONDS, SAVES_BETWEEN
 from storage.chain.records import Numerics
@@ -160,6 +162,51 @@ async def test_checkpoints_of_shares_that_would_be_seconds_apart_are_not_counted
     apart_seconds = max(MIN_SECONDS, SAVES_BETWEEN * save_seconds)
     assert written(operations / (4.9 * apart_seconds)) == pytest.approx(5)
     assert written(1e30) == pytest.approx(1)  # only the last
+
+
+async def test_an_estimate_counts_what_is_left(world: Any) -> None:
+    store, base, data, config = world
+    config["data"]["heldout"] = config["data"]["train"]
+    config["evaluation"] = {"every_steps": 5}
+    config["checkpoints"] = {"every_steps": 4}
+    config["algorithm"]["steps"] = 10
+    run, speed = GRPOConfig.model_validate(config), StoreSpeed(0.01, 1e6, 2e6)
+
+    def durations(*committed: int) -> Durations:
+        expected = estimate(store, run, base, data, info(), heldout=data, speed=speed, committed=committed).durations
+        assert expected is not None
+        return expected
+
+    whole, rest, last = durations(), durations(6), durations(10)
+    assert durations(0) == whole
+    assert rest.start == whole.start
+    assert rest.steps == pytest.approx(whole.steps * 4 / 10)
+    assert rest.storage == pytest.approx(whole.storage * 4 / 10)
+    # of the evaluations before, after step 5 and at the end, the last is left
+    assert rest.evaluation == pytest.approx(whole.evaluation / 3)
+    # of the checkpoints at 4, 8 and 10, the last two
+    published = 4 * parameter_count(store, base) / 1e6 + 0.04
+    assert rest.checkpoints - published == pytest.approx((whole.checkpoints - published) * 2 / 3)
+    assert last.steps == last.storage == 0
+
+
+async def test_a_finished_stage_is_not_counted_again(world: Any, tiny_folder: Path) -> None:
+    store, base, data, _ = world
+    config = parse_config(SFTToGSPOConfig, Path("examples/sft_to_gspo.yaml"), [f"model.key={tiny_folder}"])
+
+    def steps(*committed: int) -> float:
+        further = {"prompts": data}
+        expected = estimate(store, config, base, data, info(), further, committed=committed).durations
+        assert expected is not None
+        return expected.steps
+
+    of_first = count_steps(config.first, data.rows)
+    of_second = count_steps(config.second, data.rows)
+    assert of_first and of_second
+    second = steps(of_first, 0)
+    assert 0 < second < steps()
+    assert steps(of_first - 1) == pytest.approx(second + (steps() - second) / of_first)
+    assert steps(of_first, of_second - 1) == pytest.approx(second / of_second)
 
 
 def test_a_store_is_measured_and_nothing_stays(tmp_path: Path) -> None:

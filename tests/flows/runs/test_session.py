@@ -1,18 +1,26 @@
-"""Tests of the end of a run's session: it ends soon even when a server is away, and releases the lease where it can."""
+"""Tests of a run's session: what it says at its start, and that it ends soon even when a server is away."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.specs.engine import HttpEngineSpec
 from engine.workspace import Workspace
+from flows.configs.common import GRPOConfig
+from flows.display import load_progress
+from flows.display.terminal import TerminalProgress
 from flows.runs import session
-from flows.runs.session import release_run, take_lease
+from flows.runs.session import open_run, release_run, take_lease
 from storage.chain.leases import current_epoch, is_held
+from storage.store import keys
 from tests.fixtures.engines import PROVENANCE
+from tests.fixtures.runs.toy_run import ToyRun
+from tests.fixtures.toy import write_prompts
 
 
 def workspace_at(port: int) -> Workspace:
@@ -35,3 +43,54 @@ async def test_an_engine_that_is_away_does_not_keep_a_worker_from_ending(
             await release_run(workspace)
     assert current_epoch(workspace.open_store(), "r") == workspace.epoch == 1
     assert not is_held(workspace.open_store(), "r")
+
+
+class Notes(TerminalProgress):
+    """Keeps the lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+async def opened(config: dict[str, Any]) -> list[str]:
+    """Opens and closes the run, and returns what was noted."""
+    notes = Notes()
+    async with open_run("grpo", GRPOConfig.model_validate(config), notes, use="prompt"):
+        pass
+    return notes.lines
+
+
+async def test_the_estimate_is_of_what_is_left(
+    toy_run: ToyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy, committed = toy_run.copied(tmp_path / "copy"), []
+    estimate = session.estimate
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        committed.append(options["committed"])
+        return estimate(*args, **options)
+
+    monkeypatch.setattr(session, "estimate", recorded)
+    # a finished run takes no time, and its store is not measured
+    assert not any("estimate" in line for line in await opened(toy.config))
+    assert committed == []
+    # one that was stopped after two of its steps
+    toy.store.delete(keys.result_json("toy"))
+    for step in (3, 4):
+        toy.store.delete(keys.chain_record("toy", "0-grpo", "policy", step))
+    assert any(line.startswith("estimate: ") for line in await opened(toy.config))
+    assert committed == [(2,)]
+
+
+async def test_the_load_of_held_out_rows_says_how_far_it_is(
+    toy_run: ToyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_progress, "LINE_SECONDS", 0.0)
+    toy, heldout = toy_run.copied(tmp_path / "copy"), write_prompts(tmp_path / "heldout.jsonl", repeats=2)
+    data = toy.config["data"] | {"heldout": {"kind": "file", "path": str(heldout)}}
+    lines = await opened(toy.config | {"data": data, "run": "new"})
+    assert any("heldout" in line and "20 rows" in line for line in lines)

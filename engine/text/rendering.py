@@ -21,8 +21,7 @@ from engine.protocol import TokenSequence
 from engine.text.errors import ChatTemplateMissing, ThreadError, UnsupportedFragment
 from engine.text.images import embed_images, images_in, placed_images
 from engine.text.parts import encode_parts
-from engine.text.skeletons import Skeletons
-from engine.text.template import TurnText, generation_header, template_text
+from engine.text.template import TurnText, generation_header, template_text, turn_texts
 from engine.text.threads import StringThread, TokenizedThread, TokenizedTurn
 from engine.text.tokenizers import Tokenizer
 from engine.text.turns import Turn
@@ -38,7 +37,6 @@ class Renderer:
                 "the model's folder, or take an instruction-tuned model"
             )
         self.tokenizer = tokenizer
-        self._skeletons = Skeletons(tokenizer)
 
     # -- text to ids -------------------------------------------------------------------------------------------
 
@@ -79,7 +77,7 @@ class Renderer:
             _check_prompt(thread.turns)
             thread = self._embed_images(thread)
             header = generation_header(self.tokenizer, thread.turns)
-            texts = [*self._skeletons.turn_texts(thread.turns), TurnText(header, "")]
+            texts = [*turn_texts(self.tokenizer, thread.turns), TurnText(header, "")]
             *ids, (header_ids, _) = self._encode_turns([texts])[0]
             turns = _tokenized_turns(thread, ids, self.tokenizer)
 
@@ -106,7 +104,7 @@ class Renderer:
     def tokenize_all(self, threads: Sequence[StringThread]) -> list[TokenizedThread]:
         """Returns `tokenize` of each thread. One call of the tokenizer encodes all of them."""
         threads = [self._embed_images(thread) for thread in threads]
-        encoded = self._encode_turns([self._skeletons.turn_texts(thread.turns) for thread in threads])
+        encoded = self._encode_turns([turn_texts(self.tokenizer, thread.turns) for thread in threads])
         tokenized = []
         for thread, ids in zip(threads, encoded, strict=True):
             turns = _tokenized_turns(thread, ids, self.tokenizer)
@@ -120,7 +118,7 @@ class Renderer:
 
         # The template is applied to the whole conversation as text. Only what the new turn adds is encoded.
         thread = self._embed_images(self.detokenize(tokenized).append(role, content))
-        texts = self._skeletons.turn_texts(thread.turns)
+        texts = turn_texts(self.tokenizer, thread.turns)
         header_ids, body_ids = self.tokenizer.encode(texts[-1].header), self.tokenizer.encode(texts[-1].body)
         weight = thread.get_turn_weights()[-1]
         turn = _tokenized_turn(thread.turns[-1], header_ids, body_ids, weight, self.tokenizer)

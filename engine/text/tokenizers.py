@@ -87,17 +87,6 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    @property
-    def chat_template(self) -> Any:
-        """The template's source. A dict if there are several templates by name, None if there is none."""
-        return self._tokenizer.chat_template
-
-    def parse_template(self, template: str) -> Any:
-        """Returns the syntax tree (`jinja2.nodes.Template`) of a template's source. Raises `jinja2.TemplateError`."""
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        return _compile_jinja_template(template).environment.parse(template)
-
     def apply_chat_template(self, messages: list[dict[str, Any]], *, generation_prompt: bool) -> str:
         """Returns the template's text of the messages. Raises ChatTemplateMissing, TemplateRefused."""
         if not self.has_chat_template:

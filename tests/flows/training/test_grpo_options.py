@@ -11,6 +11,7 @@ import pytest
 
 import flows.grpo
 from engine.connect import connect
+from engine.local.verify import verify_run
 from flows.configs.common import GRPOConfig
 from flows.configs.reinforcement import Regularisation
 from flows.training.rollout_collection import BatchNotFilled
@@ -39,8 +40,10 @@ def runs(prefect_server: str, tmp_path: Path, tiny_folder: Path) -> FlowRuns:
 
 
 def test_the_loss_of_every_option_is_the_one_that_was_asked_for(runs: FlowRuns) -> None:
+    """The second step has completions of the policy before the first. Both are redone to the bit."""
     options = {"policy_loss": "cispo", "entropy_coef": 0.01, "importance_cap": 2.0}
-    (record,) = runs.train("losses", algorithm__steps=1, regularisation=options)
+    changes = {"algorithm__steps": 2, "regularisation": options, "rules": {"max_staleness": 1}}
+    record, stale = runs.train("losses", **changes)
     loss = record.request.loss
     assert (loss["kind"], loss["entropy_coef"], loss["importance_cap"]) == ("cispo", 0.01, 2.0)
     # 256 tokens and a model that knows nothing: its entropy is near, and never above, the logarithm of that
@@ -48,6 +51,11 @@ def test_the_loss_of_every_option_is_the_one_that_was_asked_for(runs: FlowRuns) 
     # sampler and trainer are the same weights in the same precision: all weights are 1, but for what min_new_tokens
     # holds back, one end token of about 300
     assert record.metrics["importance_weight_mean"] == pytest.approx(1.0, abs=1 / 200)
+    assert {row["policy_state"] for row in rollouts(runs, "losses", 1)} == {record.request.parent.state}
+    assert stale.request.old_logprobs == "forward"
+    assert stale.metrics["logprob_gap_mean"] > 2 * record.metrics["logprob_gap_mean"]
+    (chain,) = verify_run(runs.store, "losses").chains
+    assert (chain.redone, chain.problems) == (2, ())
 
 
 @pytest.mark.slow

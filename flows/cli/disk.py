@@ -53,7 +53,10 @@ def du(
         rows.append((row.run, *map(format_size, parts)))
     console().print(add_rows(table(f"disk of the runs in {storage}", *columns), rows))
     if not run:
-        further = {"datasets": usage.datasets, "imported models": usage.imported_models, "other": usage.other}
+        further = {"datasets": usage.datasets, "imported models": usage.imported_models}
+        if usage.models_of_deleted_runs:
+            further["models of deleted runs"] = usage.models_of_deleted_runs
+        further["other"] = usage.other
         print_plain(console(), ", ".join(f"{name} {format_size(size)}" for name, size in further.items()))
     print_plain(console(), f"total {format_size(usage.total)}")
 
@@ -65,7 +68,7 @@ def _only(usage: StoreUsage, run: str, storage: str) -> StoreUsage:
     ]
     if not rows:
         raise ObjectNotFound(f"no run {run!r} in {storage}; 'ostinato runs ls' lists the runs")
-    return StoreUsage(runs=tuple(rows), datasets=0, imported_models=0, other=0)
+    return StoreUsage(runs=tuple(rows), datasets=0, imported_models=0, models_of_deleted_runs=0, other=0)
 
 
 def delete(

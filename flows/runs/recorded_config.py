@@ -21,6 +21,7 @@ from flows.configs.overrides import RULES, describe_validation
 from flows.configs.training import AnyTraining
 from flows.ops.state import write_private
 from storage.chain.fork import read_fork
+from storage.chain.leases import check_not_deleted
 from storage.chain.listing import stages_of
 from storage.chain.run_record import RunInfo, find_run
 from storage.errors import CorruptArtifact, ObjectNotFound
@@ -82,17 +83,23 @@ def config_yaml(values: dict[str, Any]) -> str:
 
 def read_config(store: ObjectStore, run: str) -> RecordedConfig:
     """Reads the config of a run. A fork that has not run yet has the config of its origin, with its own run key and
-    store. Raises ObjectNotFound, CorruptArtifact."""
+    store. Raises ObjectNotFound, CorruptArtifact, RunBeingDeleted."""
+    check_not_deleted(store, run)
     info = _find_info(store, run)
+    # only training flows and recipes have a seed of their own
+    if "seed" not in info.semantic:
+        raise ObjectNotFound(f"run {run!r} trains nothing: it is an evaluation or a comparison, and has no config")
     is_fork = info.run != run
     values = {"run": run} | _merged(info.semantic, info.other) | {"run": run}
     if is_fork:
         values["storage"] = {"url": store.url}
-    # training flows record the digests of their inputs, recipes do not
-    if values.pop("inputs", None) is None:
+    # training flows record their name, and earlier versions of them at least their checkpoints; recipes record neither
+    if not {FLOW, "checkpoints"} & info.other.keys():
         # the config of a recipe may have fields of these names
         location = {"run": run} | ({"storage": values["storage"]} if is_fork else {})
-        return RecordedConfig(run=run, flow=None, values=_recipe_values(values) | location)
+        return RecordedConfig(run=run, flow=None, values=_recipe_values(values, info.run) | location)
+    # the digests of the inputs
+    values.pop("inputs", None)
     flow = values.pop(FLOW, None) or _flow_of_stages(store, info)
     is_complete = "publish_as" in values["model"]
     try:
@@ -114,13 +121,17 @@ def write_config(config: RecordedConfig, folder: Path) -> tuple[Path, bool]:
     return path, True
 
 
-def _recipe_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a recipe: the fields of its config, if it has one, are at the top."""
+def _recipe_values(values: dict[str, Any], run: str) -> dict[str, Any]:
+    """The parameters of a recipe: the fields of its config, if it has one, are at the top. Raises CorruptArtifact."""
     config = values.pop("config", None)
     if isinstance(config, dict):
         values |= config
     if "engine" in values:
-        spec = _ENGINE.validate_python(values.pop("engine"))
+        try:
+            spec = _ENGINE.validate_python(values.pop("engine"))
+        except ValidationError as error:
+            problems = describe_validation(error, LocalEngineSpec)
+            raise CorruptArtifact(f"{keys.run_json(run)} has no engine of this version: {problems}") from error
         if spec != LocalEngineSpec():
             values["engine"] = _without_defaults(spec)
     return values

@@ -42,11 +42,14 @@ class StoreUsage(Frozen):
     datasets: int
     imported_models: int
     """Registered models that were made by no run, such as base models."""
+    models_of_deleted_runs: int
+    """Registered models whose runs were deleted."""
     other: int
 
     @property
     def total(self) -> int:
-        return sum(run.total for run in self.runs) + self.datasets + self.imported_models + self.other
+        models = self.imported_models + self.models_of_deleted_runs
+        return sum(run.total for run in self.runs) + self.datasets + models + self.other
 
 
 def measure_usage(store: ObjectStore) -> StoreUsage:
@@ -70,12 +73,17 @@ def measure_usage(store: ObjectStore) -> StoreUsage:
             datasets += info.size
         else:
             other += info.size
+    # a run with models only is deleted
+    deleted_models = 0
+    for run in [run for run, parts in by_run.items() if parts.keys() == {"models"}]:
+        deleted_models += by_run.pop(run)["models"]
     # the largest run first
     usages = [RunUsage.model_validate({"run": run, **parts}) for run, parts in by_run.items()]
     return StoreUsage(
         runs=tuple(sorted(usages, key=lambda usage: (-usage.total, usage.run))),
         datasets=datasets,
         imported_models=imported_models,
+        models_of_deleted_runs=deleted_models,
         other=other,
     )
 

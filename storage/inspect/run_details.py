@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from storage.chain.checkpoint_names import NamedCheckpoint, named_checkpoints
+from storage.chain.leases import check_not_deleted
 from storage.chain.listing import has_objects, run_chains, stored_checkpoint_steps
 from storage.chain.rebase import rebases_in_effect
 from storage.chain.records import Chain
@@ -79,7 +80,8 @@ class RunDetails(Frozen):
 
 
 def describe_run(store: ObjectStore, run: str) -> RunDetails:
-    """Reads the details of a run. Raises ObjectNotFound, CorruptArtifact."""
+    """Reads the details of a run. Raises ObjectNotFound, CorruptArtifact, RunBeingDeleted."""
+    check_not_deleted(store, run)
     if not has_objects(store, run):
         raise ObjectNotFound(f"no run {run!r} in {store.url}; 'ostinato runs ls' lists the runs")
     # run.json, which a fork that has not run yet lacks

@@ -11,6 +11,8 @@ import pytest
 from engine.specs.engine import HttpEngineSpec
 from flows.cli.runner import CONFIGS
 from flows.configs.common import FlowConfig, GRPOConfig
+from flows.configs.evaluation import EvaluationFlowConfig
+from flows.configs.evaluation import semantic as evaluation_semantic
 from flows.configs.overrides import load_config, parse_config
 from flows.configs.recurring import RecurringConfig
 from flows.configs.sweep import SweepConfig
@@ -20,7 +22,8 @@ from flows.runs.recipe_context import RecipeContext
 from flows.runs.recorded_config import FLOW, config_yaml, read_config, write_config
 from storage.chain.fork import fork_run
 from storage.chain.run_record import create_or_check_run
-from storage.errors import ObjectNotFound
+from storage.errors import CorruptArtifact, ObjectNotFound, RunBeingDeleted
+from storage.store import keys
 from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.runs.toy_run import ToyRun
 
@@ -29,6 +32,7 @@ SETS = {
     "engine": "{kind: http, url: 'http://gpu-1:8777'}",
 }  # fmt: skip
 """Settings that differ from every example."""
+FILE = {"kind": "file", "path": "a.jsonl"}
 LIMITS = {"grader.timeout_seconds": "7", "grader.workers": "local"}
 """Settings of a grader that do not decide the result."""
 
@@ -140,6 +144,40 @@ def test_the_values_of_a_recipe_without_a_config(tmp_path: Path) -> None:
     RecipeContext.open("r", store=str(tmp_path), seed=4, semantic={"rate": 1e-5})
     values = read_config(open_store(str(tmp_path)), "r").values
     assert values == {"run": "r", "seed": 4, "rate": 1e-5, "storage": {"url": str(tmp_path)}}
+
+
+def test_a_recipe_may_call_a_value_inputs(tmp_path: Path) -> None:
+    RecipeContext.open("r", store=str(tmp_path), seed=4, semantic={"inputs": {"dataset": "a"}})
+    recorded = read_config(open_store(str(tmp_path)), "r")
+    assert recorded.flow is None
+    assert recorded.values["inputs"] == {"dataset": "a"}
+
+
+def test_an_engine_of_another_version_is_named(store: ObjectStore) -> None:
+    other = {"engine": {"kind": "local", "warp": 9}, "storage": {"url": store.url}}
+    create_or_check_run(store, "r", semantic={"seed": 0}, other=other, code_version="test")
+    with pytest.raises(CorruptArtifact, match=r"runs/r/run\.json has no engine of this version: (.|\n)*warp"):
+        read_config(store, "r")
+
+
+def test_what_trains_nothing_has_no_config(store: ObjectStore) -> None:
+    body = EvaluationFlowConfig.model_validate({
+        "models": ["m@1"],
+        "suite": {"datasets": [{"name": "a", "source": FILE}], "graders": [{"name": "b", "path": "a:b"}]},
+    })
+    other = body.model_dump(mode="json", include={"engine", "storage", "models"})
+    semantic = evaluation_semantic(body.suite, models={})
+    create_or_check_run(store, "evaluation-abc", semantic=semantic, other=other, code_version="test")
+    create_or_check_run(store, "s/comparison-abc", semantic={"runs": ["a"]}, other={}, code_version="test")
+    for run in ("evaluation-abc", "s/comparison-abc"):
+        with pytest.raises(ObjectNotFound, match="trains nothing"):
+            read_config(store, run)
+
+
+def test_a_run_that_is_deleted_in_part_is_named(store: ObjectStore) -> None:
+    store.put(keys.deletion("r"), b"{}")
+    with pytest.raises(RunBeingDeleted, match="ostinato runs delete r --yes"):
+        read_config(store, "r")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from storage.chain.run_record import create_or_check_run
 from storage.errors import InvalidKey, ObjectNotFound, RunBeingDeleted, RunInUse
 from storage.inspect.audit import audit_store
 from storage.inspect.disk_usage import measure_usage
+from storage.inspect.run_details import describe_run
 from storage.inspect.run_summary import summarize_run
 from storage.registry.decisions import commit_decision
 from storage.store import keys
@@ -250,6 +251,8 @@ def test_a_killed_deletion_leaves_no_run_that_looks_whole(toy: ToyRun, failpoint
     with pytest.raises(RunBeingDeleted, match="ostinato runs delete toy --yes"):
         begin(toy.store, "toy")
     with pytest.raises(RunBeingDeleted):
+        describe_run(toy.store, "toy")
+    with pytest.raises(RunBeingDeleted):
         acquire_lease(toy.store, "toy", {})
     assert not is_held(toy.store, "toy")
     with pytest.raises((RunBeingDeleted, ObjectNotFound)):
@@ -279,3 +282,12 @@ def test_usage_is_the_sum_of_the_listing(toy: ToyRun) -> None:
     assert row.models == sum(size for key, size in sizes.items() if key.startswith("models/toy/0"))
     assert usage.datasets == sum(size for key, size in sizes.items() if key.startswith("datasets/"))
     assert usage.imported_models >= sum(size for key, size in sizes.items() if key.startswith("models/tiny/"))
+
+
+def test_the_models_of_a_deleted_run_are_no_run(toy: ToyRun) -> None:
+    models = measure_usage(toy.store).runs[0].models
+    delete_runs(toy.store, "toy", force=True)
+    usage = measure_usage(toy.store)
+    assert usage.runs == ()
+    assert usage.models_of_deleted_runs == models > 0
+    assert usage.total == sum(objects(toy.store).values())

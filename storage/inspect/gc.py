@@ -44,6 +44,7 @@ GarbageReason = Literal[
     "checkpoint that a finished run does not need",
     "uploaded model that was not imported",
     "incomplete version of a model",
+    "test object of the store",
     "temporary file",
     "scratch folder",
     "multipart upload",
@@ -353,6 +354,7 @@ _REASONS: dict[key_patterns.KeyKind, GarbageReason] = {
     "attempt": "attempt without a manifest",
     "published": "incomplete version of a model",
     "upload": "uploaded model that was not imported",
+    "probe": "test object of the store",
 }
 
 

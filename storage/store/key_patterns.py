@@ -47,10 +47,12 @@ _OWNER = re.compile(
     r"|(models/[^/]+/[^/]+)/.+",
     re.ASCII,
 )
-KeyKind = Literal["manifest", "attempt", "published", "upload", "standalone", "unknown"]
+# what `ostinato doctor` and the estimate of a run write to test a store, and remove again
+_PROBE = re.compile(r"doctor/[0-9a-f]{32}/.+", re.ASCII)
+KeyKind = Literal["manifest", "attempt", "published", "upload", "standalone", "probe", "unknown"]
 """manifest: commits an artifact. attempt: data that one attempt wrote, committed or not. published: a file of a
 registered model. upload: a model folder that a client uploads. standalone: an object without a manifest, such as a
-record. unknown: not an object of the project."""
+record. probe: an object that only tests the store. unknown: not an object of the project."""
 
 
 def artifact_of_manifest(key: str) -> str | None:
@@ -75,6 +77,8 @@ def classify_key(key: str) -> KeyKind:
     if is_data:
         is_published = area == "models" and key.split("/")[2] not in RESERVED_VERSIONS
         return "published" if is_published else "attempt"
+    if _PROBE.fullmatch(key):
+        return "probe"
     return "standalone" if is_standalone(key) else "unknown"
 
 

@@ -68,6 +68,8 @@ def store(clock: Clock) -> ObjectStore:
         (f"models/m/1/{ATTEMPT}/x", "published", "models/m/1"),
         (f"uploads/m/{'a' * 64}/manifest.json", "upload", f"uploads/m/{'a' * 64}"),
         (f"uploads/m/{'a' * 64}/{ATTEMPT}/x", "upload", f"uploads/m/{'a' * 64}"),
+        (f"doctor/{ATTEMPT}/large", "probe", None),
+        ("doctor/notes.txt", "unknown", None),
         ("notes.txt", "unknown", None),
         (f"elsewhere/{ATTEMPT}/x", "unknown", None),
         (f"{STEP}.parquet", "unknown", None),
@@ -99,6 +101,7 @@ GARBAGE = {
     f"{keys.checkpoint('r', '0-s', 'p', 9)}/{ATTEMPT}/w": "attempt without a manifest",
     f"uploads/m/{'a' * 64}/{ATTEMPT}/w": "uploaded model that was not imported",
     f"uploads/m/{'a' * 64}/manifest.json": "uploaded model that was not imported",
+    f"doctor/{ATTEMPT}/large": "test object of the store",  # its process was killed
 }
 
 
@@ -119,7 +122,7 @@ def test_old_data_that_nothing_names_goes_and_the_rest_stays(
     dry = collect_garbage(store, dry_run=True)
     assert set(all_keys(store)) == before | {young}
     report = collect_garbage(store)
-    assert set(report.names) == set(GARBAGE) and report.total == ObjectTotals(objects=5, bytes=25)
+    assert set(report.names) == set(GARBAGE) and report.total == ObjectTotals(objects=6, bytes=30)
     assert report.deleted["attempt without a manifest"] == ObjectTotals(objects=3, bytes=15)
     assert dry.deleted == report.deleted and dry.names == report.names
     assert set(all_keys(store)) == live | {young, "my-notes"}

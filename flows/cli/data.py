@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, Literal
 
 import typer
@@ -27,15 +27,17 @@ from flows.cli.output import (
 from flows.configs.overrides import ConfigError, parse_config
 from flows.display.load_progress import LoadBar, LoadLines
 from flows.runs.code_version import code_version
+from storage.errors import StorageError
 from storage.registry.datasets import DatasetVersion, list_datasets
 from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import Provenance
-from storage.store.objects import open_store
+from storage.store.objects import ObjectStore, open_store
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.load import LoadedDataset, LoadProgress, load_dataset
 from tasks.datasets.read import unread_columns
-from tasks.datasets.spec import DatasetUse, FileDataset
+from tasks.datasets.registered import select_version
+from tasks.datasets.spec import DatasetUse, FileDataset, RegisteredDataset
 
 data_app = typer.Typer(help="Datasets in the store.", no_args_is_help=True)
 
@@ -67,14 +69,13 @@ def add(
     try:
         spec = parse_config(FileDataset, None, [f"path={path}", *(sets or [])])
         with report_errors():
+            store = open_store(storage)
             # a dataset does not depend on a seed
             provenance = Provenance(
                 code_version=code_version(), config_digest=digest(canonical_json(spec.model_dump(mode="json"))), seed=0
             )
             with _progress(path) as on_progress:
-                data = load_dataset(
-                    open_store(storage), spec, kind=use, provenance=provenance, on_progress=on_progress
-                )
+                data = load_dataset(store, spec, kind=use, provenance=provenance, on_progress=on_progress)
     except (ConfigError, DatasetError) as error:
         raise usage_error(str(error)) from error
 
@@ -86,13 +87,7 @@ def add(
         return
     skipped = f", {data.skipped} skipped" if data.skipped else ""
     print(f"{name}@{version}: {data.rows} rows{skipped}, {'new' if data.new else 'there already'}")
-    if unread := _unread_columns(spec, use):
-        names = ", ".join(unread)
-        print_plain(
-            messages(),
-            f"columns that were not read: {names}; --set 'metadata_columns=[{names}]' keeps them in the "
-            "metadata of the threads, where graders read them",
-        )
+    _print_hints(store, data, spec, use)
 
 
 @data_app.command("ls")
@@ -125,12 +120,26 @@ def _row(version: DatasetVersion) -> dict[str, Any]:
     }
 
 
-def _unread_columns(spec: FileDataset, use: DatasetUse) -> list[str]:
-    """The columns for the hint. None if the file cannot be read any more: the dataset is committed without it."""
-    try:
-        return unread_columns(spec, use)
-    except (DatasetError, OSError):
-        return []
+def _print_hints(store: ObjectStore, data: LoadedDataset, spec: FileDataset, use: DatasetUse) -> None:
+    """Says what may not be expected of the dataset. It is committed, so no hint can fail."""
+    # a name alone means the newest version, which these rows are not if they were added before it
+    name, version = keys.dataset_of(data.ref.key)
+    with suppress(DatasetError, StorageError):
+        newest = version if data.new else select_version(store, RegisteredDataset(key=name), use).version
+        if newest != version:
+            print_plain(
+                messages(),
+                f"{name} alone means the newer version {name}@{newest[:SHOWN_VERSION]}; a config that uses these rows "
+                f"needs {name}@{version[:SHOWN_VERSION]}",
+            )
+    with suppress(DatasetError, OSError):
+        if unread := unread_columns(spec, use):
+            names = ", ".join(unread)
+            print_plain(
+                messages(),
+                f"columns that were not read: {names}; --set 'metadata_columns=[{names}]' keeps them in the "
+                "metadata of the threads, where graders read them",
+            )
 
 
 @contextmanager

@@ -54,7 +54,8 @@ def record_loaded(store: ObjectStore, fingerprint: str, loaded: dict[str, Any]) 
 def _sha256(store: ObjectStore, file: Path) -> str:
     """The sha256 of a file: the recorded one if its size and times are the recorded ones."""
     # two machines may have different files at one path
-    key = keys.seen_file(digest(canonical_json([platform.node(), str(file.resolve())])))
+    # a path is bytes, which need not be UTF-8
+    key = keys.seen_file(digest(platform.node().encode() + b"\0" + os.fsencode(file.resolve())))
     now, status = time.time(), file.stat()
     record = _read(store, key)
     if record is not None and record.get("status") == _status(status) and isinstance(record.get("sha256"), str):

@@ -200,8 +200,10 @@ def dataset_name(spec: Source) -> str:
     """The name of the folder of the dataset's versions: that of the first file, or of reasoning-gym's dataset."""
     if isinstance(spec, FileDataset | PythonDataset):
         name = Path(spec.path).stem if isinstance(spec, FileDataset) else spec.path
-        # Keep only characters that are allowed in a key of the store.
-        return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:100] or "file"
+        # Keep only characters that are allowed in a key of the store. A name without any gets a digest, so that two
+        # files do not become one dataset.
+        allowed = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:100]
+        return allowed or f"file-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     if isinstance(spec, ReasoningGymDataset):
         return f"reasoning_gym-{spec.name}"
     return "inline"

@@ -19,8 +19,11 @@ from flows.cli.main import app
 from flows.display import load_progress
 from flows.display.load_progress import LoadBar, describe_load
 from flows.runs import events
+from storage.store import keys
 from storage.store.objects import open_store
 from tasks.datasets.load import LoadProgress
+from tasks.datasets.registered import select_version
+from tasks.datasets.spec import RegisteredDataset
 from tests.fixtures.toy import write_prompts
 
 
@@ -103,6 +106,32 @@ def test_a_file_with_a_skipped_first_line_is_announced(
     assert result.exit_code == 0 and "1 rows, 1 skipped, new" in result.stdout
     assert ("not read: answer;" in result.stderr) == reads_columns
     assert len(announced) == 1
+
+
+def test_older_rows_that_are_added_again_are_not_what_the_name_means(data: Data) -> None:
+    older = json.loads(data.add().stdout)["dataset"]
+    write_prompts(data.file, repeats=2)
+    newer = json.loads(data.add().stdout)["dataset"]
+    words = ["data", "add", str(data.file), "--storage", str(data.folder / "data")]
+    assert "alone" not in CliRunner().invoke(app, words).stderr
+    write_prompts(data.file)
+    said = " ".join(CliRunner().invoke(app, words).stderr.split())
+    short_older, short_newer = older[: len("digits@") + 12], newer[: len("digits@") + 12]
+    assert f"digits alone means the newer version {short_newer};" in said
+    assert f"needs {short_older}" in said
+    # as a config reads these keys
+    store = open_store(data.folder / "data")
+    assert select_version(store, RegisteredDataset(key="digits"), "prompt").key == newer
+    assert select_version(store, RegisteredDataset(key=short_older), "prompt").key == older
+
+
+def test_files_whose_names_have_no_ascii_letter_are_different_datasets(data: Data) -> None:
+    added = []
+    for name in ("дом.jsonl", "ö.jsonl", "file.jsonl"):
+        data.file = write_prompts(data.folder / name)
+        added.append(json.loads(data.add().stdout)["dataset"].partition("@")[0])
+    assert len(set(added)) == 3 and added[2] == "file"
+    assert all(name.startswith("file-") and keys.is_name(name) for name in added[:2])
 
 
 def test_datasets_are_listed(data: Data) -> None:

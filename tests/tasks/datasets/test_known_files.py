@@ -182,3 +182,12 @@ def test_rows_with_images_are_always_read(store: ObjectStore, tmp_path: Path, co
 def test_small_files_leave_no_record(store: ObjectStore, tmp_path: Path) -> None:
     load(store, write(tmp_path / "rows.jsonl", "one"))
     assert not list(store.list("files/"))
+
+
+def test_a_file_whose_name_is_not_utf8_is_recognised(store: ObjectStore, tmp_path: Path, counted: Counted) -> None:
+    (folder := tmp_path / "rows").mkdir()
+    write(folder / os.fsdecode(b"\xff.jsonl"), "one", "two")
+    assert load(store, folder / "*.jsonl").rows == 2
+    assert counted.since() == (1, 1)
+    load(store, folder / "*.jsonl")
+    assert counted.since() == (0, 0)

@@ -63,9 +63,10 @@ def test_the_gradient_of_one_output_alone(output: int) -> None:
     torch.testing.assert_close(actual, gradient(plain(logits_NV, target_N, 1.3)), rtol=1e-13, atol=1e-13)
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     """Values and gradients of a row are equal to the bit whatever the number of rows."""
-    logits_NV, target_N, _ = example(7, torch.float32)
+    logits_NV, target_N, _ = example(7, dtype)
     together_N = token_logprobs(logits_NV, target_N, 0.7)
     (together_NV,) = torch.autograd.grad(together_N.sum(), logits_NV)
     for row in range(7):

@@ -14,7 +14,7 @@ from engine.backends.torch.sampler import TorchSampler
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.trainer_samplers import WholeModelSampler
 from engine.protocol import Completion, SamplingParams
-from tests.engine.torch.test_lean_decoder import LIMITS, PROMPTS, SEEDS, tiny_module
+from tests.engine.torch.decoding.test_lean_decoder import LIMITS, PROMPTS, SEEDS, tiny_module
 from tests.fixtures.adapters import train
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -54,7 +54,7 @@ def test_delete_shows_what_would_go_and_deletes_when_told(toy: ToyRun) -> None:
     assert ostinato(toy, "delete", "toy", "--dry-run", "--json").exit_code == 0
     refused = ostinato(toy, "delete", "toy", "--yes")
     assert refused.exit_code == 1
-    assert "nothing was deleted, because toy is needed" in refused.stderr
+    assert "nothing was deleted, because toy cannot be deleted yet" in refused.stderr
     assert list_runs(toy.store) == ["toy"]
     deleted = ostinato(toy, "delete", "toy", "--yes", "--force")
     assert deleted.exit_code == 0, deleted.output

@@ -18,6 +18,7 @@ from flows.runs import session
 from flows.runs.session import open_run, release_run, take_lease
 from storage.chain.leases import current_epoch, is_held
 from storage.store import keys
+from tasks.datasets.load import LoadedDataset, load_dataset
 from tests.fixtures.engines import PROVENANCE
 from tests.fixtures.runs.toy_run import ToyRun
 from tests.fixtures.toy import write_prompts
@@ -56,6 +57,17 @@ class Notes(TerminalProgress):
         self.lines.append(text)
 
 
+@pytest.fixture
+def no_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads datasets outside of Prefect's tasks, which other tests count."""
+
+    def load(workspace: Workspace, source: Any, use: Any, on_progress: Any) -> LoadedDataset:
+        store = workspace.open_store()
+        return load_dataset(store, source, kind=use, provenance=workspace.provenance, on_progress=on_progress)
+
+    monkeypatch.setattr(session, "load_prompts", load)
+
+
 async def opened(config: dict[str, Any]) -> list[str]:
     """Opens and closes the run, and returns what was noted."""
     notes = Notes()
@@ -64,6 +76,7 @@ async def opened(config: dict[str, Any]) -> list[str]:
     return notes.lines
 
 
+@pytest.mark.usefixtures("no_task_runs")
 async def test_the_estimate_is_of_what_is_left(
     toy_run: ToyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +99,7 @@ async def test_the_estimate_is_of_what_is_left(
     assert committed == [(2,)]
 
 
+@pytest.mark.usefixtures("no_task_runs")
 async def test_the_load_of_held_out_rows_says_how_far_it_is(
     toy_run: ToyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

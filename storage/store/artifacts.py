@@ -278,16 +278,6 @@ def single_file_entry(store: ObjectStore, ref: ArtifactRef) -> FileEntry:
     return manifest.files[0]
 
 
-def check_stored(store: ObjectStore, ref: ArtifactRef) -> None:
-    """Raises CorruptArtifact or ObjectNotFound unless the store has a one-file artifact in its full size. The bytes are
-    not read."""
-    entry = single_file_entry(store, ref)
-    size = next((info.size for info in store.list(entry.key) if info.key == entry.key), None)
-    if size != entry.bytes:
-        has = "is gone from" if size is None else f"has {size} of its {entry.bytes} bytes in"
-        raise CorruptArtifact(f"{ref.key} is committed, but its data {entry.key} {has} {store.url}")
-
-
 def file_entries(files: Mapping[str, Path], key_of: Callable[[str], str]) -> list[FileEntry]:
     """Returns name, key, digest and size of each local file, sorted by name. `key_of` makes the key of a name.
 

@@ -1,7 +1,7 @@
 """The tables that this process committed last, so that the next task of a step need not read them again.
 
-A cached table is what a read would return: its key has the digest of the bytes that were committed. It is no proof that
-the store still has them: audits and `ostinato verify` read the store.
+A cached table is what a read would return: its key has the digest of the bytes that were committed. A hit does not show
+that the store still has them: a gradient step asks (`check_stored`), and audits and `ostinato verify` read them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections import OrderedDict
 
 import pyarrow as pa
 
-from storage.store.artifacts import ArtifactRef
+from storage.errors import CorruptArtifact
+from storage.store.artifacts import ArtifactRef, single_file_entry
 from storage.store.objects import ObjectStore
 
 MAX_BYTES = 128 << 20
@@ -58,6 +59,15 @@ class RecentTables:
 def table_key(store: ObjectStore, ref: ArtifactRef) -> TableKey:
     """Equal for equal content in the same store."""
     return store.url, ref.key, ref.sha256
+
+def check_stored(store: ObjectStore, ref: ArtifactRef) -> None:
+    """Raises CorruptArtifact or ObjectNotFound unless the store has a one-file artifact in its full size. The bytes are
+    not read."""
+    entry = single_file_entry(store, ref)
+    size = next((info.size for info in store.list(entry.key) if info.key == entry.key), None)
+    if size != entry.bytes:
+        has = "is gone from" if size is None else f"has {size} of its {entry.bytes} bytes in"
+        raise CorruptArtifact(f"{ref.key} is committed, but its data {entry.key} {has} {store.url}")
 
 
 RECENT = RecentTables()

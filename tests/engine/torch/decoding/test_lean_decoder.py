@@ -42,7 +42,9 @@ def tiny_module(model_type: str, **config: Any) -> nn.Module:
     register_attention()
     settings = AutoConfig.for_model(model_type, **SIZES, **config)
     settings.sliding_window = config.get("sliding_window")
-    module = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=IMPLEMENTATION)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=IMPLEMENTATION)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():

@@ -81,12 +81,14 @@ def test_float32_completions_are_those_of_the_plain_sampler(architecture: tuple[
 
 def test_bfloat16_logprobs_are_as_exact_as_those_of_transformers(architecture: tuple[str, dict[str, Any]]) -> None:
     """The reference has the rounded weights, and computes in float64. Tokens are not compared, because those of two
-    computations in bfloat16 may differ."""
+    computations in bfloat16 may differ. The completions have their full length, because the mean error of a few tokens
+    is noise."""
     trainer = new_trainer(architecture, torch.bfloat16)
+    params = SamplingParams(max_new_tokens=40, temperature=PARAMS.temperature)
     sampler = WholeModelSampler(trainer, torch.bfloat16, **LIMITS)
     for state in ("first", "second"):
         sampler.sync(trainer, state)
-        drawn = sampler.sample(PROMPTS, SEEDS, PARAMS)
+        drawn = sampler.sample(PROMPTS, SEEDS, params)
         plain = plain_copy(trainer.model.module, rounded_to=torch.bfloat16)
         exact = plain_copy(plain, rounded_to=torch.float64)
         error_N = gaps(exact, drawn)

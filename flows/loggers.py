@@ -13,9 +13,12 @@ from typing import Any
 
 import httpx
 
+from flows.configs.logging import LoggingConfig
 from flows.display.live_page import UPDATE_INTERVAL_SECONDS, Page, flow_run_page
 from flows.display.run_log import log_line
 from flows.display.terminal import TerminalProgress
+from tasks.loggers.environment import configured_loggers
+from tasks.loggers.services import check_installed
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +32,18 @@ class StdoutLogger(TerminalProgress):
 
 
 def get_prod_logger(ctx: object = None) -> StdoutLogger:
-    """The logger of deployed recipes: a StdoutLogger, whose lines are in the flow run's log too. `ctx` is accepted
-    because published recipes pass it, and is not used: the flow run is found without it."""
-    return StdoutLogger()
+    """The logger of deployed recipes: a StdoutLogger that also sends the steps of training classes to every service
+    that this process's environment configures: W&B, MLflow, TensorBoard, SwanLab.
+
+    tasks.loggers.environment lists the variables, such as WANDB_PROJECT and MLFLOW_TRACKING_URI. A resumed run sends no
+    step twice. The numbers of a hand-written step go to the terminal and the flow run's log only. `ctx` is accepted
+    because published recipes pass it, and is not used: a training class knows its run. Raises LoggerMissing if a
+    service is configured whose package is not installed.
+    """
+    names = configured_loggers()
+    for name in names:
+        check_installed(name)
+    return StdoutLogger(logging=LoggingConfig(loggers=names))
 
 
 class StageNotifier:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from storage.serialization import Frozen
 from tasks.loggers.services import LoggerName
 
@@ -14,9 +12,11 @@ class LoggingConfig(Frozen):
     loggers: tuple[LoggerName, ...] = ()
     """Experiment trackers that receive the metrics. Each needs its package; accounts and servers come from its
     environment variables, such as WANDB_API_KEY."""
-    project: str = Field("ostinato", min_length=1)
-    """Name of the project in the experiment trackers."""
+    project: str = ""
+    """Name of the project in the experiment trackers. Empty: the tracker's environment variable (WANDB_PROJECT,
+    MLFLOW_EXPERIMENT_NAME, SWANLAB_PROJ_NAME), else "ostinato"."""
     experiment: str | None = None
     """Name of the run in the experiment trackers. None: the run's key."""
-    folder: str = "ostinato-logs"
-    """Folder for the files of experiment trackers, on the machine that runs the flow."""
+    folder: str = ""
+    """Folder for the files of experiment trackers, on the machine that runs the flow. Empty: the tracker's environment
+    variable (WANDB_DIR, TENSORBOARD_LOGGING_DIR, SWANLAB_LOGDIR), else "ostinato-logs"."""

@@ -29,13 +29,15 @@ class LoggerMissing(ImportError):
 class LoggedRun(Frozen):
     """The names and settings of a run for its loggers."""
 
-    project: str
+    project: str = ""
+    """Name of the project. Empty: the service's environment variable, else "ostinato"."""
     name: str
     """Name of the experiment. By default the run's key."""
     run: str
     """The run's key. It is the same after a resume, so that a service continues the same run."""
-    folder: str
-    """Folder on this machine for the files of loggers."""
+    folder: str = ""
+    """Folder on this machine for the files of loggers. Empty: the service's environment variable, else
+    "ostinato-logs"."""
     config: dict[str, object] = {}
     """The config of the run."""
 
@@ -59,7 +61,8 @@ def imported(module: str, *, logger: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        extra = " (the extra 'loggers' has it)" if logger == "tensorboard" else ""
+        # swanlab is in no extra: it needs protobuf < 7
+        extra = "" if logger == "swanlab" else " (the extra 'loggers' has it)"
         raise LoggerMissing(
             f"the logger {logger!r} needs the package {package!r}, which is not installed here; "
             f"'pip install {package}'{extra}, or leave {logger!r} out"

@@ -130,6 +130,11 @@ class SwanLab:
         self._run.finish()
 
 
+def check_installed(name: LoggerName) -> None:
+    """Raises LoggerMissing if the package of a logger is not installed."""
+    _module(name, name)
+
+
 def _module(name: str, package: str) -> Any:
     return imported(name, logger=package, package=package)
 

@@ -10,6 +10,7 @@ from storage.chain.records import PolicyRef
 from storage.store.objects import ObjectStore
 from tasks.evaluation.validation_curve import Validation, read_validations
 from tasks.loggers.base import LoggedRun, LoggerMissing, SentLog, Sink, figures_of
+from tasks.loggers.environment import with_variables
 from tasks.loggers.services import SINKS, LoggerName
 from tasks.loggers.tables import Table
 from tasks.reports.metrics import StepMetrics
@@ -28,7 +29,7 @@ class Loggers:
         self._sinks: dict[str, tuple[Sink, SentLog]] = {}
         # Open each logger once.
         for name in dict.fromkeys(names):
-            opened = self._try(name, lambda name=name: SINKS[name](run))  # type: ignore[misc]
+            opened = self._try(name, lambda name=name: SINKS[name](with_variables(run, name)))  # type: ignore[misc]
             if opened is not None:
                 self._sinks[name] = (opened, SentLog(store, policy.run, policy.stage, name))
 

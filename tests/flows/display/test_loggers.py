@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -15,9 +17,14 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.runtime import flow_run
 from rich.console import Console
 
+from engine.handles import Model
+from engine.text.threads import StringThread
 from flows.display.terminal import TerminalProgress
 from flows.loggers import JobNotifier, StageNotifier, StdoutLogger, get_prod_logger
 from flows.recipe import RecipeContext
+from flows.sft import SFT
+from tasks.loggers.base import LoggerMissing
+from tasks.loggers.environment import VARIABLES
 from tests.fixtures.engines import DETERMINISTIC
 
 
@@ -27,8 +34,51 @@ def test_a_logger_says_the_numbers_of_a_step_in_their_order() -> None:
     assert out.getvalue() == "reward 0.1235  step 3  note [x]\n"
 
 
-def test_the_logger_of_a_deployed_recipe_is_one_that_training_classes_take() -> None:
-    assert isinstance(get_prod_logger(ctx=None), TerminalProgress)
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ()),
+        ({"WANDB_PROJECT": ""}, ()),
+        ({"WANDB_PROJECT": "p"}, ("wandb",)),
+        ({"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, ()),
+        ({"MLFLOW_TRACKING_URI": "http://127.0.0.1:5000"}, ("mlflow",)),
+        ({"TENSORBOARD_LOGGING_DIR": "d", "WANDB_API_KEY": "k"}, ("wandb", "tensorboard")),
+    ],
+)
+def test_the_logger_of_a_deployed_recipe_sends_to_what_is_configured(
+    variables: dict[str, str], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in chain.from_iterable(service.configured for service in VARIABLES.values()):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    # the packages are not needed to choose
+    monkeypatch.setattr("flows.loggers.check_installed", lambda name: None)
+    logger = get_prod_logger(ctx=None)
+    assert isinstance(logger, TerminalProgress) and logger.logging.loggers == expected
+
+
+def test_a_configured_service_without_its_package_is_said_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "p")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    with pytest.raises(LoggerMissing, match="pip install wandb"):
+        get_prod_logger()
+
+
+async def test_the_steps_of_a_training_class_reach_the_configured_service(
+    prefect_server: str, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    threads = [StringThread([("user", str(digit)), ("assistant", str(digit))]) for digit in range(4)]
+    for _ in range(2):  # the second time, all steps are committed
+        ctx = RecipeContext.open("logged", store=str(tmp_path / "data"), engine=DETERMINISTIC)
+        model = await Model(str(tiny_folder)).to_builder(ctx).spawn_train("policy")
+        await SFT(threads, model, samples_per_batch=4, max_steps=2, logger=get_prod_logger(ctx=ctx)).run()
+    files = sorted((tmp_path / "events" / "ostinato" / "logged").glob("events.*"))
+    events = chain.from_iterable(loader.EventFileLoader(str(file)).Load() for file in files)
+    assert [event.step for event in events for value in event.summary.value if value.tag == "train/loss"] == [1, 2]
 
 
 def test_a_stage_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,6 @@ def measure(spec: dict[str, Any], store_url: str, *, resumed: bool = False) -> d
     started = time.time()
     from pydantic import TypeAdapter
 
-    from flows.configs.common import DatasetSource
     from flows.runs.estimate import _mean_row_tokens
     from flows.training.rollout_loop import RolloutLoop  # noqa: F401 - what a run imports
     from storage.store.artifacts import Provenance
@@ -74,6 +73,7 @@ def measure(spec: dict[str, Any], store_url: str, *, resumed: bool = False) -> d
     from storage.store.tables import read_rows
     from tasks.datasets.load import load_dataset
     from tasks.datasets.order import DataCursor, take
+    from tasks.datasets.spec import DatasetSource
 
     imported, imported_kib = time.time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     cpu = time.process_time()

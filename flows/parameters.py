@@ -21,11 +21,10 @@ from pydantic_core import CoreSchema, core_schema
 import engine.handles
 from engine.handles import HasWorkspace
 from engine.text.threads import StringThread
-from flows.configs.common import DatasetSource
 from storage.serialization import canonical_json
 from storage.store.tables import RowReader
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.spec import DatasetUse
+from tasks.datasets.spec import DatasetSource, DatasetUse
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import build, grader_spec
 from tasks.load import load_prompts

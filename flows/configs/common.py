@@ -9,7 +9,7 @@ of the engine, the tasks or the store that `default_of` names.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -35,7 +35,7 @@ from storage.store.keys import validate_name
 from tasks import import_paths
 from tasks.batches.rl import AdvantageEstimator, BatchPlan
 from tasks.batches.truncation import Cut, LengthPlan
-from tasks.datasets.spec import FileDataset, PythonDataset, ReasoningGymDataset, RegisteredDataset
+from tasks.datasets.spec import DatasetSource, HeldoutSource
 from tasks.graders.spec import Workers
 from tasks.sampling.completions import PromptShard, Truncation
 from tasks.sampling.grading import Grading
@@ -44,10 +44,6 @@ SEMANTIC = (
     "model", "value_model", "data", "grader", "environment", "sampling", "algorithm", "credit", "regularisation",
     "rules", "optimizer", "seed",
 )  # fmt: skip
-DatasetSource = Annotated[
-    FileDataset | PythonDataset | ReasoningGymDataset | RegisteredDataset, Field(discriminator="kind")
-]
-RowsSource = Annotated[FileDataset | PythonDataset | RegisteredDataset, Field(discriminator="kind")]
 
 
 class ModelConfig(Frozen):
@@ -88,7 +84,7 @@ class DataConfig(Frozen):
 class PromptDataConfig(DataConfig):
     """The prompts to train on, and held-out prompts for the evaluation."""
 
-    heldout: DatasetSource | None = None
+    heldout: HeldoutSource | None = None
     """Prompts of the evaluation, on which the model is never trained. None: no evaluation."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Longest prompt, in tokens. None: the model's context less sampling.max_new_tokens."""
@@ -381,7 +377,7 @@ def check_sampled_run(
 class SFTDataConfig(DataConfig):
     """The conversations to train on, and held-out conversations for the validation loss."""
 
-    heldout: DatasetSource | None = None
+    heldout: HeldoutSource | None = None
     """Conversations of the validation loss, on which the model is never trained. None: no validation loss."""
 
 

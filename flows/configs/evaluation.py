@@ -9,13 +9,14 @@ from pydantic import Field, field_validator, model_validator
 
 from engine.protocol import SamplingParams, SamplingTemperature
 from engine.specs.engine import EngineSpec, LocalEngineSpec
-from flows.configs.common import DatasetSource, GraderConfig, GRPOConfig, StorageConfig
+from flows.configs.common import GraderConfig, GRPOConfig, StorageConfig
 from flows.configs.defaults import default_of
 from flows.configs.forms import FormConfig
 from flows.configs.titles import model_title
 from storage.errors import InvalidKey
 from storage.serialization import Frozen, canonical_json, digest
 from storage.store.keys import validate_name
+from tasks.datasets.spec import HeldoutSource
 from tasks.graders.spec import grader_spec
 from tasks.sampling.completions import PromptShard, Truncation
 from tasks.sampling.grading import Grading
@@ -43,7 +44,7 @@ class SuiteDataset(Frozen):
 
     name: str = "heldout"
     """Name of the dataset in tables and gates."""
-    source: DatasetSource
+    source: HeldoutSource
     """Dataset of the prompts."""
 
     _name = field_validator("name")(checked_name)

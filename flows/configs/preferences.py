@@ -7,12 +7,13 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from engine.losses.pairs import DPOSpec, DPOVariant
-from flows.configs.common import DataConfig, OptimizerConfig, RowsSource, SFTAlgorithm, TrainingConfig
+from flows.configs.common import DataConfig, OptimizerConfig, SFTAlgorithm, TrainingConfig
 from flows.configs.defaults import default_of
 from flows.configs.titles import training_title
 from flows.configs.validation import ValidationConfig
 from storage.number_types import MAX_RATE, Divisor
 from tasks.batches.truncation import check_uncut
+from tasks.datasets.spec import HeldoutRowsSource, RowsSource
 
 
 class PreferenceOptimizer(OptimizerConfig):
@@ -27,7 +28,7 @@ class PreferenceDataConfig(DataConfig):
 
     train: RowsSource
     """Preferences to train on. Rows have `chosen` and `rejected`: messages, or texts together with a `prompt`."""
-    heldout: RowsSource | None = None
+    heldout: HeldoutRowsSource | None = None
     """Preferences of the validation loss, on which the model is never trained. None: no validation loss."""
 
 
@@ -36,7 +37,7 @@ class RewardDataConfig(DataConfig):
 
     train: RowsSource
     """Dataset to train on. Rows have `chosen` and `rejected`, or are rated conversations."""
-    heldout: RowsSource | None = None
+    heldout: HeldoutRowsSource | None = None
     """Rows of the validation loss, of the same kind as train. The model is never trained on them. None: no validation
     loss."""
     use: Literal["preference", "rating"] = "preference"

@@ -8,7 +8,6 @@ from pydantic import model_validator
 
 from engine.protocol import SamplingParams
 from flows.configs.common import (
-    DatasetSource,
     EvaluationConfig,
     GraderConfig,
     OptimizerConfig,
@@ -23,6 +22,7 @@ from flows.configs.gspo import GSPOAlgorithm, GSPOConfig
 from flows.configs.reinforcement import BatchRules, Regularisation
 from flows.configs.titles import training_title
 from storage.serialization import Frozen
+from tasks.datasets.spec import DatasetSource
 
 STAGES = ("sft", "gspo")
 

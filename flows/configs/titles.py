@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from tasks.datasets.spec import FileDataset, PythonDataset, ReasoningGymDataset, RegisteredDataset
+from tasks.datasets.spec import DatasetSource, PythonDataset, ReasoningGymDataset, RegisteredDataset
 
 VERSION_LETTERS = 8
 
@@ -18,10 +18,7 @@ def model_title(key: str) -> str:
     return f"{name}{separator}{version}" or key
 
 
-TitledSource = FileDataset | PythonDataset | ReasoningGymDataset | RegisteredDataset
-
-
-def dataset_title(source: TitledSource) -> str:
+def dataset_title(source: DatasetSource) -> str:
     """The name of a dataset: of its generator or function, of the registered dataset, or of its file without folder and
     ending (for a pattern, of the folder). For several files it is the first one's, with the number of the others."""
     if isinstance(source, RegisteredDataset):
@@ -38,6 +35,6 @@ def dataset_title(source: TitledSource) -> str:
     return name
 
 
-def training_title(flow: str, key: str, source: TitledSource, seed: int) -> str:
+def training_title(flow: str, key: str, source: DatasetSource, seed: int) -> str:
     """The name of a training run: `grpo smollm2-135m on chain_sum, seed 3`."""
     return f"{flow} {model_title(key)} on {dataset_title(source)}, seed {seed}"

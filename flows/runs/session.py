@@ -15,7 +15,7 @@ from prefect.runtime import flow_run
 from engine.errors import EngineError
 from engine.specs.engine import HttpEngineSpec
 from engine.workspace import Workspace
-from flows.configs.common import DatasetSource, FlowConfig, PromptDataConfig, TrainingConfig
+from flows.configs.common import FlowConfig, PromptDataConfig, TrainingConfig
 from flows.configs.titles import dataset_title
 from flows.display.load_progress import LoadLines
 from flows.display.terminal import TerminalProgress
@@ -42,8 +42,9 @@ from storage.store.identity import find_store_id
 from storage.store.objects import read_json
 from storage.worklog import log_work
 from tasks.datasets.load import LoadedDataset, load_dataset
+from tasks.datasets.load_order import load_order
 from tasks.datasets.registered import pin_version, resolve_version
-from tasks.datasets.spec import DatasetUse, RegisteredDataset
+from tasks.datasets.spec import DatasetSource, DatasetUse, RegisteredDataset
 from tasks.graders.running.shared_graders import tear_down_idle_graders
 from tasks.load import load_prompts
 
@@ -200,9 +201,11 @@ def _heldout_use(config: TrainingConfig, use: DatasetUse) -> DatasetUse:
 def _load(
     workspace: Workspace, source: DatasetSource, use: DatasetUse, logger: TerminalProgress
 ) -> LoadedDataset:
-    """Loads a dataset, announces it if it is new, and notes the version of a registered one."""
+    """Loads a dataset and its order, announces it if it is new, and notes the version of a registered one."""
     title = dataset_title(source)
     data = load_prompts(workspace, source, use, LoadLines(title, logger.note))
+    # refuse a curriculum over rows without numbers before a model is loaded
+    load_order(workspace.open_store(), data, seed=workspace.seed)
     announce_dataset(data, source, use)
     if isinstance(source, RegisteredDataset):
         name, version = keys.dataset_of(data.ref.key)

@@ -8,12 +8,12 @@ from typing import Any
 
 from prefect import Flow
 
-from flows.configs.common import DatasetSource, PromptDataConfig, TrainingConfig
+from flows.configs.common import PromptDataConfig, TrainingConfig
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.configs.training import AnyTraining, DPOTraining, RewardModelTraining, SFTToGSPOTraining, SFTTraining
 from storage.store.objects import ObjectStore
 from tasks.datasets.registered import resolve_version
-from tasks.datasets.spec import DatasetUse
+from tasks.datasets.spec import DatasetSource, DatasetUse
 
 
 def import_flow(kind: str) -> Flow[..., Coroutine[Any, Any, Any]]:

@@ -22,7 +22,7 @@ from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
 from tasks.batches.rl import count_informative_prompts
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.order import DataCursor, repetitions, take
+from tasks.datasets.order import DataCursor, DataOrder, repetitions
 from tasks.sampling.completions import PromptShard, Truncation
 
 
@@ -57,14 +57,9 @@ class PromptSource:
     prompts_per_step: int
     completions_per_prompt: int
     prompts_per_shard: int
-    seed: int
-    """Decides the order of the prompts."""
+    order: DataOrder
     max_prompt_tokens: int | None
     truncation: Truncation
-
-    def take(self, cursor: DataCursor, prompts: int) -> tuple[list[int], DataCursor]:
-        """The rows of the next `prompts` prompts, and the cursor after them."""
-        return take(cursor, prompts, rows=self.data.rows, seed=self.seed)
 
     def shards(self, rows: list[int], *, earlier_rows: list[int], first_index: int) -> list[PromptShard]:
         """The shards of `rows`. `earlier_rows` were taken by the same step before; the shards are numbered from
@@ -121,7 +116,7 @@ class RolloutCollector:
         if self.refill is not None:
             draws += self.refill.max_extra_draws
         for _ in range(draws):
-            new_rows, cursor_out = self.source.take(cursor_out, missing)
+            new_rows, cursor_out = self.source.order.take(cursor_out, missing)
             shards = self.source.shards(new_rows, earlier_rows=rows, first_index=len(rollouts))
             new_rollouts, new_graded = await self.sample_and_grade(policy, shards, step)
             rows += new_rows

@@ -36,6 +36,7 @@ from tasks.batches.rl import BatchPlan
 from tasks.credit.kl_controllers import AdaptiveKL, FixedKL
 from tasks.credit.rewards import Overlong, RewardKL
 from tasks.datasets.load import LoadedDataset
+from tasks.datasets.load_order import load_order
 from tasks.datasets.spec import InlineDataset
 from tasks.load import load_prompts
 
@@ -145,7 +146,7 @@ class RolloutLoop(TrainingLoop):
             prompts_per_step=self.prompts_per_batch,
             completions_per_prompt=self.algorithm.completions_per_sample,
             prompts_per_shard=self.algorithm.prompts_per_shard,
-            seed=self.data_seed,
+            order=load_order(self.model.workspace.open_store(), data, seed=self.data_seed),
             max_prompt_tokens=self.max_prompt_tokens,
             truncation=self.truncation,
         )

@@ -17,7 +17,7 @@ from flows.training.training_steps import training_steps
 from storage.chain.records import PolicyRef, StepRequest
 from storage.store.artifacts import ArtifactRef
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.order import take
+from tasks.datasets.load_order import load_order
 from tasks.train import take_gradient_step
 
 
@@ -55,6 +55,7 @@ class SupervisedLoop(TrainingLoop):
         start = await self.open()
         reference = self.reference(start)
         data = self.load_dataset()
+        order = load_order(workspace.open_store(), data, seed=self.data_seed)
         size = min(self.samples_per_batch, data.rows)
         # rounded up: the last batch may contain rows of one further epoch
         total_steps = self.max_steps or -(-self.epochs * data.rows // size)
@@ -62,7 +63,7 @@ class SupervisedLoop(TrainingLoop):
             async for step in steps:
                 cursor = steps.cursor
                 # the next rows of the dataset, and their batch
-                rows, cursor_out = take(cursor, size, rows=data.rows, seed=self.data_seed)
+                rows, cursor_out = order.take(cursor, size)
                 batch = await self.prepare(step.policy, data.ref, rows, step.index)
                 # the gradient step
                 request = StepRequest(

@@ -8,32 +8,27 @@ from __future__ import annotations
 
 import io
 import tempfile
-import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import JsonValue
 
-from storage.errors import CorruptArtifact, SchemaMismatch, StorageError
+from storage.errors import CorruptArtifact, SchemaMismatch
 from storage.serialization import digest, digest_file
 from storage.store.artifacts import (
     ArtifactRef,
-    FileEntry,
     Provenance,
     commit_bytes,
     commit_file,
     read_bytes,
-    single_file_entry,
 )
-from storage.store.backends.local_errors import storage_error_of
 from storage.store.objects import ObjectStore
-from storage.store.recent_tables import KINDS, MAX_BYTES, RECENT, table_key
+from storage.store.recent_tables import KINDS, MAX_BYTES, RECENT
+from storage.store.row_reader import RowReader, read_column, read_rows
 from storage.store.schemas import OPTIONAL, SCHEMAS, table_schema
 
 __all__ = [
@@ -43,6 +38,7 @@ __all__ = [
     "TableWriter",
     "commit_table",
     "conform_table",
+    "read_column",
     "read_rows",
     "read_step_table",
     "read_table",
@@ -51,10 +47,6 @@ __all__ = [
 
 ROW_GROUP = 256
 """Rows that are compressed together: the unit of random access, and of memory when writing."""
-CACHED_GROUPS = 8
-"""Row groups that a RowReader keeps in memory."""
-COPIED_BYTES = 1 << 30
-"""read_rows copies remote tables up to this size to this machine."""
 
 
 def commit_table(
@@ -206,122 +198,6 @@ class TableWriter:
                 _write_groups(self._open(), pa.concat_tables(self._pending))
             self._open().close()
             self._writer, self._pending, self._finished = None, [], True
-
-
-class RowReader:
-    """Reads single rows of a committed table by index, so that a dataset larger than memory can be shuffled.
-
-    It may be used from several threads. Raises ObjectNotFound, CorruptArtifact (wrong checksum of a page, or size).
-    """
-
-    def __init__(self, store: ObjectStore, ref: ArtifactRef, *, copy: bool = False) -> None:
-        """With `copy` a remote table is downloaded once and then read from the disk of this machine."""
-        self.ref, self._store = ref, store
-        # open the file, and check its size against the manifest
-        entry = single_file_entry(store, ref)
-        self._lock = threading.Lock()
-        self._groups: OrderedDict[int, pa.Table] = OrderedDict()
-        self._source = _download(store, entry) if copy else store.open(entry.key)
-        if self._source.seek(0, io.SEEK_END) != entry.bytes:
-            raise CorruptArtifact(f"{entry.key} does not have the {entry.bytes} bytes that its manifest says")
-        # read the footer, which says where the row groups are
-        try:
-            self._file = pq.ParquetFile(self._source, page_checksum_verification=True, pre_buffer=False)
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(error, f"{ref.key} is no readable Parquet file", ref, store) from error
-        # _starts[group] is the index of the first row of the group; the last entry is the number of rows
-        self._starts = [0]
-        for group in range(self._file.num_row_groups):
-            self._starts.append(self._starts[-1] + self._file.metadata.row_group(group).num_rows)
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def rows(self, indices: Iterable[int]) -> list[dict[str, Any]]:
-        """Returns the rows with these indices, in the order given. Raises IndexError."""
-        row_indices = list(indices)
-        # places in the result, by the row group that they are read from
-        by_group: dict[int, list[int]] = defaultdict(list)
-        for place, index in enumerate(row_indices):
-            if not 0 <= index < len(self):
-                raise IndexError(f"{self.ref.key} has {len(self)} rows, and none with index {index}")
-            by_group[index // ROW_GROUP].append(place)
-        # read each row group once
-        rows: list[dict[str, Any]] = [{}] * len(row_indices)
-        for group, places in sorted(by_group.items()):
-            table = self._group(group).take([row_indices[place] - self._starts[group] for place in places])
-            for place, row in zip(places, table.to_pylist(), strict=True):
-                rows[place] = row
-        return rows
-
-    def close(self) -> None:
-        self._source.close()
-
-    def _group(self, number: int) -> pa.Table:
-        # a least-recently-used cache of row groups
-        with self._lock:
-            if number in self._groups:
-                self._groups.move_to_end(number)
-                return self._groups[number]
-            try:
-                table = self._file.read_row_group(number)
-            except (pa.ArrowException, OSError) as error:
-                problem = f"row group {number} of {self.ref.key} is torn"
-                raise _unreadable(error, problem, self.ref, self._store) from error
-            self._groups[number] = table
-            if len(self._groups) > CACHED_GROUPS:
-                self._groups.popitem(last=False)
-            return table
-
-
-def _unreadable(error: Exception, problem: str, ref: ArtifactRef, store: ObjectStore) -> StorageError:
-    """Returns the storage error for a failed read. An OSError with an errno is the disk's error, not the table's."""
-    if isinstance(error, OSError) and error.errno:
-        return storage_error_of(error, ref.key, store.url)
-    return CorruptArtifact(f"{problem}: {error}")
-
-
-def read_rows(store: ObjectStore, ref: ArtifactRef, indices: Iterable[int]) -> list[dict[str, Any]]:
-    """Like RowReader(store, ref).rows(indices), with one cached reader per table and process.
-
-    The rows of a shard of a shuffled dataset lie in many row groups, and each would be a request of its own. So a
-    remote table of up to COPIED_BYTES is copied to this machine first.
-    """
-    return _shared_reader(_ReaderKey(store, ref)).rows(indices)
-
-
-class _ReaderKey:
-    """Key of the cache of readers: equal for equal content in the same store."""
-
-    def __init__(self, store: ObjectStore, ref: ArtifactRef) -> None:
-        self.store, self.ref = store, ref
-        self.name = table_key(store, ref)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ReaderKey) and self.name == other.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-
-@lru_cache(maxsize=4)
-def _shared_reader(table: _ReaderKey) -> RowReader:
-    is_local = table.store.local_path(table.ref.key) is not None
-    return RowReader(table.store, table.ref, copy=not is_local and table.ref.bytes <= COPIED_BYTES)
-
-
-def _download(store: ObjectStore, entry: FileEntry) -> BinaryIO:
-    """Downloads the file and opens it; it has no name any more, so that closing removes it.
-
-    Raises ObjectNotFound, CorruptArtifact.
-    """
-    with tempfile.TemporaryDirectory(prefix="ostinato-table-") as folder:
-        path = Path(folder, "table.parquet")
-        store.fetch(entry.key, path)
-        sha256 = digest_file(path)[0]
-        if sha256 != entry.sha256:
-            raise CorruptArtifact(f"{entry.key} has sha256 {sha256[:12]}, its manifest says {entry.sha256[:12]}")
-        return path.open("rb")
 
 
 def conform_table(table: pa.Table, kind: str) -> pa.Table:

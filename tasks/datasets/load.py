@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from engine.text.threads import StringThread
 from storage.errors import CorruptArtifact, InvalidKey
-from storage.serialization import Frozen, canonical_json, canonical_text
+from storage.serialization import canonical_json, canonical_text
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, find_artifact
 from storage.store.objects import ObjectStore
@@ -34,6 +34,7 @@ from tasks.datasets.spec import (
     FileDataset,
     InlineDataset,
     InlinePairs,
+    OrderedDataset,
     PythonDataset,
     ReasoningGymDataset,
     RegisteredDataset,
@@ -51,8 +52,8 @@ ID_CHARACTERS = 32
 """Hex digits of an id: 128 bits of sha256."""
 
 
-class LoadedDataset(Frozen):
-    """A dataset in the store."""
+class LoadedDataset(OrderedDataset):
+    """A dataset in the store, and the order in which training reads it."""
 
     ref: ArtifactRef
     rows: int
@@ -87,6 +88,20 @@ def load_dataset(
     of the path or encoding of a file). A registered dataset is only looked up, and so is a file that was loaded before
     and has not changed. Raises DatasetError and its subclasses before anything is visible in the store.
     """
+    data = _load(store, spec, kind, provenance, on_progress)
+    if isinstance(spec, OrderedDataset):
+        return data.model_copy(update={"order": spec.order, "curriculum_column": spec.curriculum_column})
+    return data
+
+
+def _load(
+    store: ObjectStore,
+    spec: Source | RegisteredDataset,
+    kind: DatasetUse,
+    provenance: Provenance,
+    on_progress: Callable[[LoadProgress], None],
+) -> LoadedDataset:
+    """The dataset of the spec, in the default order."""
     if isinstance(spec, RegisteredDataset):
         version = select_version(store, spec, kind)
         return LoadedDataset(ref=version.ref, rows=version.ref.rows or 0, skipped=version.skipped)
@@ -193,7 +208,8 @@ def dataset_items(
 def selection_fields(spec: Source) -> dict[str, Any]:
     """The fields of a spec that change which rows it has. A dataset stays the same if its files are moved, written as
     Parquet, or cut into parts that are read in order."""
-    return spec.model_dump(mode="json", exclude={"path", "further_paths", "arguments", "format", "threads", "pairs"})
+    other = {"path", "further_paths", "arguments", "format", "threads", "pairs", *OrderedDataset.model_fields}
+    return spec.model_dump(mode="json", exclude=other)
 
 
 def dataset_name(spec: Source) -> str:

@@ -1,11 +1,13 @@
-"""The order in which a run reads a dataset: a seeded permutation per epoch, and a cursor into it.
+"""The order in which a run reads a dataset: an order of the rows per epoch, and a cursor into it.
 
 The cursor is two integers. They are stored in the commit records, so a resumed run continues after its last step.
 """
 
 import hashlib
 from collections import Counter
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 from pydantic import Field
@@ -20,34 +22,59 @@ class DataCursor(Frozen):
     index: int = Field(default=0, ge=0)
 
 
+EpochOrder = Callable[[int], Sequence[int] | np.ndarray]
+"""epoch (from 0) -> the row indices in the order in which that epoch reads them."""
+
+
+@dataclass(frozen=True)
+class DataOrder:
+    """The order in which a run reads a dataset of `rows` rows."""
+
+    rows: int
+    epoch_order: EpochOrder
+
+    def take(self, cursor: DataCursor, n: int) -> tuple[list[int], DataCursor]:
+        """Return the next `n` row indices and the cursor after them.
+
+        Within an epoch no row comes twice. After an epoch the next one begins. The result depends on the order and the
+        arguments only: taking n1 and then n2 rows returns the same rows as taking n1 + n2 at once.
+        """
+        # Check the arguments.
+        if self.rows < 1:
+            raise ValueError(f"given a dataset of {self.rows} rows; expected at least 1")
+        if n < 0:
+            raise ValueError(f"given n={n}; expected 0 or more rows to take")
+        if cursor.index >= self.rows:
+            raise ValueError(
+                f"given a cursor after {cursor.index} rows of an epoch, and a dataset of {self.rows} rows; the cursor "
+                "belongs to another dataset. Start a new run, or give the dataset with which this run began."
+            )
+
+        # Take rows from one epoch after the other.
+        taken: list[int] = []
+        epoch, index = cursor.epoch, cursor.index
+        while len(taken) < n:
+            chunk = self.epoch_order(epoch)[index : index + n - len(taken)]
+            taken.extend(int(row) for row in chunk)
+            index += len(chunk)
+            if index == self.rows:
+                epoch, index = epoch + 1, 0
+        return taken, DataCursor(epoch=epoch, index=index)
+
+
+def shuffled(rows: int, *, seed: int) -> DataOrder:
+    """The order that is another seeded permutation in each epoch."""
+    return DataOrder(rows, partial(_permutation_of_epoch, rows, seed))
+
+
+def same_in_each_epoch(indices: Sequence[int] | np.ndarray) -> DataOrder:
+    """The order that reads the rows in the order of `indices` in each epoch."""
+    return DataOrder(len(indices), lambda epoch: indices)
+
+
 def take(cursor: DataCursor, n: int, *, rows: int, seed: int) -> tuple[list[int], DataCursor]:
-    """Return the next `n` row indices and the cursor after them.
-
-    Within an epoch no row comes twice. After an epoch the next one begins with another permutation. The result depends
-    on the arguments only: taking n1 and then n2 rows returns the same rows as taking n1 + n2 at once.
-    """
-    # Check the arguments.
-    if rows < 1:
-        raise ValueError(f"given a dataset of {rows} rows; expected at least 1")
-    if n < 0:
-        raise ValueError(f"given n={n}; expected 0 or more rows to take")
-    if cursor.index >= rows:
-        raise ValueError(
-            f"given a cursor after {cursor.index} rows of an epoch, and a dataset of {rows} rows; the cursor belongs "
-            f"to another dataset. Start a new run, or give the dataset with which this run began."
-        )
-
-    # Take rows from one epoch after the other.
-    taken: list[int] = []
-    epoch, index = cursor.epoch, cursor.index
-    while len(taken) < n:
-        order = permutation(rows, seed=seed, epoch=epoch)
-        chunk = order[index : index + n - len(taken)]
-        taken.extend(int(row) for row in chunk)
-        index += len(chunk)
-        if index == rows:
-            epoch, index = epoch + 1, 0
-    return taken, DataCursor(epoch=epoch, index=index)
+    """Return the next `n` row indices of a shuffled dataset, and the cursor after them. See `DataOrder.take`."""
+    return shuffled(rows, seed=seed).take(cursor, n)
 
 
 def repetitions(rows: list[int]) -> list[int]:
@@ -58,6 +85,10 @@ def repetitions(rows: list[int]) -> list[int]:
         earlier_counts.append(count_of[row])
         count_of[row] += 1
     return earlier_counts
+
+
+def _permutation_of_epoch(rows: int, seed: int, epoch: int) -> np.ndarray:
+    return permutation(rows, seed=seed, epoch=epoch)
 
 
 @lru_cache(maxsize=2)

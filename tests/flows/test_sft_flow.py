@@ -14,7 +14,9 @@ from engine.connect import connect
 from engine.errors import BadSpec, SampleTooLong
 from flows.configs.common import SFTConfig
 from flows.sft import SFT, sft
+from storage.inspect.accounting import step_inputs
 from storage.store.artifacts import read_manifest
+from storage.store.tables import RowReader
 from tests.fixtures.configs import with_changes
 from tests.fixtures.runs.flow_runs import FlowRuns
 from tests.fixtures.runs.interruption import Interrupted, interrupt_at
@@ -173,6 +175,16 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
 def test_how_many_steps_a_run_has(runs: FlowRuns, algorithm: dict[str, Any], steps: int) -> None:
     runs.run("r", algorithm={"samples_per_batch": 4} | algorithm)
     assert list(runs.chain("r").steps()) == list(range(1, steps + 1))
+
+
+def test_the_rows_are_trained_in_the_order_of_the_file(runs: FlowRuns) -> None:
+    in_order = {"kind": "file", "path": str(runs.folder / "rows.jsonl"), "order": "file"}
+    runs.run("r", algorithm__steps=1, data__train=in_order)
+    record = runs.records("r")[0]
+    dataset = step_inputs(runs.store, record).datasets[0]
+    names = [row["id"] for row in RowReader(runs.store, dataset).rows(range(4))]
+    assert [row["group"] for row in runs.rows(record.request.batch)] == names
+    assert record.request.cursor_out == {"epoch": 0, "index": 4}
 
 
 def test_steps_and_epochs_together_are_refused() -> None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from storage.errors import CorruptArtifact, SchemaMismatch, StorageUnavailable
-from storage.store import tables
+from storage.store import row_reader
 from storage.store.artifacts import Provenance, read_bytes, read_manifest
 from storage.store.objects import ObjectStore, open_store
 from storage.store.tables import ROW_GROUP, SCHEMAS, RowReader, TableWriter, commit_table, read_table, table_schema
@@ -207,13 +207,19 @@ def test_rows_by_number(store: ObjectStore) -> None:
 def test_only_the_row_groups_that_are_needed_are_read(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = RowReader(store, commit(store, threads(20 * ROW_GROUP)))
     read: list[int] = []
-    real = reader._file.read_row_group
-    monkeypatch.setattr(reader._file, "read_row_group", lambda group: (read.append(group), real(group))[1])
+    real = reader._read_group
+    monkeypatch.setattr(reader, "_read_group", lambda group: (read.append(group), real(group))[1])
     reader.rows([ROW_GROUP * 7, 3, ROW_GROUP * 7 + 1, 4])
     reader.rows([5, ROW_GROUP * 8 - 1])
     assert read == [0, 7]
     reader.rows(range(0, 20 * ROW_GROUP, ROW_GROUP))
-    assert len(reader._groups) == tables.CACHED_GROUPS
+    assert len(reader._groups) == row_reader.CACHED_GROUPS
+
+
+def test_the_values_of_one_column(store: ObjectStore) -> None:
+    rows = threads(2 * ROW_GROUP + 10)
+    ref = commit(store, rows)
+    assert list(RowReader(store, ref).column("metadata")) == [row["metadata"] for row in rows]
 
 
 def test_a_reader_in_several_threads(store: ObjectStore) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.datasets.order import DataCursor, permutation, take
+from tasks.datasets.order import DataCursor, permutation, same_in_each_epoch, take
 
 
 def test_each_epoch_is_a_permutation_and_epochs_differ() -> None:
@@ -41,6 +41,13 @@ def test_any_split_of_the_requests_takes_the_same_rows(rows: int, chunks: list[i
     assert piecewise == at_once and cursor == end
     for epoch in range(len(at_once) // rows):
         assert sorted(at_once[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
+
+
+def test_an_order_that_is_the_same_in_each_epoch() -> None:
+    order = same_in_each_epoch([2, 0, 1])
+    rows, cursor = order.take(DataCursor(), 4)
+    assert (rows, cursor) == ([2, 0, 1, 2], DataCursor(epoch=1, index=1))
+    assert order.take(cursor, 2) == ([0, 1], DataCursor(epoch=2, index=0))
 
 
 def test_one_row_and_no_rows() -> None:

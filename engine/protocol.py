@@ -227,7 +227,8 @@ class Engine(Protocol):
     They raise `TransientEngineError` and `PermanentEngineError` (engine.errors), and the errors of storage."""
 
     async def import_model(self, source: str, *, provenance: Provenance) -> ArtifactRef:
-        """Returns a registered model by its key, or publishes a local folder in the registry. Idempotent."""
+        """Returns a registered model by its key, or publishes a local folder or a model of the hub in the registry.
+        Idempotent."""
         ...
 
     async def create_policy(self, spec: PolicySpec) -> PolicyRef:

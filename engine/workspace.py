@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from engine.connect import connect
+from engine.models.hub import hub_model
 from engine.protocol import Engine
 from engine.specs.engine import EngineSpec, LocalEngineSpec
+from storage.registry.hub import pinned
 from storage.serialization import Frozen, canonical_json, digest
 from storage.store.artifacts import Provenance
 from storage.store.objects import ObjectStore, open_store
@@ -26,12 +28,19 @@ class Workspace(Frozen):
     max_tokens: int | None = None
     """Maximum packed tokens of one forward pass in calls for one model: the `max_batch_size` that it was spawned with.
     None: the engine's `max_tokens_per_forward`."""
+    hub: dict[str, str] = {}
+    """Commit of each branch of a Hugging Face hub that the run uses, by the `hf://` address of the branch."""
 
     def open_store(self) -> ObjectStore:
         return _open_store(self.store)
 
     def connect(self) -> Engine:
         return connect(self.store, self.engine)
+
+    def pinned_model(self, key: str) -> str:
+        """The key of a model, with the run's commit in place of a branch of the hub. Other keys are unchanged."""
+        repo = hub_model(key)
+        return key if repo is None else pinned(repo, self.hub).uri
 
     def seed_for(self, *parts: str | int) -> int:
         """Derives a seed below 2**63 from the run's seed and `parts`. It does not depend on the name of the run."""

@@ -26,8 +26,17 @@ from flows.recipe import RecipeContext
 from flows.runs.checked_flow import checked_flow
 from flows.runs.code_version import code_version
 from flows.runs.events import emit_eval_regressed
+from flows.runs.hub_commits import commits_entry
 from flows.runs.input_checks import check_inputs
-from flows.runs.session import read_result, release_engine, release_run, take_lease, write_result
+from flows.runs.session import (
+    import_model,
+    read_result,
+    release_engine,
+    release_run,
+    take_lease,
+    with_hub_commits,
+    write_result,
+)
 from storage.chain.listing import EVALUATED
 from storage.chain.run_record import create_or_check_run
 from storage.registry.decisions import resolve_model
@@ -90,8 +99,8 @@ async def evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
 async def _run_evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     check_attempts(config.run or config.title)
     config, logger = with_deployment_settings(config), TerminalProgress()
-    workspace = _workspace(config)
-    check_inputs(config, workspace.open_store())
+    workspace = with_hub_commits(_workspace(config), config)
+    check_inputs(config, workspace.open_store(), workspace.hub)
     # load the inputs, whose digest identifies the run
     loaded = LoadedSuite.load(workspace, config.suite)
     models = await _load_models(workspace, config.models)
@@ -102,8 +111,9 @@ async def _run_evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     # open the run; a finished one returns its result
     workspace = workspace.model_copy(update={"run": run, "provenance": provenance})
     opening = create_or_check_run(
-        workspace.open_store(), run, semantic=body, other=_other(config), code_version=provenance.code_version
-    )
+        workspace.open_store(), run, semantic=body, other=_other(config) | commits_entry(workspace.hub),
+        code_version=provenance.code_version,
+    )  # fmt: skip
     for warning in opening.warnings:
         logger.note(f"warning: {warning}")
     known = read_result(workspace)
@@ -178,7 +188,7 @@ async def _load_models(workspace: Workspace, model_keys: tuple[str, ...]) -> dic
         name, _, version = resolved.partition("@")
         ref = find_model(store, name, version) if version else None
         if ref is None:
-            ref = await workspace.connect().import_model(key, provenance=workspace.provenance)
+            ref = await import_model(workspace, key)
         # two keys, such as name@champion and name@version, may be the same model
         registered = registered_key(ref)
         if registered in models:

@@ -30,10 +30,12 @@ from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.run_keys import current_run_key
 from flows.ops.termination import reraise_termination
 from flows.runs.checked_flow import checked_flow
+from flows.runs.hub_commits import hub_commits
 from flows.runs.input_checks import check_inputs
 from flows.runs.recipe_context import RecipeContext
 from flows.runs.session import read_result, release_run, write_result
 from storage.serialization import canonical_json
+from storage.store.objects import open_store
 from tasks.graders.setting import grading_in
 
 __all__ = ["InputConfig", "RecipeContext", "recipe_main"]
@@ -80,14 +82,17 @@ def recipe_main(function: Recipe) -> Flow[..., Any]:
             key = config.run or current_run_key(name)
             check_attempts(key)
             semantic, store = {"config": config.semantic()}, config.storage.url
-            ctx = RecipeContext.open(key, store=store, seed=config.seed, engine=config.engine, semantic=semantic)
+            hub = hub_commits(config, open_store(store), key)
+            ctx = RecipeContext.open(
+                key, store=store, seed=config.seed, engine=config.engine, semantic=semantic, hub=hub
+            )
             ending.workspace = ctx.workspace
             try:
                 # a finished run returns what it returned
                 result = read_result(ctx.workspace)
                 if result is not None:
                     return result["returned"]
-                check_inputs(config, ctx.workspace.open_store())
+                check_inputs(config, ctx.workspace.open_store(), hub)
                 with grading_in(ctx):
                     returned = await function(**{config_name: config} | ({ctx_name: ctx} if ctx_name else {}))
                 return write_result(ctx.workspace, {"run": key, "returned": _as_json(name, returned)})["returned"]

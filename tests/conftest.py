@@ -9,6 +9,7 @@ pytest.register_assert_rewrite("tests.fixtures")
 pytest_plugins = [
     "tests.fixtures.charts",
     "tests.fixtures.models",
+    "tests.fixtures.servers.hub",
     "tests.fixtures.stores.postgres",
     "tests.fixtures.prefect",
     "tests.fixtures.stores.s3",

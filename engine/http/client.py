@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -24,6 +25,7 @@ from engine.http.bodies import (
 from engine.http.transport import CallRequest, Transport, TransportFactory
 from engine.http.uploads import stage_upload
 from engine.models.folder import ModelFolder, local_folder, split_key
+from engine.models.hub import hub_model, import_from_hub
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.specs.engine import HttpEngineSpec
 from engine.validation_messages import describe_errors
@@ -54,15 +56,21 @@ class EngineClient:
     # -- models and policies -----------------------------------------------------------------------------------
 
     async def import_model(self, source: str, *, provenance: Provenance) -> ArtifactRef:
+        repo = hub_model(source)
+        if repo is not None:
+            # The download is made here: the token and the cache of the hub are this machine's.
+            return await import_from_hub(self.store, repo, partial(self._import_folder, provenance=provenance))
         path = local_folder(source)
         if path is None:
             # Raise for a path that is not a folder here: the server may be on another machine and would not see it.
             split_key(source)
             body = _body(ImportModelBody, source=source, provenance=provenance)
             return await self._post_json("import_model", body, ArtifactRef)
+        return await self._import_folder(await asyncio.to_thread(ModelFolder.of, path), provenance=provenance)
 
+    async def _import_folder(self, folder: ModelFolder, *, provenance: Provenance) -> ArtifactRef:
+        """Registers a folder of this machine."""
         # Ask with the digest first: the model may be registered already, and uploading it takes minutes.
-        folder = await asyncio.to_thread(ModelFolder.of, path)
         digest = await asyncio.to_thread(folder.digest)
         body = _body(ImportModelBody, source=folder.name, provenance=provenance, upload=digest)
         try:

@@ -28,7 +28,8 @@ FULL = FullSpec()
 
 @dataclass(frozen=True)
 class Model:
-    """Names a model: by registry key (`name` or `name@version`) or by local Hugging Face folder.
+    """Names a model: by registry key (`name` or `name@version`), by local Hugging Face folder, or by its name on the
+    hub (`owner/name`, `hf://owner/name@revision`).
 
     For inference only, `openai://NAME` names a model behind an OpenAI-compatible endpoint (engine.models.openai_model).
     """
@@ -154,5 +155,6 @@ class ModelBuilder:
         return await model.clone_inf()
 
     async def _base(self) -> tuple[ArtifactRef, Renderer]:
-        base = await self.workspace.connect().import_model(self.key, provenance=self.workspace.provenance)
+        key = self.workspace.pinned_model(self.key)
+        base = await self.workspace.connect().import_model(key, provenance=self.workspace.provenance)
         return base, renderer_of(self.workspace.open_store(), base)

@@ -14,6 +14,7 @@ from engine.errors import BadModelFolder
 from engine.models.size import tensor_names
 from engine.specs.adapters import Head
 from storage.errors import CorruptArtifact
+from storage.registry.hub import find_imported, parse_hub_repo
 from storage.registry.models import find_model
 from storage.store.artifacts import MANIFEST_NAME, ArtifactRef, digest_of, file_entries
 from storage.store.download import materialise_files
@@ -70,18 +71,31 @@ def split_key(source: str) -> tuple[str, str | None]:
     # A path that does not exist would otherwise be looked up as a name, with a confusing error.
     name, _, version = source.partition("@")
     if Path(source).exists() or "/" in source or source.startswith(".") or source.endswith("@"):
-        raise BadModelFolder(f"{source!r} is not a model folder; give a folder, or the key of a registered model")
+        raise BadModelFolder(
+            f"{source!r} is not a model folder; give a folder, the key of a registered model, or owner/name of the hub"
+        )
     return name, version or None
 
 
 def registered_model(store: ObjectStore, source: str) -> ArtifactRef:
-    """Finds a registered model by its key, `name` or `name@version`. Raises BadModelFolder when there is none."""
+    """Finds a registered model by its key: `name`, `name@version`, or the commit of the hub that it was made of.
+
+    Raises BadModelFolder when there is none."""
+    repo = parse_hub_repo(source, "model")
+    if repo is not None:
+        model = find_imported(store, repo)
+        if model is None:
+            raise BadModelFolder(
+                f"given {source!r}, which {store.url} does not have; give a folder, a registered model, or the commit "
+                "of a hub's model that a run has imported"
+            )
+        return model
     name, version = split_key(source)
     model = find_model(store, name, version)
     if model is None:
         raise BadModelFolder(
             f"no model {source!r}: not a local folder, and not registered in {store.url}; give an existing "
-            "Hugging Face folder, or a key that 'save' returned"
+            "Hugging Face folder, a key that 'save' returned, or a model of the hub as owner/name"
         )
     return model
 

@@ -262,11 +262,12 @@ class TrainingModel(InferenceModel, Primitives):
     # -- loading and saving ------------------------------------------------------------------------------------
 
     async def load(self, key: str) -> PolicyRef:
-        """Continues from another model's weights, by registry key or folder, in a new stage with a new optimizer.
+        """Continues from another model's weights, by the key of a model, in a new stage with a new optimizer.
 
         Returns the policy 0 of the stage. The tape is kept. Raises BadSpec for a model with another tokenizer or head.
         """
-        base = await self.engine.import_model(key, provenance=self.workspace.provenance)
+        pinned_key = self.workspace.pinned_model(key)
+        base = await self.engine.import_model(pinned_key, provenance=self.workspace.provenance)
         store = self.workspace.open_store()
         new, current = renderer_of(store, base).tokenizer, self.renderer.tokenizer
         probe = "".join(map(chr, range(32, 127)))  # the printable ASCII characters

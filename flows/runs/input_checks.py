@@ -5,13 +5,14 @@ is loaded. What only the engine's machine knows is not checked.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from engine.errors import BadModelFolder
 from engine.models.folder import ModelFolder, local_folder, registered_model
+from engine.models.hub import check_hub_model, hub_model
 from engine.models.openai_model import SCHEME
 from flows.configs.common import GraderConfig, ModelConfig, TrainingConfig
 from flows.configs.env_ppo import ENVPPOConfig
@@ -25,6 +26,7 @@ from flows.parameters import Dataset, Grader, Model
 from flows.runs.estimate import count_steps
 from storage.errors import PermanentStorageError
 from storage.registry.decisions import resolve_model
+from storage.registry.hub import pinned
 from storage.store.objects import ObjectStore
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.file_formats import find_files, format_of
@@ -46,19 +48,17 @@ MISSING = (
 """The errors of an input that is not there, or cannot be used."""
 
 
-def check_inputs(config: BaseModel, store: ObjectStore) -> None:
+def check_inputs(config: BaseModel, store: ObjectStore, commits: Mapping[str, str] | None = None) -> None:
     """Raises ConfigError that names each field whose file, model or dataset is not there. If all are there: each field
-    whose grader, environment or other code cannot be used."""
-    inputs = list(_inputs(config))
-    if isinstance(config, EvaluationFlowConfig):
-        inputs += [(f"models.{index}", key) for index, key in enumerate(config.models)]
+    whose grader, environment or other code cannot be used. `commits`: those that the run uses of the hub's branches."""
+    inputs = list(named_inputs(config))
     files = [entry for entry in inputs if not isinstance(entry[1], IMPORTED)]
     code = [entry for entry in inputs if isinstance(entry[1], IMPORTED)]
     for group in (files, code):
         problems = []
         for path, spec in group:
             try:
-                _check(spec, store)
+                _check(spec, store, commits or {})
             except MISSING as error:
                 # the messages about graders and environments begin with these words
                 field = path.rpartition(".")[2]
@@ -102,6 +102,14 @@ def _check_warmup(stage: str, field: str, optimizer: OptimizerConfig, steps: int
         )
 
 
+def named_inputs(config: BaseModel) -> Iterator[tuple[str, Any]]:
+    """Yields every part of a config that names something outside, with its dotted path: specs, and models as text."""
+    yield from _inputs(config)
+    if isinstance(config, EvaluationFlowConfig):
+        for index, key in enumerate(config.models):
+            yield f"models.{index}", key
+
+
 def _inputs(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every part of a config that names something outside, with its dotted path."""
     if isinstance(value, ModelConfig):
@@ -118,13 +126,13 @@ def _inputs(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _inputs(item, f"{path}.{index}")
 
 
-def _check(spec: Any, store: ObjectStore) -> None:
+def _check(spec: Any, store: ObjectStore, commits: Mapping[str, str]) -> None:
     """Raises one of MISSING if what the spec names is not there."""
     match spec:
         case str():
-            _check_model(resolve_model(store, spec), store)
+            _check_model(resolve_model(store, spec), store, commits)
         case ModelConfig(key=str() as key) | Model(key=key):
-            _check_model(key, store)
+            _check_model(key, store, commits)
         case FileDataset():
             for path in spec.paths:
                 for file in find_files(path):
@@ -143,11 +151,13 @@ def _check(spec: Any, store: ObjectStore) -> None:
             environment_spec(spec.path, spec.arguments)
 
 
-def _check_model(key: str, store: ObjectStore) -> None:
-    folder = local_folder(key)
+def _check_model(key: str, store: ObjectStore, commits: Mapping[str, str]) -> None:
     if key.startswith(SCHEME):
         return  # a model that another server serves
-    if folder is None:
+    folder, repo = local_folder(key), hub_model(key)
+    if repo is not None:
+        check_hub_model(store, pinned(repo, commits))
+    elif folder is None:
         registered_model(store, key)
     else:
         ModelFolder.of(folder)

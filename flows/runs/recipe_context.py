@@ -18,6 +18,7 @@ from engine.specs.engine import EngineSpec, LocalEngineSpec
 from engine.workspace import Workspace
 from flows.loggers import JobNotifier
 from flows.runs.code_version import code_version
+from flows.runs.hub_commits import commits_entry
 from flows.runs.session import take_lease
 from storage.chain.fork import check_fork
 from storage.chain.leases import current_epoch, is_held, release_lease
@@ -79,17 +80,19 @@ class RecipeContext:
         seed: int = 0,
         engine: EngineSpec | None = None,
         semantic: dict[str, Any] | None = None,
+        hub: dict[str, str] | None = None,
     ) -> Self:
         """Creates or reopens the run and takes its lease. A reopened run continues after its last committed step.
 
         `semantic` holds the values that decide the result. The same key with other values raises SemanticMismatch.
-        Without it, the values that the recipe passes to its training classes are not compared.
+        Without it, the values that the recipe passes to its training classes are not compared. `hub` holds the commits
+        of the hub's branches that the run uses, by their addresses.
         """
         # provenance of all artifacts that the recipe commits
         body = {"recipe": run} if semantic is None else {"recipe": run} | semantic
         provenance = Provenance(code_version=code_version(), config_digest=digest(canonical_json(body)), seed=seed)
         workspace = Workspace(
-            store=store, engine=engine or LocalEngineSpec(), run=run, seed=seed, provenance=provenance
+            store=store, engine=engine or LocalEngineSpec(), run=run, seed=seed, provenance=provenance, hub=hub or {}
         )
         # create the run, or check that its semantic values are the same
         check_fork(workspace.open_store(), run)
@@ -97,7 +100,8 @@ class RecipeContext:
             workspace.open_store(),
             run,
             semantic={"seed": seed} | (semantic or {}),
-            other={"engine": workspace.engine.model_dump(mode="json"), "storage": {"url": store}},
+            other={"engine": workspace.engine.model_dump(mode="json"), "storage": {"url": store}}
+            | commits_entry(workspace.hub),
             code_version=provenance.code_version,
         )
         # graders that the recipe sets up work on behalf of this run

@@ -20,6 +20,7 @@ from flows.configs.common import TrainingConfig
 from flows.configs.overrides import RULES, describe_validation
 from flows.configs.training import AnyTraining
 from flows.ops.state import write_private
+from flows.runs.hub_commits import HUB
 from storage.chain.fork import read_fork
 from storage.chain.leases import check_not_deleted
 from storage.chain.listing import stages_of
@@ -91,6 +92,8 @@ def read_config(store: ObjectStore, run: str) -> RecordedConfig:
         raise ObjectNotFound(f"run {run!r} trains nothing: it is an evaluation or a comparison, and has no config")
     is_fork = info.run != run
     values = {"run": run} | _merged(info.semantic, info.other) | {"run": run}
+    # the run keeps its record of the hub's commits
+    values.pop(HUB, None)
     if is_fork:
         values["storage"] = {"url": store.url}
     # training flows record their name, and earlier versions of them at least their checkpoints; recipes record neither

@@ -11,8 +11,10 @@ from typing import Any
 
 from prefect.exceptions import Pause
 from prefect.runtime import flow_run
+from pydantic import BaseModel
 
 from engine.errors import EngineError
+from engine.models.hub import hub_model
 from engine.specs.engine import HttpEngineSpec
 from engine.workspace import Workspace
 from flows.configs.common import FlowConfig, PromptDataConfig, TrainingConfig
@@ -27,6 +29,7 @@ from flows.runs.code_version import code_version
 from flows.runs.durations import measure_store
 from flows.runs.estimate import estimate
 from flows.runs.events import announce_dataset
+from flows.runs.hub_commits import commits_entry, hub_commits
 from flows.runs.input_checks import check_inputs, check_length, check_new_run
 from flows.runs.recorded_config import FLOW
 from flows.training.watch import announce_pause
@@ -35,6 +38,7 @@ from storage.chain.leases import acquire_lease, release_lease
 from storage.chain.listing import committed_steps
 from storage.chain.run_record import create_or_check_run, machine_info
 from storage.errors import StorageError
+from storage.registry.models import registered_key
 from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance
@@ -96,6 +100,16 @@ def workspace_of(config: FlowConfig, run: str) -> Workspace:
     )
 
 
+def with_hub_commits(workspace: Workspace, config: BaseModel) -> Workspace:
+    """Returns the workspace with the commits of the hub's branches that the config names. Raises ConfigError."""
+    return workspace.model_copy(update={"hub": hub_commits(config, workspace.open_store(), workspace.run)})
+
+
+async def import_model(workspace: Workspace, key: str) -> ArtifactRef:
+    """Returns the registered model of a key. A folder or a model of the hub is registered first."""
+    return await workspace.connect().import_model(workspace.pinned_model(key), provenance=workspace.provenance)
+
+
 @asynccontextmanager
 async def open_run(
     flow_name: str,
@@ -123,18 +137,20 @@ async def open_run(
         store = workspace.open_store()
         check_fork(store, workspace.run)
         resumed = store.exists(keys.run_json(workspace.run))
+        workspace = with_hub_commits(workspace, config)
         _check_config(workspace, config, use, resumed=resumed)
 
         # the inputs: datasets and base model
         data = _load(workspace, config.data.train, use, logger)
         check_length(config, data.rows)
         further_data = {name: _load(workspace, *source, logger) for name, source in (further or {}).items()}
-        base = await workspace.connect().import_model(config.model.key, provenance=workspace.provenance)
+        base = await import_model(workspace, config.model.key)
         if find_store_id(store) is None:
             logger.note(f"a new store is created at {store.url}")
 
         # refuse a run that does not fit before anything of it is written
-        notes = await _check_fit(workspace, config, base, data, further_data, use, logger, resumed=resumed)
+        expected = await _with_imported_value_model(workspace, config)
+        notes = await _check_fit(workspace, expected, base, data, further_data, use, logger, resumed=resumed)
 
         # create the run, or check that a resumed one has the same inputs
         input_digests = _input_digests(data, further_data) | {"model": base.sha256}
@@ -159,6 +175,16 @@ async def open_run(
             await release_run(workspace)
 
 
+async def _with_imported_value_model(workspace: Workspace, config: TrainingConfig) -> TrainingConfig:
+    """Returns the config with the registered model in place of a value model of the hub, for the estimate."""
+    value_model = getattr(config, "value_model", None)
+    if value_model is None or value_model.key is None or hub_model(value_model.key) is None:
+        return config
+    model = await import_model(workspace, value_model.key)
+    registered = value_model.model_copy(update={"key": registered_key(model)})
+    return config.model_copy(update={"value_model": registered})
+
+
 def _create_or_check_run(
     workspace: Workspace, flow_name: str, config: TrainingConfig, input_digests: dict[str, str]
 ) -> tuple[str, ...]:
@@ -169,7 +195,7 @@ def _create_or_check_run(
         workspace.open_store(),
         workspace.run,
         semantic=config.semantic() | {"inputs": input_digests},
-        other=config.other() | {FLOW: flow_name},
+        other=config.other() | {FLOW: flow_name} | commits_entry(workspace.hub),
         code_version=workspace.provenance.code_version,
     )
     return opening.warnings
@@ -180,7 +206,7 @@ def _check_config(workspace: Workspace, config: TrainingConfig, use: DatasetUse,
     registered dataset of another use."""
     if not resumed:
         check_new_run(config)
-    check_inputs(config, workspace.open_store())
+    check_inputs(config, workspace.open_store(), workspace.hub)
     source = getattr(config.data, "heldout", None)
     resolve_version(workspace.open_store(), source, _heldout_use(config, use), run=workspace.run)
 

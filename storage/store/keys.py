@@ -337,7 +337,8 @@ def seen_file(digest: str) -> str:
 
 
 def loaded_files(digest: str) -> str:
-    """Key of the record of the dataset that was made of some files. `digest` is that of their contents."""
+    """Key of the record of the dataset or model that was made of some files. `digest` is that of their contents, or of
+    the commit that names them."""
     return f"files/loaded/{_validate_sha256(digest)}.json"
 
 

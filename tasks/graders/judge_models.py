@@ -51,7 +51,7 @@ class UnusableAnswer(IgnoreGradeException):
 
 
 async def spawn_judge(key: str, workspace: Workspace, *, max_new_tokens: int) -> JudgeModel:
-    """Spawn a frozen model, given by registry key, local folder, or `openai://…`.
+    """Spawn a frozen model, given by registry key, local folder, name on the hub, or `openai://…`.
 
     A registered model is read through the chain under which it is served to clients. All graders, runs and clients that
     name it thus share one copy of its weights, and the chains of the run are not touched.
@@ -63,7 +63,7 @@ async def spawn_judge(key: str, workspace: Workspace, *, max_new_tokens: int) ->
 
     # Any other model is imported, and read as it is served to clients.
     engine, store = workspace.connect(), workspace.open_store()
-    base = await engine.import_model(key, provenance=workspace.provenance)
+    base = await engine.import_model(workspace.pinned_model(key), provenance=workspace.provenance)
     spec = served_policy(base)
     policy = await engine.create_policy(spec)
     served = workspace.model_copy(update={"run": spec.run, "epoch": 0})

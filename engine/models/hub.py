@@ -1,0 +1,178 @@
+"""Models of a Hugging Face hub: which keys name one, their check, download and import into the registry.
+
+A run needs the hub once per store: the files of a commit are registered like those of a local folder, and a record in
+the store says which registered model they became.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from engine.errors import BadModelFolder
+from engine.models.folder import CONFIG_FILE, PICKLE_SUFFIXES, ModelFolder, local_folder, read_config
+from storage.registry.hub import (
+    SCHEME,
+    HubError,
+    HubRepo,
+    explained,
+    find_imported,
+    parse_hub_repo,
+    record_imported,
+    resolve_commit,
+)
+from storage.serialization import digest_file
+from storage.store.artifacts import ArtifactRef
+from storage.store.objects import ObjectStore
+
+FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
+"""Patterns of the files that are downloaded: weights, configs and tokenizers, but no code and no pickled weights."""
+NOT_FILES = ("*/*", "consolidated*.safetensors")
+"""Patterns of the files that are not downloaded although they match FILES: those of folders, and second copies of the
+weights in Mistral's layout."""
+
+
+class DownloadBar(tqdm):  # type: ignore[type-arg]
+    """A progress bar on a terminal, and nothing where the output is a file."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options | {"disable": None})
+
+
+def hub_model(key: str) -> HubRepo | None:
+    """The hub's model that a key names: `owner/name`, `owner/name@revision`, and both after `hf://`. None: another key.
+
+    A local folder of the same name has precedence. Raises BadModelFolder where both can be meant.
+    """
+    repo = parse_hub_repo(key, "model")
+    if repo is None or key.startswith(SCHEME):
+        return repo
+    folder = local_folder(key)
+    if folder is not None:
+        if not (folder / CONFIG_FILE).is_file():
+            raise BadModelFolder(
+                f"given {key!r}, which is a folder here without a {CONFIG_FILE}, and may be a model of the hub; give "
+                f"{SCHEME}{key} for the hub's, or the folder of a model"
+            )
+        return None
+    if repo.revision is not None and local_folder(repo.repo) is not None:
+        raise BadModelFolder(
+            f"given {key!r}, but {repo.repo} is a folder here, and folders have no revisions; give {SCHEME}{key} for "
+            f"the model of the hub, or {repo.repo} for the folder"
+        )
+    return repo
+
+
+async def import_from_hub(
+    store: ObjectStore, repo: HubRepo, import_folder: Callable[[ModelFolder], Awaitable[ArtifactRef]]
+) -> ArtifactRef:
+    """The registered model of a repository. Downloads it, and registers it by `import_folder`, if the store does not
+    have it. Raises HubError, BadModelFolder."""
+    repo = await asyncio.to_thread(resolve_commit, repo)
+    model = await asyncio.to_thread(find_imported, store, repo)
+    if model is not None:
+        return model
+    model = await import_folder(await asyncio.to_thread(download_model, repo))
+    record_imported(store, repo, model)
+    return model
+
+
+def check_hub_model(store: ObjectStore, repo: HubRepo) -> None:
+    """Raises HubError or BadModelFolder unless the store has the model, or the hub has it in a form that can be used.
+
+    Only the list of files and config.json are downloaded."""
+    repo = resolve_commit(repo)
+    if find_imported(store, repo) is not None:
+        return
+    _check_files(repo)
+    _check_code(repo, read_config(download_config(repo)))
+
+
+def download_config(repo: HubRepo) -> Path:
+    """The config.json of a hub's model. Raises HubError, BadModelFolder."""
+    from huggingface_hub import hf_hub_download
+
+    with explained(repo):
+        return Path(hf_hub_download(repo.repo, CONFIG_FILE, revision=repo.revision))
+
+
+def download_model(repo: HubRepo) -> ModelFolder:
+    """Downloads the files of a commit into the cache of huggingface_hub, or finds them there, and checks them.
+
+    After an interruption, the files that are complete are not downloaded again. Raises HubError, BadModelFolder.
+    """
+    from huggingface_hub import snapshot_download
+
+    _check_files(repo)
+    with explained(repo):
+        path = snapshot_download(
+            repo.repo, revision=repo.revision, allow_patterns=list(FILES), ignore_patterns=list(NOT_FILES),
+            tqdm_class=DownloadBar,
+        )  # fmt: skip
+    _check_code(repo, read_config(Path(path, CONFIG_FILE)))
+    _check_digests(repo, Path(path))
+    return ModelFolder.of(Path(path), name=repo.repo.replace("/", "--"))
+
+
+def _check_files(repo: HubRepo) -> None:
+    """Raises BadModelFolder unless the repository has a config and weights in safetensors files."""
+    names = _file_names(repo)
+    if CONFIG_FILE not in names:
+        raise BadModelFolder(
+            f"the {repo} has no {CONFIG_FILE}, so it is no model that can be trained. Adapters and GGUF files have "
+            "none: give the model that they were made from"
+        )
+    if any(fnmatch(name, "*.safetensors") and not fnmatch(name, "*/*") for name in names):
+        return
+    pickled = [name for name in names if Path(name).suffix in PICKLE_SUFFIXES]
+    reason = (
+        f"only pickled weights ({', '.join(pickled[:3])}), which can run code when read" if pickled else "no weights"
+    )
+    raise BadModelFolder(
+        f"the {repo} has {reason}; give a revision with *.safetensors files, such as {repo.repo}@refs/pr/1 if its "
+        "page shows a pull request that converts them"
+    )
+
+
+def _file_names(repo: HubRepo) -> list[str]:
+    """The files of a commit. The list of a model that was downloaded before is in the cache."""
+    from huggingface_hub import HfApi, get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    with explained(repo):
+        try:
+            return [file.path for file in get_cached_repo_tree(repo.repo, revision=repo.revision)]
+        except CachedRepoTreeNotFoundError:
+            return HfApi().list_repo_files(repo.repo, revision=repo.revision)
+
+
+def _check_code(repo: HubRepo, config: dict[str, Any]) -> None:
+    """Raises BadModelFolder for a model that needs code of its repository, which is never run."""
+    if "auto_map" not in config:
+        return
+    # many repositories name code for earlier versions of transformers, which has the model by now
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if config.get("model_type") not in CONFIG_MAPPING_NAMES:
+        raise BadModelFolder(
+            f"the {repo} needs code of its repository (auto_map in {CONFIG_FILE}), which is never run; give a model of "
+            "an architecture that transformers has"
+        )
+
+
+def _check_digests(repo: HubRepo, folder: Path) -> None:
+    """Raises HubError for a large file whose sha256 is not the one that the hub gave for it."""
+    for path in sorted(folder.iterdir()):
+        # the cache names a large file by its sha256
+        blob = path.resolve()
+        if re.fullmatch("[0-9a-f]{64}", blob.name) and digest_file(blob)[0] != blob.name:
+            raise HubError(
+                f"{path.name} of the {repo} is damaged in the cache: its digest is not the one that the hub gave; "
+                f"delete {blob} and run it again"
+            )

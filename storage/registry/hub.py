@@ -1,0 +1,197 @@
+"""Names of repositories on a Hugging Face hub, the commits that their branches mean, and the hub's errors in sentences.
+
+The hub is the server of HF_ENDPOINT. Cache, token and offline mode are those of the package huggingface_hub.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from storage.errors import CorruptArtifact, PermanentStorageError
+from storage.registry.models import find_model, registered_key
+from storage.serialization import canonical_json, digest
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef
+from storage.store.objects import ObjectStore, read_json
+
+SCHEME = "hf://"
+_NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+_REVISION = r"(?:@(?P<revision>[A-Za-z0-9_][\w./+-]*))?"
+_WITH_OWNER = re.compile(rf"(?P<repo>{_NAME}/{_NAME}){_REVISION}", re.ASCII)
+_AFTER_SCHEME = re.compile(
+    rf"(?:(?P<kind>models|datasets)/(?=[^/]+/))?(?P<repo>(?:{_NAME}/)?{_NAME}){_REVISION}", re.ASCII
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+RepoKind = Literal["model", "dataset"]
+
+
+class HubError(PermanentStorageError):
+    """Raised when the hub does not have, or does not give, what was asked for."""
+
+
+class HubRepo(NamedTuple):
+    """A repository of the hub at a revision."""
+
+    kind: RepoKind
+    repo: str
+    """`owner/name`, or the name alone of an old repository without owner."""
+    revision: str | None = None
+    """Branch, tag or commit. None: the default branch."""
+
+    @property
+    def uri(self) -> str:
+        """`hf://owner/name@revision`, with `datasets/` before the owner of a dataset."""
+        folder = "datasets/" if self.kind == "dataset" else ""
+        return f"{SCHEME}{folder}{self.repo}" + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a commit, which never moves."""
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.repo!r}" + (f" at {self.revision!r}" if self.revision else "")
+
+
+def parse_hub_repo(text: str, kind: RepoKind) -> HubRepo | None:
+    """Reads `owner/name`, `owner/name@revision`, and both after `hf://`. None: the text is none of these.
+
+    Raises HubError for other text after `hf://`."""
+    if not text.startswith(SCHEME):
+        match = _WITH_OWNER.fullmatch(text)
+        return None if match is None else HubRepo(kind, match["repo"], match["revision"])
+    match = _AFTER_SCHEME.fullmatch(text.removeprefix(SCHEME))
+    if match is None or match["kind"] not in (None, f"{kind}s"):
+        prefix = f"{SCHEME}datasets/" if kind == "dataset" else SCHEME
+        raise HubError(
+            f"given {text!r}; expected a {kind} of the hub: {prefix}owner/name or {prefix}owner/name@revision"
+        )
+    return HubRepo(kind, match["repo"], match["revision"])
+
+
+def pinned(repo: HubRepo, commits: Mapping[str, str]) -> HubRepo:
+    """The repository at the commit that `commits` has for its address, or unchanged."""
+    return repo._replace(revision=commits.get(repo.uri, repo.revision))
+
+
+def resolve_commit(repo: HubRepo) -> HubRepo:
+    """The repository at the commit that its branch or tag means now. Raises HubError.
+
+    When the hub cannot be reached, huggingface_hub gives the commit that the branch meant at its last download here.
+    """
+    if repo.is_pinned:
+        return repo
+    from huggingface_hub import HfApi
+
+    with explained(repo):
+        revision = HfApi().resolve_revision(repo.repo, repo_type=repo.kind, revision=repo.revision)
+    return repo._replace(revision=revision.resolved)
+
+
+def find_imported(store: ObjectStore, repo: HubRepo) -> ArtifactRef | None:
+    """The registered model that was made of this commit. None: the store has none."""
+    try:
+        body = read_json(store, _record_key(repo))
+    except CorruptArtifact:
+        return None
+    if body is None:
+        return None
+    name, _, version = str(body.get("model")).partition("@")
+    return find_model(store, name, version) if keys.is_name(name) and keys.is_name(version) else None
+
+
+def record_imported(store: ObjectStore, repo: HubRepo, model: ArtifactRef) -> None:
+    """Records the registered model that was made of this commit."""
+    store.put(_record_key(repo), canonical_json({"source": repo.uri, "model": registered_key(model)}))
+
+
+def _record_key(repo: HubRepo) -> str:
+    return keys.loaded_files(digest(canonical_json({"hub": repo.uri})))
+
+
+@contextmanager
+def explained(repo: HubRepo) -> Iterator[None]:
+    """Raises HubError, with a sentence that says what to do, in place of the errors of huggingface_hub and datasets."""
+    try:
+        yield
+    except HubError:
+        raise
+    except Exception as error:
+        sentence = _sentence(repo, error)
+        if sentence is None:
+            raise
+        raise HubError(sentence) from error
+
+
+def _sentence(repo: HubRepo, error: BaseException) -> str | None:
+    """What the error means and what to do about it. None: the error is not one of the hub or of the connection."""
+    from huggingface_hub import constants, errors
+
+    # an error of the datasets library has that of the hub as its cause
+    causes = list(_causes(error))
+
+    def caused_by(*kinds: type[BaseException]) -> BaseException | None:
+        return next((cause for cause in causes if isinstance(cause, kinds)), None)
+
+    hub = constants.ENDPOINT
+    page = f"{hub}/{'datasets/' if repo.kind == 'dataset' else ''}{repo.repo}"
+    login = "log in by 'hf auth login', or set HF_TOKEN"
+    if caused_by(errors.GatedRepoError):
+        return f"the {repo} is gated: only accounts with access get its files. Ask for access on {page}, then {login}"
+    if caused_by(errors.RevisionNotFoundError):
+        return (
+            f"the {repo.kind} {repo.repo!r} has no revision {repo.revision!r}; give a branch, tag or commit of {page}"
+        )
+    if caused_by(errors.RepositoryNotFoundError):
+        return (
+            f"{hub} has no {repo}, or it is private, and there is no such folder in {Path.cwd()}; check the name, or "
+            f"{login}"
+        )
+    if caused_by(errors.DisabledRepoError):
+        return f"{hub} has disabled the {repo}; take another one"
+    if caused_by(errors.OfflineModeIsEnabled, errors.RevisionResolutionError, errors.LocalEntryNotFoundError):
+        return (
+            f"the {repo} is not, or not completely, on this machine, and {_unreachable()}; connect and run it again, "
+            "or give a local folder"
+        )
+    if answer := caused_by(errors.HfHubHTTPError):
+        return f"{hub} refused to give the {repo}: {_first_line(answer)}. Try again later, or {login}"
+    if broken := caused_by(errors.HTTPError) or _inconsistent(causes):
+        return f"the download of the {repo} broke off ({_first_line(broken)}); run it again: complete files are kept"
+    if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes):
+        return f"the disk is full: the {repo} does not fit below {constants.HF_HUB_CACHE}; free space, or set HF_HOME"
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _inconsistent(causes: list[BaseException]) -> BaseException | None:
+    """The error of huggingface_hub for a file with fewer bytes than announced, which has no class of its own."""
+    for cause in causes:
+        if isinstance(cause, OSError) and "Consistency check failed" in str(cause):
+            return cause
+    return None
+
+
+def _unreachable() -> str:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE forbids to ask the hub"
+    return f"{constants.ENDPOINT} cannot be reached"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__

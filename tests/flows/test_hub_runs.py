@@ -1,0 +1,101 @@
+"""Tests of runs on models and datasets of the hub: branches are pinned to commits, and a resumed run needs no hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.configs.common import SFTConfig
+from flows.configs.overrides import ConfigError
+from flows.parameters import Model
+from flows.recipe import InputConfig, RecipeContext, recipe_main
+from flows.runs.recorded_config import read_config
+from flows.sft import sft
+from storage.chain.fork import fork_run
+from storage.chain.run_record import read_run
+from storage.errors import SemanticMismatch
+from storage.store import keys
+from storage.store.objects import open_store
+from tests.fixtures.servers.hub import Hub
+
+
+def sft_config(folder: Path, **changes: Any) -> SFTConfig:
+    file = folder / "chats.jsonl"
+    rows = [{"prompt": str(i % 10), "completion": "a" * 6} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    body: dict[str, Any] = {
+        "run": "tuned",
+        "model": {"key": "ada/tiny"},
+        "data": {"train": {"kind": "file", "path": str(file)}},
+        "algorithm": {"samples_per_batch": 4, "steps": 1},
+        "optimizer": {"lr": 1e-3, "schedule": "constant"},
+        "checkpoints": {"frequency": None},
+        "engine": {"deterministic": True, "threads": 1},
+        "storage": {"url": str(folder / "data")},
+    }
+    return SFTConfig.model_validate(body | changes)
+
+
+async def test_a_resumed_run_keeps_its_commit_and_needs_no_hub(
+    hub: Hub, tmp_path: Path, tiny_folder: Path, prefect_server: str
+) -> None:
+    first = hub.commit_folder("model", "ada/tiny", tiny_folder)
+    config, store = sft_config(tmp_path), open_store(tmp_path / "data")
+    assert config.title.startswith("sft tiny on chats")
+    result = await sft(config)
+    recorded = read_run(store, "tuned")
+    assert recorded.other["hub"] == {"hf://ada/tiny": first}
+    assert read_config(store, "tuned").values["model"]["key"] == "ada/tiny"
+    # the branch moves: a new run gets the new commit, and the old one keeps its own
+    files = {path.name: path.read_bytes() for path in tiny_folder.iterdir()}
+    second = hub.commit("model", "ada/tiny", files | {"LICENSE": b"free"})
+    await sft(sft_config(tmp_path, run="new"))
+    assert read_run(store, "new").other["hub"] == {"hf://ada/tiny": second}
+    # without the hub, the run is opened as before, and ends in the same result
+    hub.stop()
+    store.delete(keys.result_json("tuned"))
+    assert await sft(config) == result
+    assert read_run(store, "tuned") == recorded
+    # so is a fork
+    fork_run(store, "tuned", "forked", step=1, code_version="test")
+    await sft(sft_config(tmp_path, run="forked"))
+    assert read_run(store, "forked").semantic["inputs"] == recorded.semantic["inputs"]
+    # another revision is another run
+    with pytest.raises(SemanticMismatch, match=r"model\.key: the run has .ada/tiny., given .ada/tiny@" + second):
+        await sft(sft_config(tmp_path, model={"key": f"ada/tiny@{second}"}))
+
+
+async def test_models_that_the_hub_does_not_give_are_refused_at_once(
+    hub: Hub, tmp_path: Path, tiny_folder: Path, prefect_server: str
+) -> None:
+    hub.commit_folder("model", "ada/gated", tiny_folder, access="gated")
+    with pytest.raises(ConfigError, match=r"^model\.key: http.* has no model 'ada/tiny', or it is private"):
+        await sft(sft_config(tmp_path))
+    with pytest.raises(ConfigError, match=r"^model\.key: the model 'ada/gated' .* is gated"):
+        await sft(sft_config(tmp_path, model={"key": "ada/gated"}))
+    assert not list(open_store(tmp_path / "data").list(keys.runs_prefix()))
+
+
+class Config(InputConfig):
+    model: Model
+
+
+@recipe_main
+async def spawn(config: Config, ctx: RecipeContext) -> str:
+    model = await config.model.to_builder(ctx).spawn_train("policy")
+    return model.base.sha256
+
+
+async def test_a_recipe_keeps_its_commit(hub: Hub, tmp_path: Path, tiny_folder: Path, prefect_server: str) -> None:
+    first = hub.commit_folder("model", "ada/tiny", tiny_folder)
+    body = {"run": "mine", "model": "ada/tiny", "storage": {"url": str(tmp_path / "data")}}
+    config, store = Config.model_validate(body), open_store(tmp_path / "data")
+    digest = await spawn(config)
+    assert read_run(store, "mine").other["hub"] == {"hf://ada/tiny": first}
+    assert "hub" not in read_config(store, "mine").values
+    hub.commit("model", "ada/tiny", {})
+    store.delete(keys.result_json("mine"))
+    assert await spawn(config) == digest

@@ -35,7 +35,7 @@ _SOURCE: TypeAdapter[DatasetSource] = TypeAdapter(DatasetSource)
 
 
 class Model(engine.handles.Model):
-    """A model, identified by its key. In a config it is a string."""
+    """A model, identified by its key: a folder, a registered model, a model of the hub. In a config it is a string."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

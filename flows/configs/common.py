@@ -50,7 +50,8 @@ class ModelConfig(Frozen):
     """The model to train."""
 
     key: str
-    """Model to start from: a registered model (`name` or `name@version`), or a local Hugging Face folder."""
+    """Model to start from: a local Hugging Face folder, a registered model (`name` or `name@version`), or a model of
+    the Hugging Face hub (`owner/name`, `hf://owner/name@revision`). A folder has precedence over the hub."""
     name: str = "policy"
     """Name of the model within the run."""
     publish_as: str | None = None

@@ -115,7 +115,8 @@ class EvaluationFlowConfig(FormConfig):
     """`ostinato evaluate`: models x datasets x graders, compared on the same prompts."""
 
     models: tuple[str, ...] = Field(min_length=1)
-    """Models to evaluate: registered models (`name`, `name@version`, `name@champion`) or local Hugging Face folders."""
+    """Models to evaluate: registered models (`name`, `name@version`, `name@champion`), local Hugging Face folders, or
+    models of the Hugging Face hub (`owner/name`, `hf://owner/name@revision`)."""
     suite: Suite
     run: str = ""
     """Key of the run. Empty: derived from what is evaluated, so that a repeated evaluation returns at once."""

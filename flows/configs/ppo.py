@@ -106,7 +106,7 @@ class ValueModelConfig(ModelConfig):
     """The value model: a model of its own weights with a scalar head."""
 
     key: str | None = None  # type: ignore[assignment]  # the policy's
-    """Model to start from: a registered model, or a folder. None: the policy's base model with a new head."""
+    """Model to start from, as in the policy's key. None: the policy's base model with a new head."""
     name: str = "value"
     """Name of the value model within the run. It differs from the policy's."""
     lr: float = Field(1e-6, gt=0, le=MAX_RATE)

@@ -8,9 +8,11 @@ from typing import Any
 
 from prefect import Flow
 
+from engine.models.hub import hub_model
 from flows.configs.common import PromptDataConfig, TrainingConfig
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.configs.training import AnyTraining, DPOTraining, RewardModelTraining, SFTToGSPOTraining, SFTTraining
+from storage.registry.hub import resolve_commit
 from storage.store.objects import ObjectStore
 from tasks.datasets.registered import resolve_version
 from tasks.datasets.spec import DatasetSource, DatasetUse
@@ -22,14 +24,18 @@ def import_flow(kind: str) -> Flow[..., Coroutine[Any, Any, Any]]:
 
 
 def with_full_versions(store: ObjectStore, training: AnyTraining) -> AnyTraining:
-    """The training with the full versions of its registered datasets, so that all child runs use the same. Raises
-    DatasetError."""
+    """The training with the full versions of its registered datasets, and with commits in place of branches of the hub,
+    so that all child runs use the same. Raises DatasetError, HubError, BadModelFolder."""
     uses = {"train" if name == "dataset" else name: use for name, (_, use) in training_inputs(training).items()}
     data: Any = training.config.data
     if getattr(data, "heldout", None) is not None:
         uses["heldout"] = "prompt" if isinstance(data, PromptDataConfig) else uses["train"]
     resolved = {name: resolve_version(store, getattr(data, name), use) for name, use in uses.items()}
-    config = training.config.model_copy(update={"data": data.model_copy(update=resolved)})
+    model = training.config.model
+    repo = hub_model(model.key)
+    if repo is not None:
+        model = model.model_copy(update={"key": resolve_commit(repo).uri})
+    config = training.config.model_copy(update={"model": model, "data": data.model_copy(update=resolved)})
     return training.model_copy(update={"config": config})
 
 

@@ -43,8 +43,8 @@ class PPO(RolloutLoop):
 
     `value_model` has a scalar head (`builder.into_scoring_model()`), and another name within the run than `model`. A
     prompt has one completion, unless `completions_per_sample` says otherwise. The other arguments are those of
-    flows.training.options.PPOOptions; their defaults are in flows.configs.ppo. `value_weight_decay`, `value_betas` and
-    `value_max_grad_norm` are the policy's where they are None.
+    flows.training.options.PPOOptions; their defaults are in flows.configs.ppo. `value_weight_decay`, `value_betas`,
+    `value_eps` and `value_max_grad_norm` are the policy's where they are None.
     """
 
     stage = "ppo"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from engine.losses.inputs import LossInputs
 
 LossNorm = Literal["token_mean", "sequence_mean", "token_sum", "constant"]
+TermsNorm = Literal["token_mean", "sequence_mean", "token_sum"]
+"""The norms that need no constant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class TokenLoss:
 
     values_N: Tensor
     sums: dict[str, Tensor] = field(default_factory=dict)
+    terms: tuple[Tensor, TermsNorm] | None = None
+    """Further terms of the loss, (N,), that are not in `values_N` because they have the norm that is given here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.losses.base import LossNorm, NormalisedLossSpec, TokenLoss
+from engine.losses.base import LossNorm, NormalisedLossSpec, TermsNorm, TokenLoss
 from engine.losses.kl import KL_ESTIMATORS, KLEstimator
 from storage.number_types import MAX_COEFFICIENT, Coefficient, Positive
 
@@ -40,6 +40,8 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
     term and its gradient are then unbiased estimates for the KL divergence to the reference (arXiv:2512.02556)."""
     entropy_coef: Coefficient = 0.0
     """Coefficient of the entropy bonus: this times the entropy is subtracted from each token's loss."""
+    terms_norm: TermsNorm | None = Field(None, exclude_if=lambda norm: norm is None)  # absent from older requests
+    """How the KL and entropy terms of the tokens become one number, if not by `norm`."""
     importance_cap: Positive | None = None
     """Upper bound of the truncated importance weights min(exp(o - sampler), cap), which multiply the policy's part of
     the loss, without gradient. They correct for the distribution that was sampled from
@@ -82,20 +84,27 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
             values_N = values_N * weight_N
             sums["importance_weight_sum"] = weight_N.sum()
 
+        # The terms are added to the policy's part, or kept apart if they have a norm of their own.
+        terms_N = values_N
+        if self.terms_norm is not None:
+            terms_N = values_N.new_zeros(len(values_N))
+
         # The KL term. With beta 0 it is only a metric.
         if self.kl_beta > 0 or inputs.reference_N is not None:
             kl_N = KL_ESTIMATORS[self.kl_estimator](logprobs_N, inputs.require("reference_N"))
             sums["kl_sum"] = kl_N.detach().sum()
             if self.kl_beta > 0:  # 0 times an overflow would be NaN
                 term_N = ratio_N * kl_N if self.kl_importance else kl_N
-                values_N = values_N + self.kl_beta * term_N
+                terms_N = terms_N + self.kl_beta * term_N
 
         # The entropy bonus: a larger entropy lowers the loss.
         if self.entropy_coef > 0:
             entropy_N = inputs.require("entropy_N")
             sums["entropy_sum"] = entropy_N.detach().sum()
-            values_N = values_N - self.entropy_coef * entropy_N
-        return TokenLoss(values_N, sums)
+            terms_N = terms_N - self.entropy_coef * entropy_N
+        if self.terms_norm is None:
+            return TokenLoss(terms_N, sums)
+        return TokenLoss(values_N, sums, (terms_N, self.terms_norm))
 
 
 class GRPOSpec(BasePolicyGradientSpec):

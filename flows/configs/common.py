@@ -149,8 +149,8 @@ class GRPOAlgorithm(Frozen):
     advantage_estimator: AdvantageEstimator = default_of(BatchPlan, "advantage_estimator")
     """How the advantages follow from the rewards of one prompt's completions. group: reward minus the mean, divided by
     the standard deviation (group_sample_std: the sample standard deviation). centred: reward minus the mean.
-    leave_one_out: reward minus the mean of the others. reinforce_plus_plus: reward whitened over the batch (with
-    _baseline: after subtracting the group's mean)."""
+    leave_one_out: reward minus the mean of the others. raw: reward. reinforce_plus_plus: reward whitened over the batch
+    (with _baseline: after subtracting the group's mean)."""
     old_logprobs: OldLogprobs = default_of(BatchPlan, "old_logprobs")
     """Source of the old policy's log-probabilities. trainer: computed by the trainer. sampler: as the sampler
     reported them."""
@@ -344,7 +344,7 @@ class GRPOConfig(TrainingConfig):
     def _endless_runs_are_constant(self) -> Self:
         check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
         algorithm = self.algorithm
-        self.regularisation.check(algorithm.loss_norm, algorithm.kl_beta, algorithm.old_logprobs)
+        self.regularisation.check(algorithm)
         return self
 
 

@@ -122,7 +122,7 @@ class ENVGRPOConfig(TrainingConfig):
     def _endless_runs_are_constant(self) -> Self:
         algorithm = self.algorithm
         check_sampled_run(algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
-        self.regularisation.check(algorithm.loss_norm, algorithm.kl_beta, algorithm.old_logprobs)
+        self.regularisation.check(algorithm)
         return self
 
 

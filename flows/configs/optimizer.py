@@ -11,7 +11,9 @@ from storage.chain.records import OptimizerSpec
 from storage.number_types import MAX_RATE, Divisor, Rate
 from storage.serialization import Frozen
 
-ScheduleName = Literal["cosine", "cosine_without_warmup", "linear", "constant", "wsd", "inverse_sqrt"]
+ScheduleName = Literal[
+    "cosine", "cosine_without_warmup", "linear", "constant", "constant_with_warmup", "wsd", "inverse_sqrt"
+]
 
 
 class OptimizerConfig(Frozen):
@@ -21,9 +23,9 @@ class OptimizerConfig(Frozen):
     """Highest learning rate of the schedule."""
     schedule: ScheduleName = "cosine"
     """Shape of the learning rate over the run. cosine: warm-up over a tenth of the run, then a cosine down to a tenth
-    of lr. cosine_without_warmup: the same without the warm-up. linear: down to 0. constant: lr throughout. wsd:
-    warm-up, then lr, then over the last tenth of the run down to a tenth of lr. inverse_sqrt: warm-up, then
-    proportional to 1 / √step."""
+    of lr. cosine_without_warmup: the same without the warm-up. linear: down to 0. constant: lr throughout.
+    constant_with_warmup: lr after a warm-up that begins at 0, as Hugging Face's of this name. wsd: warm-up, then lr,
+    then over the last tenth of the run down to a tenth of lr. inverse_sqrt: warm-up, then proportional to 1 / √step."""
     warmup_steps: int | None = Field(None, ge=0)
     """Steps over which the learning rate rises to lr. None: the default of the schedule, or warmup_ratio."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
@@ -65,8 +67,10 @@ class OptimizerConfig(Frozen):
             raise ValueError("schedule='cosine_without_warmup' has no warm-up, and one was given; use 'cosine'")
         if self.schedule == "inverse_sqrt" and warmup == 0:
             raise ValueError("schedule='inverse_sqrt' falls from the end of its warm-up; give one above 0")
-        if self.schedule == "constant" and self.min_lr_ratio is not None:
-            raise ValueError(f"schedule='constant' never falls, and min_lr_ratio={self.min_lr_ratio}; leave it out")
+        if self.schedule.startswith("constant") and self.min_lr_ratio is not None:
+            raise ValueError(
+                f"schedule={self.schedule!r} never falls, and min_lr_ratio={self.min_lr_ratio}; leave it out"
+            )
         if self.cycles > 1 and not self.schedule.startswith("cosine"):
             raise ValueError(f"cycles={self.cycles} needs a cosine, and schedule={self.schedule!r}; use 'cosine'")
         if self.decay_ratio is not None and self.schedule != "wsd":
@@ -81,7 +85,7 @@ class OptimizerConfig(Frozen):
     @property
     def endless(self) -> bool:
         """Whether nothing depends on the length of the run, so that the run may have no end."""
-        by_steps = self.schedule == "constant" and not self.warmup_ratio
+        by_steps = self.schedule.startswith("constant") and not self.warmup_ratio
         falling = self.schedule == "inverse_sqrt" and self.warmup_steps is not None
         return (by_steps or falling) and self.weight_decay_schedule == "constant"
 

@@ -6,13 +6,15 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from engine.losses.base import LossNorm
 from engine.losses.kl import KLEstimator
+from engine.losses.values import MSESpec
 from flows.configs.common import GRPOAlgorithm, GRPOConfig, ModelConfig
 from flows.configs.defaults import default_of
 from flows.configs.optimizer import OptimizerConfig, ScheduleName
 from flows.configs.reinforcement import BatchRules, KLPlace, Regularisation
 from flows.configs.titles import training_title
-from storage.number_types import MAX_RATE, Coefficient, Positive, Rate
+from storage.number_types import MAX_RATE, Coefficient, Divisor, Positive, Rate
 from storage.serialization import Frozen
 from tasks.batches.ppo import Returns, ValuePlan
 
@@ -48,6 +50,19 @@ class CreditConfig(Frozen):
     """Clip range of a new value around the old value, beyond which the value loss has no gradient. None: no clip."""
     whiten_advantages: bool = default_of(ValuePlan, "whiten_advantages")
     """Shift and scale the advantages to mean 0 and variance 1 over the tokens of a batch."""
+    value_loss_norm: LossNorm = Field(default_of(MSESpec, "norm"), exclude_if=lambda norm: norm == "token_mean")
+    """Normalisation of the value loss. The values are those of algorithm.loss_norm."""
+    value_norm_constant: Divisor | None = Field(None, exclude_if=lambda constant: constant is None)
+    """Tokens per completion that value_loss_norm=constant divides by. That norm needs it."""
+
+    @model_validator(mode="after")
+    def _constant_goes_with_its_norm(self) -> Self:
+        if (self.value_loss_norm == "constant") != (self.value_norm_constant is not None):
+            raise ValueError(
+                f"value_loss_norm={self.value_loss_norm!r} and value_norm_constant={self.value_norm_constant}; give "
+                "a constant with the norm 'constant', and with no other"
+            )
+        return self
 
 
 SCHEDULE_SETTINGS = ("warmup_steps", "warmup_ratio", "min_lr_ratio")
@@ -75,6 +90,8 @@ class ValueOptimizer(Frozen):
     """Exponential decay rate of the first moment of the value model's AdamW (beta1). None: the policy's."""
     beta2: float | None = Field(None, ge=0, lt=1)
     """Exponential decay rate of the second moment of the value model's AdamW (beta2). None: the policy's."""
+    eps: Divisor | None = Field(None, exclude_if=lambda eps: eps is None)
+    """Epsilon of the value model's AdamW. None: the policy's."""
     max_grad_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Largest L2 norm of the value model's gradient in an update. A larger gradient is scaled down to it. None: the
     policy's."""

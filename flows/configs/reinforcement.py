@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
+from engine.losses.base import TermsNorm
 from engine.losses.policy_gradient import GRPOSpec, PolicyLoss
 from flows.configs.defaults import default_of
 from storage.chain.records import OldLogprobs, StepOldLogprobs
 from storage.number_types import Coefficient, Divisor, Positive
 from storage.serialization import Frozen
+from tasks.batches.rl import BatchPlan
 from tasks.credit.kl_controllers import AdaptiveKL
 from tasks.credit.rewards import Overlong
 
@@ -79,6 +81,10 @@ class Regularisation(Frozen):
     """KL divergence that the adaptive controller aims at, in nats per token."""
     kl_horizon: Positive = default_of(AdaptiveKL, "horizon")
     """Number of completions over which the adaptive controller may change kl_beta by a fifth."""
+    terms_norm: TermsNorm | None = Field(None, exclude_if=lambda norm: norm is None)
+    """Normalisation of the KL and entropy terms of the loss. The values are those of loss_norm. None: loss_norm."""
+    gamma: float = Field(default_of(BatchPlan, "gamma"), gt=0, le=1, exclude_if=lambda gamma: gamma == 1)
+    """Discount factor of later rewards, per token, with advantage_estimator=reinforce_plus_plus."""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -94,11 +100,16 @@ class Regularisation(Frozen):
         if self.kl_importance and kl_beta == 0:
             raise ValueError("regularisation.kl_importance acts only with algorithm.kl_beta above 0; leave it out")
 
-    def check(self, loss_norm: str, kl_beta: float, old_logprobs: OldLogprobs) -> None:
+    def check(self, algorithm: GRPOAlgorithm) -> None:
         """Raises ValueError for a setting that has no effect with these settings of the algorithm."""
-        self.check_norm(loss_norm)
-        self.check_kl(kl_beta)
-        check_importance(self.importance_cap, old_logprobs)
+        self.check_norm(algorithm.loss_norm)
+        self.check_kl(algorithm.kl_beta)
+        check_importance(self.importance_cap, algorithm.old_logprobs)
+        if self.gamma != 1 and algorithm.advantage_estimator != "reinforce_plus_plus":
+            raise ValueError(
+                f"regularisation.gamma={self.gamma} acts only with algorithm.advantage_estimator='reinforce_plus_plus',"
+                f" and that is {algorithm.advantage_estimator!r}; leave it out (PPO's factor is credit.gae_gamma)"
+            )
 
     def check_norm(self, loss_norm: str) -> None:
         """Raises ValueError for a norm_constant that the norm does not use."""

@@ -29,9 +29,10 @@ class Critic:
         )
         self.optimizer = _optimizer(options, policy_optimizer)
         clip = self.credit.value_clip
-        self.loss: LossSpec = MSESpec()
+        norm, constant = self.credit.value_loss_norm, self.credit.value_norm_constant
+        self.loss: LossSpec = MSESpec(norm=norm, norm_constant=constant)
         if clip is not None:
-            self.loss = TrustRegionMSESpec(clip=clip)
+            self.loss = TrustRegionMSESpec(clip=clip, norm=norm, norm_constant=constant)
 
     @property
     def follows_progress(self) -> bool:
@@ -91,6 +92,8 @@ def _optimizer(options: CriticOptions, policy: AdamW) -> AdamW:
         optimizer = replace(optimizer, weight_decay=decay)
     if (betas := options.get("value_betas")) is not None:
         optimizer = replace(optimizer, betas=betas)
+    if (eps := options.get("value_eps")) is not None:
+        optimizer = replace(optimizer, eps=eps)
     if (norm := options.get("value_max_grad_norm")) is not None:
         optimizer = replace(optimizer, max_grad_norm=norm)
     return optimizer

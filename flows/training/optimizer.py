@@ -9,6 +9,7 @@ from typing import Any
 from flows.configs.optimizer import OptimizerConfig, ScheduleName
 from flows.training.schedules import (
     ConstantScheduler,
+    ConstantWithWarmupScheduler,
     CosineScheduler,
     CosineSchedulerWithoutWarmup,
     InverseSqrtScheduler,
@@ -24,6 +25,7 @@ SCHEDULES: dict[ScheduleName, type[Schedule]] = {
     "cosine_without_warmup": CosineSchedulerWithoutWarmup,
     "linear": LinearScheduler,
     "constant": ConstantScheduler,
+    "constant_with_warmup": ConstantWithWarmupScheduler,
     "wsd": WSDScheduler,
     "inverse_sqrt": InverseSqrtScheduler,
 }

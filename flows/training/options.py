@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, TypeVar
 
-from engine.losses.base import LossNorm
+from engine.losses.base import LossNorm, TermsNorm
 from engine.losses.kl import KLEstimator
 from engine.losses.policy_gradient import PolicyLoss
 from flows.callbacks import Callback
@@ -113,6 +113,8 @@ class RegularisationOptions(TypedDict, total=False):
     kl_controller: KLControl
     kl_target: float
     kl_horizon: float
+    terms_norm: TermsNorm | None
+    gamma: float
 
 
 class BatchOptions(TypedDict, total=False):
@@ -149,12 +151,15 @@ class CriticOptions(TypedDict, total=False):
     returns: Returns
     value_clip: float | None
     whiten_advantages: bool
+    value_loss_norm: LossNorm
+    value_norm_constant: float | None
     lr_value: float
     value_lr_scheduler: Schedule | None
     """Replaces `lr_value`."""
     value_weight_decay: float | Schedule | None
-    """None: the value of the policy. The same holds for the next two."""
+    """None: the value of the policy. The same holds for the next three."""
     value_betas: tuple[float, float] | None
+    value_eps: float | None
     value_max_grad_norm: float | None
 
 

@@ -56,7 +56,7 @@ async def value_arguments(config: PPOConfig | ENVPPOConfig, session: RunSession)
     return {
         "value_model": await builder.spawn_train(value.name, init_seed=config.seed),
         "value_lr_scheduler": optimizer["lr_scheduler"],
-        **{f"value_{name}": optimizer[name] for name in ("weight_decay", "betas", "max_grad_norm")},
+        **{f"value_{name}": optimizer[name] for name in ("weight_decay", "betas", "eps", "max_grad_norm")},
         **config.credit.model_dump(),
     }
 

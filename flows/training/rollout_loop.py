@@ -85,7 +85,7 @@ class RolloutLoop(TrainingLoop):
         self.max_prompt_tokens = options.get("max_prompt_tokens")
         self.truncation = options.get("truncation", default_of(PromptDataConfig, "truncation"))
         algorithm = self.algorithm
-        self.regularisation.check(algorithm.loss_norm, algorithm.kl_beta, algorithm.old_logprobs)
+        self.regularisation.check(algorithm)
         # what follows from them
         self.samples_per_batch = algorithm.samples_per_batch
         self.prompts_per_batch = algorithm.samples_per_batch // algorithm.completions_per_sample
@@ -174,6 +174,7 @@ class RolloutLoop(TrainingLoop):
         return BatchPlan(
             reference=start if self.loss.kl_beta > 0 or self.reward_kl else None,
             advantage_estimator=estimator,
+            gamma=self.regularisation.gamma,
             old_logprobs=old_logprobs_of_step(self.algorithm, self.regularisation),
             temperature=self.model.sampling.temperature,
             reward_kl=self.reward_kl and self.reward_kl.model_copy(update={"beta": kl_beta}),
@@ -277,7 +278,8 @@ def policy_loss(
     }
     if algorithm.dual_clip:
         terms["dual_clip"] = algorithm.dual_clip
-    further = regularisation.model_dump(include={"entropy_coef", "importance_cap", "norm_constant", "kl_importance"})
+    named = {"entropy_coef", "importance_cap", "norm_constant", "kl_importance", "terms_norm"}
+    further = regularisation.model_dump(include=named)
     return losses[regularisation.policy_loss](**terms, **further)
 
 

@@ -80,7 +80,7 @@ class _WarmupSchedule:
         _check_step(step, total)
         warmup = self.warmup(total)
         if step < warmup:
-            return self.lr * (step + 1) / warmup
+            return self._warmup_rate(step, warmup)
         return self._step_rate(step - warmup, total - warmup, warmup)
 
     def __call__(self, progress: float) -> float:
@@ -92,8 +92,12 @@ class _WarmupSchedule:
             )
         warmup_ratio = 0.0 if self.warmup_steps == 0 else self.warmup_ratio
         if progress < warmup_ratio:
-            return self.lr * min(1.0, (progress * STEPS_OF_PROGRESS + 1) / self.warmup(STEPS_OF_PROGRESS))
+            return min(self.lr, self._warmup_rate(progress * STEPS_OF_PROGRESS, self.warmup(STEPS_OF_PROGRESS)))
         return self._progress_rate(progress, warmup_ratio)
+
+    def _warmup_rate(self, step: float, warmup: int) -> float:
+        """The rate of a 0-based step of the `warmup` first ones."""
+        return self.lr * (step + 1) / warmup
 
     def _step_rate(self, step: int, steps_after_warmup: int, warmup: int) -> float:
         """The rate of a step after the warm-up. `step` counts from 0 at the end of the warm-up."""
@@ -196,6 +200,15 @@ class ConstantScheduler(_WarmupSchedule):
 
     def _progress_rate(self, progress: float, warmup_ratio: float) -> float:
         return self.lr
+
+
+@dataclass(frozen=True)
+class ConstantWithWarmupScheduler(ConstantScheduler):
+    """`lr` in every step after a warm-up that begins at 0: step k of W has lr k / W, as in Hugging Face's
+    get_constant_schedule_with_warmup. The first step therefore leaves the weights as they are."""
+
+    def _warmup_rate(self, step: float, warmup: int) -> float:
+        return self.lr * step / warmup
 
 
 @dataclass(frozen=True)

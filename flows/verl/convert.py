@@ -8,6 +8,8 @@ from typing import Any
 
 from flows.verl.convert_data import DATA_CONVERSIONS
 from flows.verl.convert_engine import ENGINE_CONVERSIONS
+from flows.verl.convert_length import LENGTH_CONVERSIONS
+from flows.verl.convert_loss import LOSS_CONVERSIONS
 from flows.verl.convert_validation import VALIDATION_CONVERSIONS
 from flows.verl.read import Verl
 from flows.verl.values import (
@@ -52,18 +54,39 @@ ESTIMATORS = {
 }  # fmt: skip
 
 
+# the only completion of a prompt keeps its reward there: its baseline is 0, and its standard deviation counts as 1
+SINGLE_ESTIMATORS = {
+    "grpo": "raw", "grpo_vectorized": "raw", "rloo": "raw", "reinforce_plus_plus_baseline": "reinforce_plus_plus",
+}  # fmt: skip
+
+
 def _estimator(verl: Verl, key: str, value: Any) -> Any:
     # GAE selects the flow ppo, and needs no estimator of groups
     if value == "gae":
         return Unused()
     if value not in ESTIMATORS:
         raise NoCounterpart(f"there is no estimator {value!r} here; expected gae, {', '.join(sorted(ESTIMATORS))}")
+    if verl.get(ROLLOUT + "n") == 1 and value in SINGLE_ESTIMATORS:
+        if value == "reinforce_plus_plus_baseline" and verl.get("algorithm.use_kl_in_reward"):
+            raise NoCounterpart("with rollout.n=1 it has no baseline; use reinforce_plus_plus")
+        return SINGLE_ESTIMATORS[value]
     return ESTIMATORS[value] or Unused("norm_adv_by_std_in_grpo decides")
+
+
+def _gamma(verl: Verl, key: str, value: Any) -> Any:
+    estimator = verl.get("algorithm.adv_estimator")
+    if estimator == "gae":
+        return PathValues({"credit.gae_gamma": value})
+    if estimator == "reinforce_plus_plus":
+        return PathValues({"regularisation.gamma": value})
+    return Unused(f"adv_estimator={estimator} does not discount")
 
 
 def _scale_by_std(verl: Verl, key: str, value: Any) -> Any:
     if verl.get("algorithm.adv_estimator") not in ("grpo", "grpo_vectorized"):
         return Unused("only adv_estimator=grpo reads it")
+    if verl.get(ROLLOUT + "n") == 1:
+        return Unused("with rollout.n=1 the advantage is the reward")
     return "group_sample_std" if value else "centred"
 
 
@@ -119,128 +142,6 @@ def _conversation_truncation(verl: Verl, key: str, value: Any) -> Any:
     if value not in ("error", "left", "right"):
         raise NoCounterpart(f"truncation {value!r} is not supported for conversations; expected error, left or right")
     return value
-
-
-# -- loss ------------------------------------------------------------------------------------------------------
-
-
-def _clip(verl: Verl, key: str, value: Any) -> Any:
-    """verl reads it only if low and high are null. Older configs have only this key."""
-    if any(verl.is_given(ACTOR + name) for name in ("clip_ratio_low", "clip_ratio_high")):
-        return Unused("clip_ratio_low and clip_ratio_high decide")
-    if not verl.is_given(key):
-        return Unused("clip_ratio_low and clip_ratio_high decide")
-    return value
-
-
-def _clip_low(verl: Verl, key: str, value: Any) -> Any:
-    if not verl.is_given(key) and _only_clip_ratio(verl):
-        return Unused("clip_ratio is given")
-    if value is None:
-        return verl.get(ACTOR + "clip_ratio")
-    return value
-
-
-def _clip_high(verl: Verl, key: str, value: Any) -> Any:
-    if not verl.is_given(key) and _only_clip_ratio(verl):
-        return Unused("clip_ratio is given")
-    if value is None:
-        return verl.get(ACTOR + "clip_ratio")
-    return value
-
-
-def _only_clip_ratio(verl: Verl) -> bool:
-    # a config that gives only clip_ratio means both sides
-    given_keys = {name for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high") if verl.is_given(ACTOR + name)}
-    return given_keys == {"clip_ratio"}
-
-
-LOSS_NORMS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "token-sum": "token_sum"}
-
-
-def _loss_norm(verl: Verl, key: str, value: Any) -> Any:
-    if flow_of(verl) == "gspo":
-        return Unused("verl's GSPO always uses the mean of the sequence means, as ours does")
-    # the constant divisor of a completion's sum: by default the longest completion
-    if value == "seq-mean-token-sum-norm" and verl.get(ACTOR + "loss_scale_factor") is None:
-        return _divided_by(verl.get("data.max_response_length"))
-    if value in ("seq-mean-token-sum", "seq-mean-token-sum-norm"):
-        divisor = 1 if value == "seq-mean-token-sum" else verl.get(ACTOR + "loss_scale_factor")
-        return _divided_by(divisor)
-    if value not in LOSS_NORMS:
-        known = ", ".join([*LOSS_NORMS, "seq-mean-token-sum", "seq-mean-token-sum-norm"])
-        raise NoCounterpart(f"there is no norm {value!r} here; expected {known}")
-    return PathValues({"algorithm.loss_norm": LOSS_NORMS[value]})
-
-
-def _divided_by(tokens: Any) -> PathValues:
-    """The sum over the tokens of each completion, divided by this number of tokens, as a mean over completions."""
-    return PathValues({"algorithm.loss_norm": "constant", "regularisation.norm_constant": tokens})
-
-
-def _loss_scale(verl: Verl, key: str, value: Any) -> Any:
-    if verl.get(ACTOR + "loss_agg_mode") != "seq-mean-token-sum-norm" or flow_of(verl) == "gspo":
-        return Unused("only loss_agg_mode=seq-mean-token-sum-norm reads it")
-    if value is None:
-        return Unused("data.max_response_length decides")
-    return value
-
-
-def _kl_loss(verl: Verl, key: str, value: Any) -> Any:
-    if verl.get("algorithm.use_kl_in_reward"):
-        return Unused("use_kl_in_reward puts the KL term into the reward")
-    if not value:
-        return 0.0
-    return Unused("kl_loss_coef gives the coefficient")
-
-
-def _kl_in_reward(verl: Verl, key: str, value: Any) -> Any:
-    if value and verl.get(ACTOR + "use_kl_loss"):
-        raise NoCounterpart("the KL term can be in the loss or in the reward, but not in both; choose one of them")
-    if not value:
-        return Unused()
-    return "reward"
-
-
-def _kl_controller(verl: Verl, key: str, value: Any) -> Any:
-    if value not in ("fixed", "adaptive"):
-        raise NoCounterpart(f"there is no controller {value!r} here; expected fixed or adaptive")
-    return value
-
-
-def _importance(verl: Verl, key: str, value: Any) -> Any:
-    if value is None:
-        return Unused()
-    if verl.get("algorithm.rollout_correction.bypass_mode"):
-        return Unused("in bypass_mode the ratio uses the sampler's probability, and verl adds no importance weights")
-    if value != "token":
-        raise NoCounterpart(f"importance weights are per token here, not per {value}")
-    return Unused("rollout_is_threshold gives the cap")
-
-
-def _importance_cap(verl: Verl, key: str, value: Any) -> Any:
-    if isinstance(value, str):
-        raise NoCounterpart("importance weights have an upper cap only; give a number")
-    return value
-
-
-def _bypass(verl: Verl, key: str, value: Any) -> Any:
-    if not value:
-        return Unused()
-    return "sampler"
-
-
-KL_ESTIMATORS = {
-    "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3",
-}  # fmt: skip
-
-
-def _kl_estimator(verl: Verl, key: str, value: Any) -> Any:
-    if value in KL_ESTIMATORS:
-        return KL_ESTIMATORS[value]
-    if value == "full":
-        raise NoCounterpart("the KL over the whole vocabulary is not supported; expected low_var_kl, kl, abs or mse")
-    raise NoCounterpart(f"there is no KL estimator {value!r} here; expected {', '.join(KL_ESTIMATORS)}")
 
 
 # -- which completions count -----------------------------------------------------------------------------------
@@ -367,14 +268,11 @@ def _names(verl: Verl, key: str, value: Any) -> Any:
 
 
 CONVERSIONS: dict[str, Conversion] = {
-    **DATA_CONVERSIONS, **ENGINE_CONVERSIONS, **VALIDATION_CONVERSIONS,
-    "bypass": _bypass, "clip": _clip, "clip_high": _clip_high, "clip_low": _clip_low, "completions": _completions,
-    "conversation_length": _conversation_length, "conversation_truncation": _conversation_truncation,
-    "conversations": _conversations, "dynamic_batch": _dynamic_batch,
-    "estimator": _estimator, "filter_metric": _filter_metric, "importance": _importance,
-    "importance_cap": _importance_cap, "kl_controller": _kl_controller, "kl_estimator": _kl_estimator,
-    "kl_in_reward": _kl_in_reward, "kl_loss": _kl_loss, "loss_mode": _loss_mode, "loss_norm": _loss_norm,
-    "loss_scale": _loss_scale, "micro_batch": _micro_batch, "names": _names, "only_true": _only_true,
+    **DATA_CONVERSIONS, **ENGINE_CONVERSIONS, **LENGTH_CONVERSIONS, **LOSS_CONVERSIONS, **VALIDATION_CONVERSIONS,
+    "completions": _completions, "conversation_length": _conversation_length,
+    "conversation_truncation": _conversation_truncation, "conversations": _conversations,
+    "dynamic_batch": _dynamic_batch, "estimator": _estimator, "filter_metric": _filter_metric, "gamma": _gamma,
+    "loss_mode": _loss_mode, "micro_batch": _micro_batch, "names": _names, "only_true": _only_true,
     "overlong": _overlong, "overlong_part": _overlong_part, "positive": _positive, "refill_rounds": _refill_rounds,
     "reward_file": _reward_file, "reward_model": _reward_model, "reward_model_switch": _reward_model_switch,
     "reward_name": _reward_name, "scale_by_std": _scale_by_std, "when_set": _when_set,

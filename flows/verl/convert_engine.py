@@ -1,4 +1,4 @@
-"""Conversions of verl's values: optimizer, engine, length of the run, checkpoints."""
+"""Conversions of verl's values: optimizer, engine, checkpoints."""
 
 from __future__ import annotations
 
@@ -11,82 +11,11 @@ from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues
 # -- optimizer -------------------------------------------------------------------------------------------------
 
 
-def _schedule(verl: Verl, key: str, value: Any) -> Any:
-    # warmup_style is an older name of the schedule, and comes first
-    group = key.rpartition(".")[0]
-    if verl.kind != "sft_trainer" and verl.get(group + ".warmup_style") is not None:
-        return Unused("warmup_style decides")
-    return _named_schedule(verl, key, value)
-
-
-def _schedule_alias(verl: Verl, key: str, value: Any) -> Any:
-    if value is None:
-        return Unused()
-    return _named_schedule(verl, key, value)
-
-
-def _schedule_name(verl: Verl, key: str) -> Any:
-    """verl's name of the schedule in the group of an optimizer's key."""
-    group = key.rpartition(".")[0]
-    if verl.kind == "sft_trainer":
-        return verl.get(group + ".lr_scheduler")
-    return verl.get(group + ".warmup_style") or verl.get(group + ".lr_scheduler_type")
-
-
-def _warmup_steps(verl: Verl, key: str, value: Any) -> Any:
-    if value is None or value < 0:
-        return Unused("lr_warmup_steps_ratio decides")
-    return value
-
-
-def _warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
-    group = key.rpartition(".")[0]
-    steps = verl.get(group + ".lr_warmup_steps")
-    if steps is not None and steps >= 0:
-        return Unused("lr_warmup_steps decides")
-    # the SFT trainer has an older name, which counts only if the new one is not given
-    older = group + ".warmup_steps_ratio"
-    if verl.kind == "sft_trainer" and key != older and verl.is_given(older) and not verl.is_given(key):
-        return Unused("warmup_steps_ratio decides")
-    if value == 0 and _schedule_name(verl, key) == "constant":
-        return Unused()
-    return value
-
-
-def _older_warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
-    # both names have a default, so only a given key counts
-    newer = key.replace(".warmup_steps_ratio", ".lr_warmup_steps_ratio")
-    if not verl.is_given(key) or verl.is_given(newer):
-        return Unused("lr_warmup_steps_ratio decides")
-    return _warmup_ratio(verl, key, value)
-
-
-def _lowest_rate(verl: Verl, key: str, value: Any) -> Any:
-    if _schedule_name(verl, key) == "constant":
-        return Unused("a constant rate has no minimum")
-    return 0.0 if value is None else value
-
-
 def _betas(verl: Verl, key: str, value: Any) -> Any:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise TypeError(f"{value!r} is not a pair")
     group = "value_model.optimizer" if key.startswith("critic.") else "optimizer"
     return PathValues({f"{group}.beta1": value[0], f"{group}.beta2": value[1]})
-
-
-def _named_schedule(verl: Verl, key: str, value: Any) -> Any:
-    if value == "constant":
-        return "constant"
-    if value == "cosine":
-        return Approximate("cosine", SCHEDULE_DIFFERENCE)
-    if value == "wsd" and verl.kind == "sft_trainer":
-        return Approximate("wsd", f"{SCHEDULE_DIFFERENCE}; over the last tenth of the run the rate falls linearly")
-    raise NoCounterpart(f"there is no schedule {value!r} here; expected constant or cosine")
-
-
-SCHEDULE_DIFFERENCE = (
-    "a warm-up of W steps begins at lr / W, while verl's begins at 0; the schedule reaches its end in the last step"
-)
 
 
 # -- engine ----------------------------------------------------------------------------------------------------
@@ -165,17 +94,27 @@ def _sampler(verl: Verl, key: str, value: Any) -> Any:
     raise NoCounterpart(f"there is no sampler {value!r} here; expected vllm or hf")
 
 
+def _samplers(verl: Verl, key: str, value: Any) -> Any:
+    """All GPUs sample: a sampler takes as many as share its copy of the model."""
+    gpus = times(verl.get("trainer.n_gpus_per_node"), verl.get("trainer.nnodes"))
+    replicas = max(1, gpus // times(value, 1))
+    paths = {"engine.sampler.tensor_parallel": value, "engine.sampler.replicas": replicas}
+    # replicas on the GPUs of the ranks have one GPU each
+    if value == 1:
+        return PathValues(paths | {"engine.sampler.placement": "colocated"})
+    difference = (
+        f"the samplers need {replicas * value} GPUs besides those of the ranks, and verl's share them; to share them: "
+        f"--set engine.sampler.placement=colocated --set engine.sampler.tensor_parallel=1 "
+        f"--set engine.sampler.replicas={gpus}"
+    )
+    return Approximate(PathValues(paths), difference)
+
+
 def _top_k(verl: Verl, key: str, value: Any) -> Any:
     return max(value, 0)
 
 
-# -- length, names, checkpoints --------------------------------------------------------------------------------
-
-
-def _epochs(verl: Verl, key: str, value: Any) -> Any:
-    if verl.get("trainer.total_training_steps") is not None:
-        return Unused("total_training_steps decides")
-    return value
+# -- names, checkpoints --------------------------------------------------------------------------------
 
 
 def _run_key(verl: Verl, key: str, value: Any) -> Any:
@@ -206,17 +145,6 @@ def _save_every(verl: Verl, key: str, value: Any) -> Any:
     return PathValues({"checkpoints.frequency": None, "checkpoints.every_steps": value})
 
 
-def _critic_warmup(verl: Verl, key: str, value: Any) -> Any:
-    """verl counts steps, our config has a fraction of the run."""
-    steps = verl.get("trainer.total_training_steps")
-    # a fraction cannot be computed without the length of the run
-    if value and steps is None:
-        raise NoCounterpart("its fraction of the run needs trainer.total_training_steps; give it")
-    if not value:
-        return 0.0
-    return value / steps
-
-
 def _keep_one(verl: Verl, key: str, value: Any) -> Any:
     if not value:
         return Unused()
@@ -224,11 +152,8 @@ def _keep_one(verl: Verl, key: str, value: Any) -> Any:
 
 
 ENGINE_CONVERSIONS: dict[str, Conversion] = {
-    "activation_offload": _activation_offload, "betas": _betas, "cluster": _cluster,
-    "compute_dtype": _compute_dtype, "cpu_offload": _cpu_offload, "critic_warmup": _critic_warmup, "device": _device,
-    "epochs": _epochs, "folder": _folder, "keep_one": _keep_one, "lowest_rate": _lowest_rate, "offload": _offload,
-    "older_warmup_ratio": _older_warmup_ratio, "ranks": _ranks, "recompute": _recompute, "run_key": _run_key,
-    "sampler": _sampler, "save_every": _save_every, "schedule": _schedule, "schedule_alias": _schedule_alias,
-    "top_k": _top_k, "trainer": _trainer, "warmup_ratio": _warmup_ratio, "warmup_steps": _warmup_steps,
-    "zero_stage": _zero_stage,
+    "activation_offload": _activation_offload, "betas": _betas, "cluster": _cluster, "compute_dtype": _compute_dtype,
+    "cpu_offload": _cpu_offload, "device": _device, "folder": _folder, "keep_one": _keep_one, "offload": _offload,
+    "ranks": _ranks, "recompute": _recompute, "run_key": _run_key, "sampler": _sampler, "samplers": _samplers,
+    "save_every": _save_every, "top_k": _top_k, "trainer": _trainer, "zero_stage": _zero_stage,
 }  # fmt: skip

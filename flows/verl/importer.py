@@ -10,15 +10,18 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from flows.configs.common import GRPOConfig, SFTConfig
+from flows.configs.defaults import default_of
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.gspo import GSPOConfig
 from flows.configs.overrides import describe_validation, load_config
 from flows.configs.ppo import PPOConfig
 from flows.verl.conditions import unmet_condition
 from flows.verl.convert import CONVERSIONS
+from flows.verl.convert_loss import VALUE_LOSS_FACTOR
 from flows.verl.keys import KeyTable, Mapped, Unmapped, key_tables
 from flows.verl.read import Verl, VerlError, read_config
 from flows.verl.values import Approximate, NoCounterpart, PathValues, Unused, flow_of
+from storage.chain.records import OptimizerSpec
 
 CONFIGS: dict[str, type[BaseModel]] = {
     "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig, "sft": SFTConfig, "evaluation": EvaluationFlowConfig,
@@ -30,6 +33,7 @@ IMPLICIT_VALUES: dict[str, dict[str, Any]] = {
     "grpo": TRAINING, "gspo": TRAINING, "sft": TRAINING,
     "ppo": TRAINING | {
         "credit.returns": "advantages", "credit.whiten_advantages": True, "regularisation.kl_in": "loss",
+        "value_model.optimizer.eps": default_of(OptimizerSpec, "eps") / VALUE_LOSS_FACTOR,
     },
     "evaluation": {"suite.datasets.0.source.kind": "file"},
 }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from engine.errors import BadSpec, PermanentEngineError
 from engine.models.images import images_from_rows, images_to_rows
@@ -52,8 +52,9 @@ from tasks.reports.clock import timed
 from tasks.sampling.shards import read_tables
 
 AdvantageEstimator = Literal[
-    "group", "group_sample_std", "centred", "leave_one_out", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-]
+    "group", "group_sample_std", "centred", "leave_one_out", "raw",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+]  # fmt: skip
 ROLLOUT_COLUMNS = ("prompt_id", "completion", "prompt_ids", "completion_ids", "logprobs", "images")
 """The columns of rollouts that a batch needs. `images` exists only for models that take images."""
 CHUNK_TOKENS = 1 << 20
@@ -66,6 +67,8 @@ class BatchPlan(Frozen):
     reference: PolicyRef | None
     """The policy whose logprobs the KL term compares with; None if the coefficient of the KL term is 0."""
     advantage_estimator: AdvantageEstimator = "group"
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount factor of later rewards, per token. Only "reinforce_plus_plus" reads it."""
     old_logprobs: StepOldLogprobs = "trainer"
     """Where the step takes the old logprobs from. Only with "trainer", the engine computes them for the batch."""
     temperature: float = 1.0
@@ -155,8 +158,7 @@ async def rollout_batch(
 
 
 def _check_finite(table: pa.Table, policy: PolicyRef, step: int) -> None:
-    """Raises PermanentEngineError if the policy's logprobs of its own completions are not all finite, which would make
-    the loss NaN."""
+    """Raises PermanentEngineError if the policy's logprobs of its own completions are not finite: a NaN in the loss."""
     for column in ("sampler_logprobs", "old_logprobs"):
         if not np.isfinite(token_values(table, column)).all():
             raise PermanentEngineError(
@@ -207,7 +209,8 @@ def with_batch_advantages(table: pa.Table, grades: Grades, plan: BatchPlan) -> t
 
     # This estimator credits the penalty of a token to the tokens before it.
     if plan.advantage_estimator == "reinforce_plus_plus":
-        advantages_T = reinforce_plus_plus(grades.rewards_after_penalty_N[rows], penalties_T, lengths_N)
+        rewards_N = grades.rewards_after_penalty_N[rows]
+        advantages_T = reinforce_plus_plus(rewards_N, penalties_T, lengths_N, gamma=plan.gamma)
         return with_token_column(table, "advantages", advantages_T), extra
 
     # The others have one advantage per completion: subtract the sum of its penalties from its reward.

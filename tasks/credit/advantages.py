@@ -47,26 +47,34 @@ def leave_one_out(rewards_G: Rewards) -> Advantages:
     return _over_valid(rewards_G, lambda valid: (valid - valid.mean()) * np.float32(len(valid) / (len(valid) - 1)))
 
 
+def raw(rewards_G: Rewards) -> Advantages:
+    """r, without a baseline (REINFORCE). It also credits a completion that is the only one of its prompt."""
+    return _over_valid(rewards_G, lambda valid: valid, compares=False)
+
+
 ESTIMATORS: dict[str, Callable[[Rewards], Advantages]] = {
     "group": group,
     "group_sample_std": group_sample_std,
     "centred": centred,
     "leave_one_out": leave_one_out,
+    "raw": raw,
 }
 
 
-def _over_valid(rewards_G: Rewards, estimate: Callable[[np.ndarray], np.ndarray]) -> Advantages:
+def _over_valid(
+    rewards_G: Rewards, estimate: Callable[[np.ndarray], np.ndarray], *, compares: bool = True
+) -> Advantages:
     """Applies the estimator to the valid rewards. The advantage of a masked grade stays None.
 
-    The valid advantages are exactly 0 if there is only one valid reward or all are equal, since such a group has no
-    gradient. Raises ValueError for a reward that is too large or not finite."""
+    An estimator that compares the rewards of a group gives exactly 0 if there is only one valid reward or all are
+    equal, since such a group has no gradient. Raises ValueError for a reward that is too large or not finite."""
     with np.errstate(over="ignore"):  # an overflow becomes infinity, which the check below refuses
         valid = np.array([reward for reward in rewards_G if reward is not None], dtype=np.float32)
     if not (np.abs(valid) <= LARGEST_REWARD).all():
         raise ValueError(
             f"rewards are {list(rewards_G)}; each must be {REWARD_RANGE}; give None for a missing grade"
         )
-    if len(valid) < 2 or (valid == valid[0]).all():
+    if compares and (len(valid) < 2 or (valid == valid[0]).all()):
         advantages = iter([0.0] * len(valid))
     else:
         advantages = iter(estimate(valid).astype(np.float32).tolist())

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from engine.losses.kl import KLEstimator
 from storage.serialization import Frozen
+from tasks.credit.gae import discounted
 
 EPSILON = 1e-8
 
@@ -60,19 +61,15 @@ def whiten(values_T: np.ndarray) -> np.ndarray:
     return (values_T - values_T.mean()) / np.sqrt(values_T.var() + EPSILON)
 
 
-def reinforce_plus_plus(rewards_N: np.ndarray, penalties_T: np.ndarray, lengths_N: np.ndarray) -> np.ndarray:
-    """(T,): the undiscounted return of each token, whitened over all tokens of the batch (REINFORCE++,
-    arXiv:2501.03262). The reward of a token is minus its penalty, plus the completion's reward on its last token."""
-    ends_N = np.cumsum(lengths_N)
+def reinforce_plus_plus(
+    rewards_N: np.ndarray, penalties_T: np.ndarray, lengths_N: np.ndarray, *, gamma: float = 1.0
+) -> np.ndarray:
+    """(T,): the return of each token, discounted by `gamma` per token and whitened over all tokens of the batch
+    (REINFORCE++, arXiv:2501.03262). The reward of a token is minus its penalty, plus the completion's reward on its
+    last token."""
     rewards_T = -np.asarray(penalties_T, dtype=np.float64)
-    rewards_T[ends_N - 1] += rewards_N
-
-    # One cumulative sum over all completions. A completion's own sums start from the total before its first token.
-    totals_T = np.cumsum(rewards_T)
-    before_N = np.concatenate([[0.0], totals_T])[ends_N - lengths_N]
-    through_token_T = totals_T - np.repeat(before_N, lengths_N)
-    whole_completion_T = np.repeat(totals_T[ends_N - 1] - before_N, lengths_N)
-    return whiten(whole_completion_T - through_token_T + rewards_T)
+    rewards_T[np.cumsum(lengths_N) - 1] += rewards_N
+    return whiten(discounted(rewards_T, lengths_N, gamma))
 
 
 def subtract_group_mean(rewards_N: np.ndarray, prompts_N: np.ndarray) -> np.ndarray:

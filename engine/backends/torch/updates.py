@@ -121,15 +121,20 @@ def micro_batch_loss(
     if isinstance(loss, PairLoss):
         return loss.values_P.sum() / totals.groups, loss.sums
     # The weights are those of the whole minibatch, so that the losses of its micro-batches add up.
-    norm, constant = _normalisation_of(objective.loss)
-    weights_N = token_weights(
-        inputs.lengths_S,
-        norm=norm,
-        total_tokens=totals.tokens,
-        total_sequences=totals.sequences,
-        constant=constant,
-    ).to(outputs.any_N)
-    return (loss.values_N * weights_N).sum(), loss.sums
+    def normalised(values_N: Tensor, norm: LossNorm, constant: float | None) -> Tensor:
+        weights_N = token_weights(
+            inputs.lengths_S,
+            norm=norm,
+            total_tokens=totals.tokens,
+            total_sequences=totals.sequences,
+            constant=constant,
+        )
+        return (values_N * weights_N.to(outputs.any_N)).sum()
+
+    total = normalised(loss.values_N, *_normalisation_of(objective.loss))
+    if loss.terms is not None:
+        total = total + normalised(*loss.terms, None)
+    return total, loss.sums
 
 
 def check_policy_not_nan(sums: Mapping[str, float]) -> None:

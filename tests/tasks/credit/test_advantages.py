@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tasks.batches.rl import AdvantageEstimator
-from tasks.credit.advantages import ESTIMATORS, centred, group, group_sample_std, leave_one_out
+from tasks.credit.advantages import ESTIMATORS, centred, group, group_sample_std, leave_one_out, raw
 from tasks.credit.rewards import BATCH_ESTIMATORS
 
 
@@ -30,7 +30,19 @@ def test_two_winners_of_four(estimator, winner: float) -> None:
     assert estimator([1.0, 0.0, 0.0, 1.0]) == pytest.approx([winner, -winner, -winner, winner], abs=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS)
+COMPARING = {name: estimator for name, estimator in ESTIMATORS.items() if name != "raw"}
+"""The estimators that compare the rewards of a group."""
+
+
+def test_a_raw_reward_is_its_own_advantage() -> None:
+    assert raw([0.5, None, -2.0]) == [0.5, None, -2.0]
+    # also alone, and where all are equal
+    assert raw([0.5]) == [0.5] and raw([3.0, 3.0]) == [3.0, 3.0]
+    with pytest.raises(ValueError, match="give None for a missing grade"):
+        raw([float("nan")])
+
+
+@pytest.mark.parametrize("estimator", COMPARING.values(), ids=COMPARING)
 class TestEveryEstimator:
     def test_equal_rewards_teach_exactly_nothing(self, estimator) -> None:
         # the float32 mean of seven times 0.1 is not 0.1: dividing by the tiny std would make it -0.43

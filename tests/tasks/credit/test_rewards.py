@@ -26,6 +26,14 @@ def test_returns_of_reinforce_plus_plus_by_hand() -> None:
     assert advantages == pytest.approx(np.array([0.3, 0.4, -0.7]) / np.sqrt(0.74 / 3), abs=1e-6)
 
 
+def test_a_later_reward_is_discounted_once_per_token() -> None:
+    """The returns of verl's compute_reinforce_plus_plus_outcome_advantage (trainer/ppo/core_algos.py)."""
+    # rewards -0.1, 0, 1 - 0.2 | 0 - 0.3 with gamma 0.5: returns -0.1 + 0.4 / 2, 0.4, 0.8 | -0.3
+    advantages = reinforce_plus_plus(np.array([1.0, 0.0]), np.array([0.1, 0.0, 0.2, 0.3]), np.array([3, 1]), gamma=0.5)
+    returns = np.array([0.1, 0.4, 0.8, -0.3])  # mean 0.25, mean square 0.225
+    assert advantages == pytest.approx((returns - 0.25) / np.sqrt(0.225 - 0.25**2), abs=1e-6)
+
+
 def test_without_a_penalty_every_token_of_an_answer_has_its_return() -> None:
     # 2, 2, 2, 0: mean 1.5, variance 0.75
     advantages = reinforce_plus_plus(np.array([2.0, 0.0]), np.zeros(4), np.array([3, 1]))

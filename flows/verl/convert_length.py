@@ -1,0 +1,197 @@
+"""Conversions of verl's values: the length of the run, and the schedules over it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flows.verl.read import Verl
+from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused
+
+# -- steps and epochs ------------------------------------------------------------------------------------------
+
+
+def _rows(verl: Verl) -> int | None:
+    """The number of rows that verl trains on. None if the Parquet files are not here, or if more than they decides."""
+    if verl.kind == "ppo_trainer":
+        deciders = ("data.filter_overlong_prompts", "data.custom_cls.path", "algorithm.filter_groups.enable")
+        if any(verl.get(key) for key in deciders):
+            return None
+    files = verl.get("data.train_files")
+    rows = 0
+    for file in files if isinstance(files, list) else [files]:
+        rows_of_file = _parquet_rows(file)
+        if rows_of_file is None:
+            return None
+        rows += rows_of_file
+    limit = verl.get("data.train_max_samples")
+    if limit is not None and limit > 0:
+        return min(rows, limit)
+    return rows
+
+
+def _parquet_rows(file: Any) -> int | None:
+    path = Path(str(file)).expanduser()
+    if path.suffix != ".parquet" or not path.is_file():
+        return None
+    # imported here, because only configs whose files are on this machine need it
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return int(pq.read_metadata(path).num_rows)
+    except (OSError, pa.ArrowInvalid):
+        # the run reports what is wrong with the file
+        return None
+
+
+def steps_per_epoch(verl: Verl) -> int | None:
+    """The number of whole batches of a pass over the rows; verl drops the rest. None if the rows are not known."""
+    rows = _rows(verl)
+    batch = verl.get("data.train_batch_size")
+    if rows is None or not isinstance(batch, int):
+        return None
+    return rows // batch
+
+
+def total_steps(verl: Verl) -> int | None:
+    """The number of steps of the run. None if it depends on rows that are not known."""
+    per_epoch, steps = steps_per_epoch(verl), verl.get("trainer.total_training_steps")
+    # without the rows, the given steps are taken as those of the run
+    if per_epoch is None:
+        return steps if isinstance(steps, int) else None
+    whole_epochs = per_epoch * int(verl.get("trainer.total_epochs"))
+    return whole_epochs if steps is None else min(steps, whole_epochs)
+
+
+def _epochs(verl: Verl, key: str, value: Any) -> Any:
+    steps, per_epoch = verl.get("trainer.total_training_steps"), steps_per_epoch(verl)
+    if per_epoch is None:
+        if steps is not None:
+            return Unused("total_training_steps decides")
+        difference = "verl drops the rows of a pass that fill no batch; here they begin the next pass"
+        return Approximate(PathValues({"algorithm.epochs": value}), difference)
+    if per_epoch == 0:
+        raise NoCounterpart("the training files have fewer rows than a batch; lower data.train_batch_size")
+    if steps is not None and steps <= per_epoch * value:
+        return Unused("total_training_steps ends the run first")
+    # in steps, because verl drops the rows of a pass that fill no batch
+    return PathValues({"algorithm.steps": per_epoch * value})
+
+
+def _steps(verl: Verl, key: str, value: Any) -> Any:
+    if value is None:
+        return Unused()
+    per_epoch, epochs = steps_per_epoch(verl), verl.get("trainer.total_epochs")
+    if per_epoch is None:
+        return Approximate(value, f"verl also ends after {epochs} passes over rows that cannot be counted here")
+    if value > per_epoch * epochs:
+        return Unused(f"the run ends after total_epochs={epochs} passes of {per_epoch} batches")
+    return value
+
+
+def _critic_warmup(verl: Verl, key: str, value: Any) -> Any:
+    """verl counts steps from 1 and trains the actor from step critic_warmup on. Our config has a share of the run."""
+    if value <= 1:
+        return 0.0
+    steps = total_steps(verl)
+    if steps is None:
+        raise NoCounterpart("its fraction of the run needs trainer.total_training_steps; give it")
+    return (value - 1) / steps
+
+
+# -- learning rates --------------------------------------------------------------------------------------------
+
+
+def _schedule(verl: Verl, key: str, value: Any) -> Any:
+    # warmup_style is an older name of the schedule, and comes first
+    group = key.rpartition(".")[0]
+    if verl.kind != "sft_trainer" and verl.get(group + ".warmup_style") is not None:
+        return Unused("warmup_style decides")
+    return _named_schedule(verl, key, value)
+
+
+def _schedule_alias(verl: Verl, key: str, value: Any) -> Any:
+    if value is None:
+        return Unused()
+    return _named_schedule(verl, key, value)
+
+
+def _schedule_name(verl: Verl, key: str) -> Any:
+    """verl's name of the schedule in the group of an optimizer's key."""
+    group = key.rpartition(".")[0]
+    if verl.kind == "sft_trainer":
+        return verl.get(group + ".lr_scheduler")
+    return verl.get(group + ".warmup_style") or verl.get(group + ".lr_scheduler_type")
+
+
+SCHEDULE_DIFFERENCE = (
+    "a warm-up of W steps begins at lr / W, while verl's begins at 0; the schedule reaches its end in the last step"
+)
+
+
+def _named_schedule(verl: Verl, key: str, value: Any) -> Any:
+    if value == "constant":
+        return "constant_with_warmup" if _warms_up(verl, key) else "constant"
+    if value == "cosine":
+        return Approximate("cosine", SCHEDULE_DIFFERENCE)
+    if value == "wsd" and verl.kind == "sft_trainer":
+        return Approximate("wsd", f"{SCHEDULE_DIFFERENCE}; over the last tenth of the run the rate falls linearly")
+    raise NoCounterpart(f"there is no schedule {value!r} here; expected constant or cosine")
+
+
+def _warms_up(verl: Verl, key: str) -> bool:
+    """Whether the optimizer of this key begins with a warm-up of a step or more."""
+    group = key.rpartition(".")[0]
+    steps, ratio = verl.get(group + ".lr_warmup_steps"), verl.get(group + ".lr_warmup_steps_ratio")
+    if steps is not None and steps > 0:
+        return True
+    total = total_steps(verl)
+    # verl rounds the product down
+    return ratio > 0 and (total is None or int(ratio * total) > 0)
+
+
+def _warmup_steps(verl: Verl, key: str, value: Any) -> Any:
+    if value is None or value <= 0:
+        return Unused("lr_warmup_steps_ratio decides")
+    return value
+
+
+def _warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
+    group = key.rpartition(".")[0]
+    steps = verl.get(group + ".lr_warmup_steps")
+    if steps is not None and steps > 0:
+        return Unused("lr_warmup_steps decides")
+    # the SFT trainer has an older name, which counts only if the new one is not given
+    older = group + ".warmup_steps_ratio"
+    if verl.kind == "sft_trainer" and key != older and verl.is_given(older) and not verl.is_given(key):
+        return Unused("warmup_steps_ratio decides")
+    if _schedule_name(verl, key) == "constant" and not _warms_up(verl, key):
+        return Unused()
+    total = total_steps(verl)
+    if total is None or value == 0:
+        return value
+    # verl rounds down to whole steps, our ratio is rounded to the nearest
+    optimizer = "value_model.optimizer" if key.startswith("critic.") else "optimizer"
+    return PathValues({f"{optimizer}.warmup_steps": int(value * total)})
+
+
+def _older_warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
+    # both names have a default, so only a given key counts
+    newer = key.replace(".warmup_steps_ratio", ".lr_warmup_steps_ratio")
+    if not verl.is_given(key) or verl.is_given(newer):
+        return Unused("lr_warmup_steps_ratio decides")
+    return _warmup_ratio(verl, key, value)
+
+
+def _lowest_rate(verl: Verl, key: str, value: Any) -> Any:
+    if _schedule_name(verl, key) == "constant":
+        return Unused("a constant rate has no minimum")
+    return 0.0 if value is None else value
+
+
+LENGTH_CONVERSIONS: dict[str, Conversion] = {
+    "critic_warmup": _critic_warmup, "epochs": _epochs, "lowest_rate": _lowest_rate,
+    "older_warmup_ratio": _older_warmup_ratio, "schedule": _schedule, "schedule_alias": _schedule_alias,
+    "steps": _steps, "warmup_ratio": _warmup_ratio, "warmup_steps": _warmup_steps,
+}  # fmt: skip

@@ -64,6 +64,11 @@ class ImageTokens:
         return text.replace(self.token, self.expansion)
 
 
+def takes_images(folder: Path) -> bool:
+    """Whether the model in this folder takes images, by its config."""
+    return _read_json(folder / "config.json").get("model_type") in VISION_MODEL_TYPES
+
+
 def image_tokens_of(folder: Path, tokenizer: Any, name: str) -> ImageTokens | None:
     """Reads from a model folder how prompts represent images. Returns None for a model that takes text only.
 

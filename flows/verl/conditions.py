@@ -30,6 +30,10 @@ def _loss_mode(verl: Verl) -> str:
     return str(verl.get(ACTOR + "policy_loss.loss_mode"))
 
 
+def _is_megatron(verl: Verl) -> bool:
+    return "megatron" in (verl.get(ACTOR + "strategy"), verl.get("model_engine"))
+
+
 CONDITIONS: dict[str, Condition] = {
     "adaptive_kl": Condition(
         lambda verl: bool(verl.get("algorithm.use_kl_in_reward")) and verl.get("algorithm.kl_ctrl.type") == "adaptive",
@@ -56,11 +60,19 @@ CONDITIONS: dict[str, Condition] = {
     "kl_in_reward": Condition(_on("algorithm.use_kl_in_reward"), "use_kl_in_reward is false"),
     "kl_loss": Condition(_on(ACTOR + "use_kl_loss"), "use_kl_loss is false"),
     "lora": Condition(lambda verl: (verl.get(_model_of(verl) + "lora_rank") or 0) > 0, "lora_rank is 0"),
-    "megatron": Condition(lambda verl: verl.get(ACTOR + "strategy") == "megatron", "the strategy is not megatron"),
+    "megatron": Condition(_is_megatron, "the strategy is not megatron"),
+    "megatron_lora": Condition(
+        lambda verl: _is_megatron(verl) and (verl.get("actor_rollout_ref.model.lora.rank") or 0) > 0,
+        "the strategy is not megatron, or lora.rank is 0",
+    ),
+    "multi_turn": Condition(_on(ROLLOUT + "multi_turn.enable"), "multi_turn is off"),
     "multiturn": Condition(_on("data.multiturn.enable"), "multiturn is off"),
     "other_loss": Condition(lambda verl: _loss_mode(verl) not in ("vanilla", "gspo", "cispo"), "this loss is not used"),
     "other_trainer": Condition(lambda verl: False, "the trainer is FSDP"),
     "pf_ppo": Condition(_on("algorithm.use_pf_ppo"), "use_pf_ppo is false"),
+    "resume_path": Condition(
+        lambda verl: verl.get("trainer.resume_mode") == "resume_path", "resume_mode is not resume_path"
+    ),
     "reward_model": Condition(
         _on("reward_model.enable", "reward.reward_model.enable"), "there is no reward model: enable is false"
     ),
@@ -68,7 +80,6 @@ CONDITIONS: dict[str, Condition] = {
         _on("sandbox_fusion.url", "reward.sandbox_fusion.url", "reward_model.sandbox_fusion.url"),
         "the sandbox has no url",
     ),
-    "tracing": Condition(_on(ROLLOUT + "trace.backend"), "trace.backend is null"),
     "validation": Condition(_on("data.val_files"), "there are no val_files"),
     "vllm": Condition(lambda verl: verl.get(ROLLOUT + "name") not in ("hf",), "the sampler is not vLLM"),
 }

@@ -267,12 +267,20 @@ def _names(verl: Verl, key: str, value: Any) -> Any:
     return [value]
 
 
+def _megatron_lora(verl: Verl, key: str, value: Any) -> Any:
+    """Megatron's adapter of all its linear layers."""
+    if not value:
+        return Unused()
+    return PathValues({"model.adapter.rank": value, "model.adapter.target_modules": "all-linear"})
+
+
 CONVERSIONS: dict[str, Conversion] = {
     **DATA_CONVERSIONS, **ENGINE_CONVERSIONS, **LENGTH_CONVERSIONS, **LOSS_CONVERSIONS, **VALIDATION_CONVERSIONS,
     "completions": _completions, "conversation_length": _conversation_length,
     "conversation_truncation": _conversation_truncation, "conversations": _conversations,
     "dynamic_batch": _dynamic_batch, "estimator": _estimator, "filter_metric": _filter_metric, "gamma": _gamma,
-    "loss_mode": _loss_mode, "micro_batch": _micro_batch, "names": _names, "only_true": _only_true,
+    "loss_mode": _loss_mode, "megatron_lora": _megatron_lora, "micro_batch": _micro_batch, "names": _names,
+    "only_true": _only_true,
     "overlong": _overlong, "overlong_part": _overlong_part, "positive": _positive, "refill_rounds": _refill_rounds,
     "reward_file": _reward_file, "reward_model": _reward_model, "reward_model_switch": _reward_model_switch,
     "reward_name": _reward_name, "scale_by_std": _scale_by_std, "when_set": _when_set,

@@ -7,9 +7,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from engine.text.images import takes_images
+from flows.verl.convert_length import steps_per_epoch
 from flows.verl.read import Verl
 from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused, local_path
-from tasks.datasets.verl import ROWS
+from tasks.datasets.verl import IMAGE_ROWS, ROWS
 
 
 def _files(verl: Verl, key: str, value: Any) -> Any:
@@ -22,8 +24,8 @@ def _files(verl: Verl, key: str, value: Any) -> Any:
         source = "suite.datasets.0.source"
     else:
         source = "data.heldout" if key == "data.val_files" else "data.train"
-    # a custom dataset class reads the files itself
-    if verl.kind == "ppo_trainer" and verl.get("data.custom_cls.path"):
+    # a custom dataset class, or the function that reads images, reads the files itself
+    if verl.kind == "ppo_trainer" and (verl.get("data.custom_cls.path") or _reads_images(verl)):
         return PathValues({f"{source}.arguments.files": [first, *further]})
     # the first file is the path, the others are further paths
     paths: dict[str, Any] = {f"{source}.path": first}
@@ -101,7 +103,53 @@ def _evaluation_metadata(verl: Verl, key: str, value: Any) -> Any:
 def _limit(verl: Verl, key: str, value: Any) -> Any:
     if value is None or value <= 0:
         return Unused()
+    if verl.kind == "ppo_trainer" and not verl.get("data.shuffle"):
+        return value
     return Approximate(value, "the first rows are used, while verl draws the rows at random if it shuffles")
+
+
+def _shuffle(verl: Verl, key: str, value: Any) -> Any:
+    if value:
+        return Unused("rows are shuffled by the run's seed")
+    paths: dict[str, Any] = {"data.train.order": "file"}
+    # every pass of verl ends with the last whole batch, so the rows after it are never read
+    batches = steps_per_epoch(verl)
+    if batches:
+        paths["data.train.limit"] = batches * verl.get("data.train_batch_size")
+    return PathValues(paths)
+
+
+def _reads_images(verl: Verl) -> bool:
+    """Whether the rows' images belong to the prompts: by the model, or if that is not here, by the training files."""
+    if verl.kind != "ppo_trainer" or verl.get("data.custom_cls.path"):
+        return False
+    model = Path(local_path(verl.get("actor_rollout_ref.model.path")))
+    if (model / "config.json").is_file():
+        return takes_images(model)
+    files = verl.get("data.train_files")
+    files = files if isinstance(files, list) else [files]
+    return any(verl.get("data.image_key") in _parquet_columns(Path(str(file)).expanduser()) for file in files)
+
+
+def _images(verl: Verl, key: str, value: Any) -> Any:
+    """verl puts the images of this column into the prompts of a model that takes images."""
+    if not _reads_images(verl):
+        return Unused("the model takes text only, or neither it nor a file with images is here")
+    paths: dict[str, Any] = {}
+    for part in ("train", "heldout"):
+        paths[f"data.{part}.kind"] = "python"
+        paths[f"data.{part}.path"] = IMAGE_ROWS
+        paths[f"data.{part}.arguments.prompt_key"] = verl.get("data.prompt_key")
+        paths[f"data.{part}.arguments.image_key"] = value
+    return PathValues(paths)
+
+
+def _nested_column(verl: Verl, key: str, value: Any) -> Any:
+    """A field within the objects of a column, by the names that lead to it."""
+    if not value:
+        return Unused()
+    column = verl.get(key.replace("_dict_keys", "_key"))
+    return ".".join([column, *value])
 
 
 def _truncation(verl: Verl, key: str, value: Any) -> Any:
@@ -133,7 +181,8 @@ def _multiturn(verl: Verl, key: str, value: Any) -> Any:
 
 DATA_CONVERSIONS: dict[str, Conversion] = {
     "dataset_class": _dataset_class, "dataset_class_name": _dataset_class_name, "drop_overlong": _drop_overlong,
-    "evaluation_metadata": _evaluation_metadata, "files": _files, "limit": _limit,
-    "metadata_columns": _metadata_columns, "model": _model, "multiturn": _multiturn, "prompt_column": _prompt_column,
+    "evaluation_metadata": _evaluation_metadata, "files": _files, "images": _images, "limit": _limit,
+    "metadata_columns": _metadata_columns, "model": _model, "multiturn": _multiturn,
+    "nested_column": _nested_column, "prompt_column": _prompt_column, "shuffle": _shuffle,
     "truncation": _truncation, "unless_multiturn": _unless_multiturn,
 }  # fmt: skip

@@ -21,10 +21,24 @@ def _betas(verl: Verl, key: str, value: Any) -> Any:
 # -- engine ----------------------------------------------------------------------------------------------------
 
 
+MEGATRON = "Megatron's layout is replaced by ZeRO 3 over the same GPUs: the same sums, in another order"
+
+
 def _trainer(verl: Verl, key: str, value: Any) -> Any:
+    if value == "megatron":
+        return Approximate("deepspeed", MEGATRON)
     if value not in ("fsdp", "fsdp2"):
-        raise NoCounterpart(f"there is no trainer {value!r} here; expected fsdp or fsdp2 (DeepSpeed ZeRO here)")
+        raise NoCounterpart(f"there is no trainer {value!r} here; expected fsdp, fsdp2 or megatron")
     return "deepspeed"
+
+
+def _model_engine(verl: Verl, key: str, value: Any) -> Any:
+    """The group of files that verl's trainer is configured by."""
+    if value == "dp":
+        return Unused("it is FSDP, which actor.strategy gives")
+    if value != "megatron":
+        raise NoCounterpart(f"there is no trainer {value!r} here; expected dp or megatron")
+    return Approximate("deepspeed", MEGATRON)
 
 
 def _recompute(verl: Verl, key: str, value: Any) -> Any:
@@ -69,6 +83,8 @@ def _compute_dtype(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _device(verl: Verl, key: str, value: Any) -> Any:
+    if value == "npu":
+        return Approximate("cuda", "the engine runs on CUDA GPUs")
     if value not in ("cuda", "cpu"):
         raise NoCounterpart(f"there is no device {value!r} here; expected cuda or cpu")
     return value
@@ -91,7 +107,9 @@ def _sampler(verl: Verl, key: str, value: Any) -> Any:
         return "vllm"
     if value == "hf":
         return "torch"
-    raise NoCounterpart(f"there is no sampler {value!r} here; expected vllm or hf")
+    if value in ("sglang", "trtllm"):
+        return Approximate("vllm", "vLLM draws from the same distribution")
+    raise NoCounterpart(f"there is no sampler {value!r} here; expected vllm, sglang, trtllm or hf")
 
 
 def _samplers(verl: Verl, key: str, value: Any) -> Any:
@@ -126,6 +144,8 @@ def _run_key(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _folder(verl: Verl, key: str, value: Any) -> Any:
+    if not value:
+        return Unused()
     return local_path(value)
 
 
@@ -153,7 +173,8 @@ def _keep_one(verl: Verl, key: str, value: Any) -> Any:
 
 ENGINE_CONVERSIONS: dict[str, Conversion] = {
     "activation_offload": _activation_offload, "betas": _betas, "cluster": _cluster, "compute_dtype": _compute_dtype,
-    "cpu_offload": _cpu_offload, "device": _device, "folder": _folder, "keep_one": _keep_one, "offload": _offload,
-    "ranks": _ranks, "recompute": _recompute, "run_key": _run_key, "sampler": _sampler, "samplers": _samplers,
-    "save_every": _save_every, "top_k": _top_k, "trainer": _trainer, "zero_stage": _zero_stage,
+    "cpu_offload": _cpu_offload, "device": _device, "folder": _folder, "keep_one": _keep_one,
+    "model_engine": _model_engine, "offload": _offload, "ranks": _ranks, "recompute": _recompute, "run_key": _run_key,
+    "sampler": _sampler, "samplers": _samplers, "save_every": _save_every, "top_k": _top_k, "trainer": _trainer,
+    "zero_stage": _zero_stage,
 }  # fmt: skip

@@ -7,6 +7,7 @@ such as verl's own ppo_trainer, the defaults of the key table are used.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,10 +101,34 @@ class Verl:
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
     """Returns (given keys by dotted name, names in `defaults:` without a file). Raises ConfigError."""
+    # of several overrides of a key, Hydra takes the last
+    words = [text.lstrip("+") for text in overrides]
+    last_words = {text.partition("=")[0].strip(): text for text in words}
+    choices = {key: text.partition("=")[2].strip(" '\"") for key, text in last_words.items() if _is_group(key)}
+    # `key=` is an empty text
+    settings = [text + '""' * text.endswith("=") for key, text in last_words.items() if not _is_group(key)]
+
     missing: list[str] = []
-    tree = _compose(path, missing, seen=())
-    overridden = load_config(None, [text.lstrip("+") for text in overrides])
-    return flatten(_merge(tree, overridden)), missing
+    tree = _compose(path, missing, seen=(), choices=dict(choices))
+    # without verl's files, the table describes only its default options; model_engine is a key of its own
+    for group, option in choices.items():
+        if group == "model_engine":
+            tree.setdefault(group, option)
+        elif group not in tree and option not in DESCRIBED_OPTIONS:
+            expected = ", ".join(DESCRIBED_OPTIONS)
+            raise VerlError(f"{group}={option}: there is no file of this option here; expected one of {expected}")
+    return flatten(_merge(tree, load_config(None, settings))), missing
+
+
+GROUPS = ("model_engine", "engine", "optim")
+"""Groups of verl's files that a command line chooses by name, as in `model_engine=dp`."""
+DESCRIBED_OPTIONS = ("fsdp", "dp", "dp_actor", "dp_critic", "dp_ref")
+"""Options of groups whose keys the table has."""
+
+
+def _is_group(key: str) -> bool:
+    """Whether an override of this key chooses a file of a group, and does not set a value."""
+    return key in GROUPS or "@" in key
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -118,8 +143,9 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _compose(path: Path, missing: list[str], seen: tuple[Path, ...]) -> dict[str, Any]:
-    """Merges a config with the files of its defaults list. Names without a file are added to `missing`."""
+def _compose(path: Path, missing: list[str], seen: tuple[Path, ...], choices: dict[str, str]) -> dict[str, Any]:
+    """Merges a config with the files of its defaults list. Names without a file are added to `missing`. `choices` are
+    options of groups that a command line or an earlier entry chose, such as {"model_engine": "dp"}."""
     if path.resolve() in seen:
         raise VerlError(f"{path} names itself in its list of defaults; remove it there")
     config = load_config(path)
@@ -136,13 +162,13 @@ def _compose(path: Path, missing: list[str], seen: tuple[Path, ...]) -> dict[str
         if entry == "_self_":
             tree = _merge(tree, config)
             continue
-        file, package = _file_of_entry(entry, path)
+        file, package = _file_of_entry(entry, path, choices)
         if file is None:
             continue
         if not file.is_file():
             missing.append(_entry_text(entry))
             continue
-        inner = _compose(file, missing, (*seen, path.resolve()))
+        inner = _compose(file, missing, (*seen, path.resolve()), choices)
         for name in reversed(package):
             inner = {name: inner}
         tree = _merge(tree, inner)
@@ -155,8 +181,9 @@ def _entry_text(entry: str | dict[str, Any]) -> str:
     return ", ".join(f"{group}: {option}" for group, option in entry.items())
 
 
-def _file_of_entry(entry: Any, path: Path) -> tuple[Path | None, list[str]]:
-    """(file of an entry of a defaults list, groups that its keys belong to). File None: the entry is ignored."""
+def _file_of_entry(entry: Any, path: Path, choices: dict[str, str]) -> tuple[Path | None, list[str]]:
+    """(file of an entry of a defaults list, groups that its keys belong to). File None: the entry is ignored. An option
+    that the entry gives is added to `choices`, unless it has been chosen."""
     if isinstance(entry, str):
         return path.parent / (entry.lstrip("/") + ".yaml"), []
     if not isinstance(entry, dict) or len(entry) != 1:
@@ -165,13 +192,35 @@ def _file_of_entry(entry: Any, path: Path) -> tuple[Path | None, list[str]]:
     name = name.removeprefix("optional ").strip()
     if option is None or name.startswith("override "):
         return None, []
-    # `group@package`: the keys belong to `package`, by default the folder of the group
+    # an option may name the option of another group: ${model_engine}_actor
+    option = choices.get(name) or _with_choices(str(option), choices, path)
+    if "@" not in name and "../" not in name:
+        choices[name] = option
+    # `group@package`: the keys belong to `package`, by default that of the file's header or the folder of the group
     group, _, package = name.partition("@")
-    package = package or group.rpartition("../")[2].replace("/", ".")
+    file = path.parent / group.lstrip("/") / f"{option}.yaml"
+    package = package or _package_header(file) or group.rpartition("../")[2].replace("/", ".")
     if package in ("_global_", "_here_"):
         package = ""
-    file = path.parent / group.lstrip("/") / f"{option}.yaml"
     return file, [part for part in package.split(".") if part]
+
+
+def _with_choices(option: str, choices: dict[str, str], path: Path) -> str:
+    """The option with the options of other groups filled in. Raises VerlError for a group without one."""
+    parts = []
+    for is_interpolation, text in _split_interpolations(option, "defaults"):
+        if is_interpolation and text.strip() not in choices:
+            raise VerlError(f"{path}: {option!r} in defaults names {text.strip()!r}, which no earlier entry chooses")
+        parts.append(choices[text.strip()] if is_interpolation else text)
+    return "".join(parts)
+
+
+def _package_header(file: Path) -> str:
+    """The package in a file's first comment, `# @package NAME`. Empty if there is none."""
+    if not file.is_file():
+        return ""
+    match = re.match(r"(?:\s*(?:#.*)?\n)*?\s*#\s*@package\s+(\S+)", file.read_text(encoding="utf-8"))
+    return match[1] if match else ""
 
 
 def _merge(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:

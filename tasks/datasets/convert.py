@@ -141,14 +141,22 @@ def _layout(values: dict[str, Any], location: RowLocation, spec: RowsDataset) ->
 
 
 def _value(values: dict[str, Any], column: str, location: RowLocation) -> Any:
-    if column not in values:
-        raise location.bad_row(
-            column,
-            given=f"a row with {', '.join(values) or 'no columns'}",
-            expected=f"the column {column!r}",
-            todo="Map the names with columns, for instance columns={'prompt': 'question'}.",
-        )
-    return values[column]
+    if column in values:
+        return values[column]
+    # a dotted name is a field within the objects of a column
+    value: Any = values
+    for name in column.split("."):
+        if not isinstance(value, dict) or name not in value:
+            break
+        value = value[name]
+    else:
+        return value
+    raise location.bad_row(
+        column,
+        given=f"a row with {', '.join(values) or 'no columns'}",
+        expected=f"the column {column!r}",
+        todo="Map the names with columns, for instance columns={'prompt': 'question'}.",
+    )
 
 
 def prompt_turns(values: dict[str, Any], column: str, location: RowLocation) -> list[RawTurn]:

@@ -178,12 +178,18 @@ def _file_rows(
 
 def _parquet_rows(file: Path, spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Read the columns that `kind` needs, after a check that the file has the required ones."""
+    names = column_names(file, "parquet")
+
+    def in_file(columns: set[str]) -> set[str]:
+        # A dotted name that is no column is a field of the column before the first dot.
+        return {column if column in names else column.partition(".")[0] for column in columns}
+
     # Columns that the spec names must exist. The others are read if the file has them.
-    declared = set(spec.columns.values()) | set(spec.metadata_columns)
-    columns = _columns_to_read(spec, kind)
+    declared = in_file(set(spec.columns.values()) | set(spec.metadata_columns))
+    columns = in_file(_columns_to_read(spec, kind))
     if kind == "preference":
-        answers = {column_of(role, spec) for role in ("chosen", "rejected")}
+        answers = in_file({column_of(role, spec) for role in ("chosen", "rejected")})
         return parquet_rows(file, columns=columns, required=declared | answers, any_of=answers)
     # Either layout of a conversation will do.
-    conversations = {column_of("messages", spec), column_of("prompt", spec)}
+    conversations = in_file({column_of("messages", spec), column_of("prompt", spec)})
     return parquet_rows(file, columns=columns, required=declared, any_of=conversations)

@@ -68,7 +68,8 @@ class RowsDataset(OrderedDataset):
     model_config = ConfigDict(json_schema_extra=_source_first)
 
     columns: dict[ColumnRole, str] = {}
-    """The column of each role, for columns that are not named like their role: {"prompt": "question"}."""
+    """The column of each role, for columns that are not named like their role: {"prompt": "question"}. A dotted name is
+    a field within the objects of a column: {"prompt": "extra_info.question"}."""
     metadata_columns: tuple[str, ...] = ()
     """Further columns to store in the metadata of each thread, where graders can read them."""
     system_prompt: str | None = None

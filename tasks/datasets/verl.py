@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from tasks.datasets.errors import DatasetError
@@ -10,6 +12,10 @@ from tasks.import_paths import load_from_file
 
 ROWS = "tasks.datasets.verl:rows"
 """The `path` of the PythonDataset that calls `rows`."""
+IMAGE_ROWS = "tasks.datasets.verl:image_rows"
+"""The `path` of the PythonDataset that calls `image_rows`."""
+IMAGE_MARK = "<image>"
+"""Stands in a text of verl's rows for the next image of the row."""
 CONVERSATION_KEY = "raw_prompt"
 """The key under which an item of verl's own class holds the conversation, next to its tokens."""
 
@@ -57,6 +63,55 @@ def rows(
         columns.pop(CONVERSATION_KEY, None)
         columns[prompt_key] = conversation if isinstance(conversation, str) else list(conversation)
         yield columns
+
+
+def image_rows(
+    *, files: Sequence[str], prompt_key: str = "prompt", image_key: str = "images"
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of Parquet files with their images in the prompts.
+
+    The prompt is a list of messages. As in verl, each `<image>` in its texts stands for the next image of the column
+    `image_key`, whose values are lists of {"bytes": …} or of paths. A row without images keeps its text.
+    """
+    # imported here, because only datasets with images need it
+    import pyarrow.parquet as pq
+
+    for file in files:
+        for batch in pq.ParquetFile(file).iter_batches(batch_size=64):
+            for row in batch.to_pylist():
+                images = row.pop(image_key, None) or []
+                if images:
+                    row[prompt_key] = _with_images(row[prompt_key], images, file)
+                yield row
+
+
+def _with_images(messages: list[dict[str, Any]], images: list[Any], file: str) -> list[dict[str, Any]]:
+    """The messages with the images in the places of their marks. Raises DatasetError for more marks than images."""
+    left = iter(images)
+    filled = []
+    for message in messages:
+        parts: list[dict[str, Any]] = []
+        for number, text in enumerate(message["content"].split(IMAGE_MARK)):
+            if number:
+                image = next(left, None)
+                if image is None:
+                    raise DatasetError(f"{file}: a prompt has more {IMAGE_MARK} than its row has images, {len(images)}")
+                parts.append({"type": "image", "url": _image_url(image, file)})
+            if text:
+                parts.append({"type": "text", "text": text})
+        filled.append({"role": message["role"], "content": parts})
+    return filled
+
+
+def _image_url(image: Any, file: str) -> str:
+    """The bytes of an image as a data: URL, or its path relative to the folder of `file`."""
+    if isinstance(image, dict) and image.get("bytes"):
+        kind = "png" if image["bytes"].startswith(b"\x89PNG") else "jpeg"
+        return f"data:image/{kind};base64,{base64.b64encode(image['bytes']).decode()}"
+    path = image.get("path") if isinstance(image, dict) else image
+    if not isinstance(path, str):
+        raise DatasetError(f"{file}: an image is {str(image)[:60]!r}; expected its bytes or a path")
+    return str(Path(file).absolute().parent / path)
 
 
 def _tokenizer(folder: str | None) -> Any:

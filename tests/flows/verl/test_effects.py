@@ -15,8 +15,10 @@ from flows.verl.read import VerlError
 from tasks.datasets.spec import FileDataset
 from tests.fixtures.verl_values import CRITIC, KINDS, KL_IN_REWARD, REWARD_MODELS, A, R, at, made
 
-SAME_RESULT = {A + "strategy", "model.strategy", "engine.strategy", "trainer.device", A + "policy_loss.loss_mode"}
-ELSEWHERE = {*SAME_RESULT, *chain.from_iterable(REWARD_MODELS)}
+SAME_RESULT = {
+    A + "strategy", "model.strategy", "engine.strategy", "trainer.device", A + "policy_loss.loss_mode", "model_engine",
+}  # fmt: skip
+ELSEWHERE = {*SAME_RESULT, "data.image_key", *chain.from_iterable(REWARD_MODELS)}
 """Keys whose effect has a test of its own."""
 
 
@@ -42,6 +44,12 @@ def test_a_mapped_key_has_an_effect_in_its_path(tmp_path: Path, kind: str, key: 
     ("key", "value", "path", "ours"),
     [
         (A + "strategy", "fsdp2", "engine.trainer.kind", "deepspeed"),
+        (A + "strategy", "megatron", "engine.trainer.kind", "deepspeed"),
+        ("model_engine", "dp", "engine.trainer.kind", "deepspeed"),
+        ("model_engine", "megatron", "engine.trainer.kind", "deepspeed"),
+        (R + "name", "sglang", "engine.sampler.kind", "vllm"),
+        ("trainer.device", "npu", "engine.device", "cuda"),
+        ("data.shuffle", "false", "data.train.order", "file"),
         ("trainer.device", "cpu", "engine.device", "cpu"),
         ("trainer.device", "cuda", "engine.device", "cuda"),
         ("data.train_batch_size", "500", "algorithm.samples_per_batch", 4000),
@@ -225,13 +233,14 @@ WITHOUT_COUNTERPART = [
     ("data.truncation", "middle", "middle"),
     ("data.train_files", "hdfs://cluster/x.parquet", "HDFS"),
     ("data.train_files", "[a.parquet, 3]", "expected a path, not int"),
-    (A + "strategy", "megatron", "megatron"),
     (A + "policy_loss.loss_mode", "sapo", "sapo"),
     (A + "optim.lr_scheduler_type", "polynomial", "polynomial"),
     (A + "fsdp_config.dtype", "float16", "float16"),
-    (R + "name", "sglang", "sglang"),
     ("algorithm.adv_estimator", "remax", "remax"),
-    ("trainer.device", "npu", "npu"),
+    (A + "strategy", "veomni", "veomni"),
+    ("model_engine", "veomni", "veomni"),
+    (R + "name", "tgi", "tgi"),
+    ("trainer.device", "tpu", "tpu"),
 ]
 
 

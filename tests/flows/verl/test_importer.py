@@ -243,7 +243,7 @@ REFUSED_WHEN_ON = [
     ("distillation.enabled", True, False),
     ("algorithm.use_pf_ppo", True, False),
     ("actor_rollout_ref.rollout.multi_turn.enable", True, False),
-    ("actor_rollout_ref.actor.fsdp_config.fsdp_size", 4, -1),
+    ("actor_rollout_ref.actor.freeze_vision_tower", True, False),
 ]
 
 
@@ -260,16 +260,43 @@ def test_what_is_not_here_is_refused_only_where_it_is_on(tmp_path: Path, key: st
     assert forced.config == result.config
 
 
-def test_blocks_of_megatron_count_only_under_its_strategy(tmp_path: Path) -> None:
-    block = {"actor_rollout_ref__actor__megatron__tensor_model_parallel_size": 4}
-    result = import_verl(write(tmp_path, with_keys(**block)))
-    assert result.unread == result.unread | {
-        "the strategy is not megatron": ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"]
-    }
-    with pytest.raises(VerlError) as caught:
-        import_verl(write(tmp_path, with_keys(**block, actor_rollout_ref__actor__strategy="megatron")))
-    assert "actor_rollout_ref.actor.strategy = 'megatron'" in str(caught.value)
-    assert "actor_rollout_ref.actor.megatron.tensor_model_parallel_size = 4" in str(caught.value)
+def test_megatron_is_another_layout_of_the_same_sums(tmp_path: Path) -> None:
+    """Its layout is dropped, its own clip counts, and a setting of its transformer that changes numbers is refused."""
+    group = "actor_rollout_ref__actor__"
+    keys = {group + "megatron__tensor_model_parallel_size": 4}
+    keys |= {group + "optim__clip_grad": 0.5, group + "grad_clip": 2.0}
+    fsdp = import_verl(write(tmp_path, with_keys(**keys)))
+    assert fsdp.config["optimizer"]["max_grad_norm"] == 2.0
+    megatron = import_verl(write(tmp_path, with_keys(**keys, **{group + "strategy": "megatron"})))
+    assert megatron.config["optimizer"]["max_grad_norm"] == 0.5
+    assert "actor_rollout_ref.actor.megatron.tensor_model_parallel_size" in chain.from_iterable(
+        megatron.dropped.values()
+    )
+    (line,) = [line for line in megatron.mapped if line.key == "actor_rollout_ref.actor.strategy"]
+    assert "ZeRO 3" in line.difference
+    changing = {group + "strategy": "megatron"}
+    changing[group + "megatron__override_transformer_config__moe_aux_loss_coeff"] = 0.1
+    with pytest.raises(VerlError, match="moe_aux_loss_coeff = 0.1: a setting of Megatron's transformer"):
+        import_verl(write(tmp_path, with_keys(**changing)))
+
+
+UNIMPORTANT = [
+    ("actor_rollout_ref.rollout.log_prob_micro_batch_size", 128),
+    ("actor_rollout_ref.actor.ppo_micro_batch_size", 64),
+    ("actor_rollout_ref.actor.fsdp_config.fsdp_size", 4),
+    ("actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype", "fp32"),
+    ("data.val_batch_size", 100),
+    ("actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache", True),
+    ("actor_rollout_ref.rollout.multi_turn.format", "hermes_2"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), UNIMPORTANT)
+def test_what_changes_no_number_is_not_refused(tmp_path: Path, key: str, value: Any) -> None:
+    """verl reads them for memory, speed and placement (trainer/ppo/ray_trainer.py, workers/fsdp_workers.py), and the
+    settings of turns only with multi_turn.enable."""
+    result = import_verl(write(tmp_path, with_keys(**{key.replace(".", "__"): value})))
+    assert result.config == import_verl(write(tmp_path, LEAST)).config
 
 
 def test_defaults_of_older_versions_ask_for_nothing_either(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ agree on these definitions unless a comment says otherwise.
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from flows.training.rollout_loop import policy_loss
 from flows.verl.read import VerlError
 from tasks.credit.advantages import ESTIMATORS
 from tasks.credit.rewards import reinforce_plus_plus
+from tasks.datasets.read import read_threads
+from tasks.datasets.spec import FileDataset, PythonDataset
+from tasks.datasets.verl import image_rows
 from tests.engine.losses.cases import loss_of, sample
 from tests.fixtures.verl_values import CRITIC, A, R, made
 
@@ -240,3 +244,52 @@ def test_all_gpus_sample(tmp_path: Path, words: list[str], expected: dict[str, A
     # experimental/agent_loop/agent_loop.py, AgentLoopManager: as many servers as the GPUs of all nodes hold
     sampler = made(tmp_path, "ppo_trainer", words).config["engine"]["sampler"]
     assert {name: sampler[name] for name in expected} == expected
+
+
+# -- rows ------------------------------------------------------------------------------------------------------
+
+
+def test_rows_in_the_order_of_the_file_end_with_the_last_whole_batch(tmp_path: Path) -> None:
+    # trainer/main_ppo.py, create_rl_sampler: a SequentialSampler if data.shuffle is false
+    words = [*rows(tmp_path, 10, 4), "data.shuffle=false", "trainer.total_epochs=3"]
+    config = GRPOConfig.model_validate(made(tmp_path, "ppo_trainer", words).config)
+    assert (config.data.train.order, config.data.train.limit) == ("file", 8)  # type: ignore[union-attr]
+    assert config.algorithm.steps == 6
+
+
+@pytest.mark.parametrize(("model_type", "has_images"), [("smolvlm", True), ("llama", False)])
+def test_images_belong_to_the_prompts_of_a_model_that_takes_them(
+    tmp_path: Path, model_type: str, has_images: bool
+) -> None:
+    # utils/dataset/rl_dataset.py, _build_messages: each <image> stands for the next image of the row
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    row = {
+        "prompt": [{"role": "user", "content": "<image>What is <image>?"}],
+        "pictures": [{"bytes": b"\x89PNG1", "path": None}, {"bytes": b"\xff\xd82", "path": None}],
+    }
+    pq.write_table(pa.Table.from_pylist([row, {"prompt": row["prompt"], "pictures": []}]), tmp_path / "rows.parquet")
+    words = [f"data.train_files={tmp_path / 'rows.parquet'}", f"actor_rollout_ref.model.path={tmp_path}"]
+    words += ["data.image_key=pictures", "data.train_batch_size=2", A + "ppo_mini_batch_size=2"]
+    source = GRPOConfig.model_validate(made(tmp_path, "ppo_trainer", words).config).data.train
+    assert source.kind == ("python" if has_images else "file")
+    if isinstance(source, PythonDataset):
+        first, second = image_rows(**source.arguments)  # type: ignore[arg-type]
+        urls = ("data:image/png;base64,iVBORzE=", "data:image/jpeg;base64,/9gy")
+        png, jpeg = ({"type": "image", "url": url} for url in urls)
+        texts = [{"type": "text", "text": text} for text in ("What is ", "?")]
+        assert first["prompt"] == [{"role": "user", "content": [png, texts[0], jpeg, texts[1]]}]
+        assert second["prompt"] == row["prompt"]
+
+
+def test_fields_of_a_column_are_found_by_the_names_that_lead_to_them(tmp_path: Path) -> None:
+    # January: utils/dataset/sft_dataset.py, SFTDataset reads column[prompt_key][name] for each name of prompt_dict_keys
+    words = ["data.prompt_key=extra", "data.prompt_dict_keys=[inner, question]"]
+    columns = made(tmp_path, "sft_trainer", words).config["data"]["train"]["columns"]
+    assert columns["prompt"] == "extra.inner.question"
+    row = {"extra": {"inner": {"question": "q"}, "other": 1}, "answer": "a"}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    for name in ("rows.parquet", "rows.jsonl"):
+        named = {"prompt": "extra.inner.question", "completion": "answer"}
+        (thread,) = read_threads(FileDataset(path=str(tmp_path / name), columns=named), kind="completion")
+        assert [turn.text for turn in thread.turns] == ["q", "a"]

@@ -38,6 +38,35 @@ def test_a_list_of_defaults_is_composed_in_its_order(tmp_path: Path) -> None:
     assert missing == ["model: nowhere"]
 
 
+def test_a_chosen_engine_names_the_files_and_their_headers_the_groups(tmp_path: Path) -> None:
+    """verl's ppo_trainer.yaml begins with `model_engine: dp`, whose file has a header, and uses it in later entries."""
+    for engine in ("dp", "megatron"):
+        write(tmp_path, f"model_engine/{engine}.yaml", f"# a comment\n# @package _global_\nmodel_engine: {engine}\n")
+        write(tmp_path, f"actor/{engine}_actor.yaml", f"strategy: {engine}\n")
+    write(tmp_path, "rules/strict.yaml", "# @package data.rules\nlimit: 3\n")
+    entries = "[model_engine: dp, 'actor@a.actor': '${model_engine}_actor', rules: strict, _self_]"
+    main = write(tmp_path, "main.yaml", f"defaults: {entries}\nx: 1\n")
+    values = {"model_engine": "dp", "a.actor.strategy": "dp", "data.rules.limit": 3, "x": 1}
+    assert read_config(main)[0] == values
+    chosen = {"model_engine": "megatron", "a.actor.strategy": "megatron"}
+    assert read_config(main, ["model_engine=megatron"])[0] == values | chosen
+    bad = write(tmp_path, "bad.yaml", "defaults: ['actor@a': '${nothing}_actor']\n")
+    with pytest.raises(VerlError, match="'nothing' in defaults|names 'nothing'"):
+        read_config(bad)
+
+
+def test_a_choice_without_files_is_verls_default_or_refused(tmp_path: Path) -> None:
+    main = write(tmp_path, "main.yaml", "x: 1\n")
+    assert read_config(main, ["optim=fsdp", "model_engine=dp"])[0] == {"x": 1, "model_engine": "dp"}
+    with pytest.raises(VerlError, match="optim=veomni: there is no file of this option here"):
+        read_config(main, ["optim=veomni"])
+
+
+def test_the_last_word_for_a_key_counts_and_may_be_empty(tmp_path: Path) -> None:
+    main = write(tmp_path, "main.yaml", "x: 1\n")
+    assert read_config(main, ["a.b=1", "+a.b=2", "c="])[0] == {"x": 1, "a.b": 2, "c": ""}
+
+
 def test_what_comes_after_self_goes_over_it(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "data: {seed: 1}\n")
     main = write(tmp_path, "main.yaml", "defaults:\n  - _self_\n  - base\ndata: {seed: 2}\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -60,11 +59,8 @@ def _dataset_class_name(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _model(verl: Verl, key: str, value: Any) -> Any:
-    path = local_path(value)
-    # a name like owner/model refers to the Hugging Face hub
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).is_dir():
-        return Approximate(path, "this is not a folder: download the model, and give its folder by --set model.key=…")
-    return path
+    # a name like owner/model refers to the Hugging Face hub, there and here
+    return local_path(value)
 
 
 def _prompt_column(verl: Verl, key: str, value: Any) -> Any:

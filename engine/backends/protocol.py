@@ -5,7 +5,7 @@ All calls are synchronous. The local engine makes them from its one compute thre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +42,38 @@ class UpdateReport:
     memory."""
 
 
+class FrozenBase(Protocol):
+    """A frozen base model that adapters share."""
+
+    key: str
+    """Its registry key."""
+    digest: str
+    """Digest of its weights as loaded."""
+    layers: Collection[str]
+    """Names of the linear layers that adapters may adapt."""
+
+    @property
+    def alive(self) -> bool:
+        """False once the process that held the weights has ended."""
+        ...
+
+    def nbytes(self) -> int:
+        """Bytes of its weights in memory now."""
+        ...
+
+
 class Trainer(Protocol):
     """Weights, gradients and AdamW moments of one policy: a whole model, or an adapter on a shared base model."""
+
+    @property
+    def base(self) -> FrozenBase | None:
+        """The base model that this policy shares with others. None: it has all its weights itself."""
+        ...
+
+    @property
+    def adapter(self) -> LoraSpec | None:
+        """The adapter that is trained on `base`. None: all weights are trained, or this is the base itself."""
+        ...
 
     @property
     def scalar(self) -> bool:
@@ -95,7 +125,7 @@ class Trainer(Protocol):
         ...
 
     def export(self, folder: Path) -> dict[str, Path]:
-        """Writes the trained part without a tokenizer: a Hugging Face model folder, or a peft adapter folder.
+        """Writes the trained part without a tokenizer: a Hugging Face model folder, or for an adapter a peft folder.
 
         Returns the files by name."""
         ...
@@ -126,7 +156,7 @@ class Trainer(Protocol):
         """Writes every weight that a sampler needs into `folder` as safetensors files.
 
         Floating-point weights are written in `dtype`, under the names that `save_pretrained` uses. A tied head is not
-        written a second time."""
+        written a second time. For an adapter these are the weights of its base."""
         ...
 
 
@@ -222,7 +252,7 @@ class TrainerBackend(Protocol):
         """Raises BadModelFolder for a folder that `load` would reject with the head that the folder has."""
         ...
 
-    def load_base(self, folder: Path, *, key: str = "") -> Any:
+    def load_base(self, folder: Path, *, key: str = "") -> FrozenBase:
         """Loads a frozen model that adapters share. `key` is its registry key."""
         ...
 

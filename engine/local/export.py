@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from engine.backends.protocol import Trainer
-from engine.backends.torch.shared_base import AdapterTrainer
 from engine.local.scratch import scratch
 from engine.text.tokenizers import TOKENIZER_FILES
 from storage.chain.records import PolicyRef, base_model_of
@@ -31,7 +30,7 @@ def publish_policy(
     with scratch(store) as folder, scratch(store) as base_folder:
         # Collect the tokenizer, the merged model and, for peft, the adapter alone.
         exported = trainer.export_merged(folder / "whole")
-        if isinstance(trainer, AdapterTrainer):
+        if trainer.adapter is not None:
             adapter = trainer.export(folder / "adapter")
             exported |= {f"adapter/{name}": path for name, path in adapter.items()}
         tokenizer = materialise_files(store, base_model_of(store, policy).key, base_folder, names=TOKENIZER_FILES)

@@ -13,8 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.backends.protocol import Sampler, Trainer
-from engine.backends.torch.shared_base import SharedBase
+from engine.backends.protocol import FrozenBase, Sampler, Trainer
 from engine.errors import OutOfMemory, TransientEngineError
 from storage.chain.records import Numerics, PolicyRef, RebaseMark
 
@@ -95,7 +94,7 @@ class LoadedPolicies:
         # All three are ordered by last use, the least recently used first.
         self._training: OrderedDict[ChainName, LoadedPolicy] = OrderedDict()
         self._frozen: OrderedDict[str, LoadedPolicy] = OrderedDict()
-        self._bases: OrderedDict[str, SharedBase] = OrderedDict()
+        self._bases: OrderedDict[str, FrozenBase] = OrderedDict()
 
     # -- lookup ------------------------------------------------------------------------------------------------
 
@@ -115,13 +114,16 @@ class LoadedPolicies:
         return None
 
     def _drop_dead_policies(self) -> None:
-        """Forgets the policies whose weights were lost with the process that held them."""
+        """Forgets the policies and bases whose weights were lost with the process that held them."""
         dead_chains = [chain for chain, loaded in self._training.items() if not loaded.trainer.alive]
         for chain in dead_chains:
             self._training.pop(chain).drop_sampler()
         dead_states = [state for state, loaded in self._frozen.items() if not loaded.trainer.alive]
         for state in dead_states:
             self._frozen.pop(state).drop_sampler()
+        dead_bases = [digest for digest, base in self._bases.items() if not base.alive]
+        for digest in dead_bases:
+            del self._bases[digest]
 
     def unsaved(self) -> list[LoadedPolicy]:
         """The training policies that are ahead of their last checkpoint."""
@@ -163,8 +165,9 @@ class LoadedPolicies:
             oldest.drop_sampler()
         return loaded
 
-    def shared_base(self, digest: str, load: Callable[[], SharedBase]) -> SharedBase:
+    def shared_base(self, digest: str, load: Callable[[], FrozenBase]) -> FrozenBase:
         """The shared base model with this digest. `load` loads it if it is not in memory."""
+        self._drop_dead_policies()
         if digest not in self._bases:
             self._bases[digest] = load()
         self._bases.move_to_end(digest)
@@ -188,7 +191,7 @@ class LoadedPolicies:
 
     # -- eviction ----------------------------------------------------------------------------------------------
 
-    def make_room(self, need: int, *, run: str, what: str, keep: LoadedPolicy | SharedBase | None = None) -> None:
+    def make_room(self, need: int, *, run: str, what: str, keep: LoadedPolicy | FrozenBase | None = None) -> None:
         """Evicts policies until `need` bytes are free. `keep` and the base model that it uses stay in memory.
 
         If only these two are left, it returns even if there is too little room.
@@ -212,12 +215,12 @@ class LoadedPolicies:
             if not self._evict_next(run, keep):
                 return
 
-    def _evict_next(self, run: str, keep: LoadedPolicy | SharedBase | None) -> bool:
+    def _evict_next(self, run: str, keep: LoadedPolicy | FrozenBase | None) -> bool:
         """Evicts an unused base model, else the first unprotected policy in eviction order. False if none is left."""
         # A base model that no policy uses goes first, since no checkpoint must be written for it.
         policies = self._in_eviction_order()
         for digest, base in self._bases.items():
-            is_used = any(getattr(loaded.trainer, "base", None) is base for loaded in policies)
+            is_used = any(loaded.trainer.base is base for loaded in policies)
             if base is not keep and not is_used:
                 del self._bases[digest]
                 return True

@@ -11,8 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine.backends.protocol import Sampler, SamplerBackend, Trainer, TrainerBackend
-from engine.backends.torch.shared_base import SharedBase
+from engine.backends.protocol import FrozenBase, Sampler, SamplerBackend, Trainer, TrainerBackend
 from engine.errors import BadSpec, PermanentEngineError, UnknownPolicy
 from engine.local.apply import apply_request
 from engine.local.chains import check_committed, check_same_trainable
@@ -250,8 +249,8 @@ class Materialiser:
         with self.model_folder(base) as folder:
             return self.backend.load(folder, head=spec.head, init_seed=root.init_seed)
 
-    def _shared_base(self, base: ArtifactRef, *, run: str) -> SharedBase:
-        def load() -> SharedBase:
+    def _shared_base(self, base: ArtifactRef, *, run: str) -> FrozenBase:
+        def load() -> FrozenBase:
             need = parameter_count(self.store, base) * self.backend.compute_dtype.itemsize
             self.loaded_policies.make_room(need, run=run, what=f"the base model {base.key}")
             with self.model_folder(base) as folder:

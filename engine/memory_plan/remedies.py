@@ -108,8 +108,7 @@ def _candidates(scenario: Scenario) -> Iterator[Remedy]:
     if work.frozen:
         yield Remedy("frozen", "no reference policy (algorithm.kl_beta=0, --frozen 0)", _without_frozen)
     if work.lora_rank is None:
-        trainer = ' with trainer.kind="torch"' if isinstance(spec.trainer, DeepSpeedSpec) else ""
-        description = f"a LoRA adapter (model.adapter={{}}, --lora-rank {LORA_RANK}){trainer}"
+        description = f"a LoRA adapter (model.adapter={{}}, --lora-rank {LORA_RANK})"
         yield Remedy("lora", description, _with_adapter)
 
     # the hardware
@@ -160,11 +159,7 @@ def _vllm_changes(vllm: VllmSpec) -> Iterator[Remedy]:
 
 
 def _with_adapter(scenario: Scenario) -> Scenario:
-    """Trains a LoRA adapter, with the torch trainer: DeepSpeed trains all weights."""
-    adapted = replace(scenario, work=replace(scenario.work, lora_rank=LORA_RANK))
-    if isinstance(scenario.spec.trainer, DeepSpeedSpec):
-        return adapted.with_changes({"trainer": {"kind": "torch"}})
-    return adapted
+    return replace(scenario, work=replace(scenario.work, lora_rank=LORA_RANK))
 
 
 def _without_frozen(scenario: Scenario) -> Scenario:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.backends.deepspeed.memory import StateBytes, state_bytes
-from engine.errors import BadSpec
+from engine.backends.deepspeed.memory import StateBytes, adapter_bytes, state_bytes
 from engine.memory_plan.formulas import MASTER_BYTES, activations, autocast_weights, head_activations, torch_states
 from engine.memory_plan.records import PHASES, Machine, MemoryPart, Phase, ProcessMemory, Workload
 from engine.specs.engine import LocalEngineSpec
@@ -38,15 +37,15 @@ class TrainingSetup:
 
 
 def trainer_memory(spec: LocalEngineSpec, work: Workload, machine: Machine, setup: TrainingSetup) -> ProcessMemory:
-    """Returns the memory of one rank of the config's trainer. Raises BadSpec for DeepSpeed with a LoRA adapter.
+    """Returns the memory of one rank of the config's trainer.
 
     Without ZeRO, a rank of the deepspeed trainer holds what the torch trainer does.
     """
     zero = spec.trainer if isinstance(spec.trainer, DeepSpeedSpec) else None
-    if zero is not None and work.lora_rank is not None:
-        raise BadSpec("trainer.kind='deepspeed' trains all weights; for a LoRA adapter, set trainer.kind='torch'")
     if zero is None or zero.zero_stage == 0:
         return _torch_memory(spec, work, machine, setup)
+    if work.lora_rank is not None:
+        return _zero_adapter_memory(spec, zero, work, work.lora_rank, machine, setup)
     return _deepspeed_memory(spec, zero, work, machine, setup)
 
 
@@ -214,6 +213,58 @@ def _deepspeed_memory(
     return ProcessMemory((*process.device, *device), (*process.host, *host))
 
 
+def _zero_adapter_memory(
+    spec: LocalEngineSpec,
+    zero: DeepSpeedSpec,
+    work: Workload,
+    lora_rank: int,
+    machine: Machine,
+    setup: TrainingSetup,
+) -> ProcessMemory:
+    """Stages 1 to 3 with a LoRA adapter: the frozen base, which stage 3 splits, and the states of the adapter."""
+    shape, compute, ranks = work.shape, setup.compute_bytes, setup.ranks
+    sizes = _adapter_states(work, lora_rank, setup)
+    states = adapter_bytes(zero, parameters=sizes.trained, ranks=ranks, master_bytes=MASTER_BYTES)
+    base, base_source = sizes.base, "whole on every rank: linear layers in the compute dtype, the rest in float32"
+    if zero.zero_stage == 3:
+        base, base_source = compute * shape.parameters / ranks, f"ZeRO 3 over {ranks} ranks: {compute}P/N"
+    tokens, checkpointing = _tokens_per_rank(spec), zero.activation_checkpointing
+    saved, offloaded = activations(shape, tokens, compute=compute, autocast=compute < MASTER_BYTES,
+                                   recompute=checkpointing)  # fmt: skip
+    logits = head_activations(shape, tokens, compute=compute, trained=False)
+    constant = MemoryPart.constant
+
+    # The parts on the device and those that are offloaded. The adapter is whole on every rank, its states are split.
+    base_part = constant("base", "frozen base", base, base_source)
+    device = [] if zero.offload_parameters == "cpu" else [base_part]
+    device += _adapter_parts(states.device, sizes, ranks)
+    if zero.zero_stage == 3:
+        device.append(_gathered(zero, work, machine, setup))
+    device.append(constant("activations", "activations", saved, f"{tokens} tokens, {checkpointing}", ("backward",)))
+    device.append(
+        constant("logits", "logits and their gradient", logits, "logits of at most 512 MiB at once", ("backward",))
+    )
+    host = [base_part] if zero.offload_parameters == "cpu" else []
+    host += _adapter_parts(states.host, sizes, ranks)
+    host.append(constant("activations", "layer inputs", offloaded, f"{tokens} tokens", ("backward",)))
+    process = _process(machine)
+    return ProcessMemory((*process.device, *device), (*process.host, *host))
+
+
+def _adapter_parts(held: StateBytes, sizes: _TorchStates, ranks: int) -> list[MemoryPart]:
+    """Returns the states of an adapter of one rank in one kind of memory, without its base."""
+    optimizer: dict[Phase, float] = dict.fromkeys(PHASES, (held.masters + held.moments) / ranks)
+    on_device = 1 if held.weights else 0
+    constant = MemoryPart.constant
+    return [
+        constant("weights", "weights", held.weights / ranks, sizes.weights_source),
+        MemoryPart("moments", "master weights, moments", optimizer | {"start": held.masters / ranks}, "12A/N"),
+        constant("gradients", "gradients", held.gradients / ranks, "of the adapter only", TRAINING),
+        constant("casts", "autocast's weights", on_device * sizes.casts, "of the adapter", ("backward",)),
+        constant("frozen", "frozen policies", on_device * sizes.frozen, "reference and past policies, read only"),
+    ]
+
+
 def _zero_states(held: StateBytes, zero: DeepSpeedSpec, work: Workload, setup: TrainingSetup) -> list[MemoryPart]:
     """Returns the state of one rank in one kind of memory. The moments are made in the first step."""
     ranks = setup.ranks
@@ -247,18 +298,22 @@ def _buffers(zero: DeepSpeedSpec, work: Workload, machine: Machine, setup: Train
     buffers = [
         MemoryPart.constant("buckets", "buckets", bucket_bytes, f"2 * bucket_mib={zero.bucket_mib}", TRAINING)
     ]
-    copies = _copies_of_gathered(machine, setup)
     if zero.zero_stage == 3:
-        modules = work.shape.layer_linear + copies * work.shape.embedding
-        gathered = compute * modules + bucket_bytes
-        source = "a layer, the head, two buckets"
-        buffers.append(MemoryPart.constant("gathered", "gathered weights", gathered, source, ("backward",)))
-    elif copies > 1:
+        buffers.append(_gathered(zero, work, machine, setup))
+    elif _copies_of_gathered(machine, setup) > 1:
         whole = compute * work.shape.parameters
         buffers.append(
             MemoryPart.constant("gathered", "gloo's copy of the weights", whole, f"{compute}P", ("step",))
         )
     return buffers
+
+
+def _gathered(zero: DeepSpeedSpec, work: Workload, machine: Machine, setup: TrainingSetup) -> MemoryPart:
+    """Returns the weights that ZeRO 3 gathers for a moment."""
+    modules = work.shape.layer_linear + _copies_of_gathered(machine, setup) * work.shape.embedding
+    gathered = setup.compute_bytes * modules + 2 * zero.bucket_mib * MIB
+    source = "a layer, the head, two buckets"
+    return MemoryPart.constant("gathered", "gathered weights", gathered, source, ("backward",))
 
 
 def _loading(zero: DeepSpeedSpec, work: Workload, machine: Machine, setup: TrainingSetup) -> list[MemoryPart]:

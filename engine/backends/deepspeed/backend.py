@@ -1,38 +1,31 @@
-"""The trainer `deepspeed` in the engine's process: it starts a group of ranks, and its trainers forward each call to
-them."""
+"""The trainer `deepspeed` in the engine's process: it starts a group of ranks, and loads models on them."""
 
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
 
 import torch
 
 from engine.backends import machine
-from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
-from engine.backends.deepspeed.memory import BytesByPlace, state_bytes
+from engine.backends.deepspeed.handles import DeepSpeedAdapter, DeepSpeedBase, DeepSpeedBasePolicy, DeepSpeedTrainer
 from engine.backends.deepspeed.meta_model import open_meta_model, probe, streamed_weights
 from engine.backends.deepspeed.options import RankOptions
-from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.backend import TorchBackend, available_cores
-from engine.backends.torch.batch_checks import check_gives
 from engine.backends.torch.loading import check_has_language_head
 from engine.cluster.inventory import gpu_count
 from engine.cluster.placement import SHARED_GPU, Placement
 from engine.cluster.rank_group import RankGroup
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
-from engine.models.samples import Sample
-from engine.protocol import ActorCount, TokenSequence
+from engine.protocol import ActorCount
 from engine.specs.adapters import Head, LoraSpec
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.sampler import VllmSpec
 from engine.specs.trainer import DeepSpeedSpec, layout_name
-from storage.chain.records import Numerics, OptimizerSpec
+from storage.chain.records import Numerics
 
 RANK_CLASS = "engine.backends.deepspeed.ranks:RankTrainers"
 
@@ -169,29 +162,29 @@ class DeepSpeedBackend:
             with streamed_weights(meta_model):
                 probe(meta_model.model, folder)
 
-    def load_base(self, folder: Path, *, key: str = "") -> NoReturn:
-        """Raises BadSpec: LoRA runs on the torch trainer."""
-        raise BadSpec(
-            f"LoRA on {key or folder.name} was requested with engine.trainer.kind='deepspeed'; LoRA runs on the torch "
-            "trainer: set engine.trainer.kind='torch', or train the whole model"
+    def load_base(self, folder: Path, *, key: str = "") -> DeepSpeedBase:
+        """Loads the frozen base of adapters. Every rank reads the folder, so all nodes must have access to it."""
+        start_number = self.group.start()
+        self.free_dropped()
+        number = next(self._numbers)
+        info = self.group.call_unless_restarted(start_number, "load_base", number, folder, key)
+        return DeepSpeedBase(self, number, start_number, info, key=key)
+
+    def adapter(self, base: DeepSpeedBase, spec: LoraSpec, *, init_seed: int) -> DeepSpeedAdapter:
+        """A new adapter on `base`, which it does not change."""
+        self.free_dropped()
+        number = next(self._numbers)
+        info = self.group.call_unless_restarted(
+            base.start_number, "load_adapter", number, base.number, spec, init_seed
         )
+        return DeepSpeedAdapter(self, number, info, base, spec)
 
-    def adapter(self, base: Any, spec: LoraSpec, *, init_seed: int) -> NoReturn:
-        self.load_base(Path(str(base)))
-
-    def adapter_off(self, base: Any) -> NoReturn:
-        self.load_base(Path(str(base)))
-
-    def states(self, info: dict[str, Any]) -> BytesByPlace:
-        """Bytes of a loaded model's states. `info` is what the ranks' `load` returned."""
-        return state_bytes(
-            self.trainer_spec,
-            parameters=info["parameters"],
-            buffer_bytes=info["buffers_nbytes"],
-            ranks=self.ranks,
-            compute_bytes=self.compute_dtype.itemsize,
-            master_bytes=self.master_dtype.itemsize,
-        )
+    def adapter_off(self, base: DeepSpeedBase) -> DeepSpeedBasePolicy:
+        """The base itself, as a policy that is only read."""
+        self.free_dropped()
+        number = next(self._numbers)
+        info = self.group.call_unless_restarted(base.start_number, "load_adapter_off", number, base.number)
+        return DeepSpeedBasePolicy(self, number, info, base)
 
     def drop(self, start_number: int, number: int) -> None:
         """Marks a trainer for release: the ranks free its model before the next call. May be called in any thread."""
@@ -221,100 +214,6 @@ class DeepSpeedBackend:
 
     def close(self) -> None:
         self.group.close()
-
-
-class DeepSpeedTrainer:
-    """Implements engine.backends.protocol.Trainer by calls to the ranks, which know the trainer by its number. The
-    trainer is lost when its group of ranks ends."""
-
-    def __init__(self, backend: DeepSpeedBackend, number: int, start_number: int, info: dict[str, Any]) -> None:
-        self._backend, self._number, self._start_number = backend, number, start_number
-        self._info, self._states = info, backend.states(info)
-        weakref.finalize(self, backend.drop, start_number, number)
-
-    def _call(self, method: str, *args: Any) -> Any:
-        self._backend.free_dropped()
-        return self._backend.group.call_unless_restarted(self._start_number, method, self._number, *args)
-
-    def _call_within_memory(self, method: str, *args: Any, max_tokens: int) -> Any:
-        """Calls with the tokens per forward pass that fit. If a rank runs out of memory, the engine's next try uses
-        fewer."""
-        try:
-            return self._call(method, *args, self._backend.max_tokens_that_fit(max_tokens))
-        except WorkerDied as error:
-            # The error ended the group. The backend remembers the smaller number for the next group.
-            if OUT_OF_MEMORY_MARK in str(error):
-                self._backend.reduce_max_tokens(max_tokens, error)
-            raise
-
-    @property
-    def alive(self) -> bool:
-        group = self._backend.group
-        return group.alive and group.start_number == self._start_number
-
-    @property
-    def scalar(self) -> bool:
-        return self._info["scalar"]
-
-    def update(
-        self,
-        samples: Sequence[Sample],
-        objective: Objective,
-        optimizer: OptimizerSpec,
-        *,
-        max_tokens: int,
-        on_micro_batch: Callable[[], None] = lambda: None,
-    ) -> UpdateReport:
-        with self._backend.group.progress_callback(on_micro_batch):
-            return self._call_within_memory(
-                "update", list(samples), objective, optimizer, max_tokens=max_tokens
-            )  # fmt: skip
-
-    def logprobs(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[list[float]]:
-        check_gives("logprobs", scalar=self.scalar, name="the policy")
-        return self._call_within_memory("logprobs", list(sequences), temperature, max_tokens=max_tokens)
-
-    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
-        check_gives("values", scalar=self.scalar, name="the policy")
-        return self._call_within_memory("values", list(sequences), max_tokens=max_tokens)
-
-    def reset_optimizer(self) -> None:
-        self._call("reset_optimizer")
-
-    def weights_digest(self) -> tuple[str, dict[str, str]]:
-        return self._call("weights_digest")
-
-    def write_checkpoint(self, folder: Path) -> dict[str, Path]:
-        """All ranks write into `folder`, so all nodes must have access to it."""
-        return {name: folder / name for name in self._call("write_checkpoint", folder)}
-
-    def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> None:
-        self._call("read_checkpoint", files, optimizer)
-
-    def export(self, folder: Path) -> dict[str, Path]:
-        return self.export_merged(folder)
-
-    def export_merged(self, folder: Path) -> dict[str, Path]:
-        return {name: folder / name for name in self._call("export", folder)}
-
-    def write_config(self, folder: Path) -> None:
-        self._call("write_config", folder)
-
-    def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[Path]:
-        """At least one file per rank, so that the ranks write at the same time."""
-        names = self._call("stage_weights", folder, dtype)
-        return [folder / name for name in names if name.endswith(".safetensors")]
-
-    def nbytes(self, *, training: bool = True) -> int:
-        """Bytes on the devices of all ranks, as `TrainerBackend.memory_bytes` counts them."""
-        return self._states.device.nbytes(training=training)
-
-    @property
-    def weights_nbytes(self) -> int:
-        info = self._info
-        return info["parameters"] * self._backend.master_dtype.itemsize + info["buffers_nbytes"]
 
 
 def _threads_per_rank(spec: LocalEngineSpec, ranks: int) -> int:

@@ -8,7 +8,7 @@ one tensor more than before.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from engine.backends.deepspeed.loading import WeightNames
 from engine.backends.deepspeed.meta_model import WeightSource
 from engine.backends.deepspeed.shards import MOMENTS, Shards
 from engine.backends.weight_files.digests import combine_digests, digest_tensor
@@ -69,6 +70,20 @@ class ShardedState:
         if name in self.buffers:
             return self.buffers[name] if dist.get_rank() == on else None
         return self.shards.assemble(name, on=on, device=self.device)
+
+
+def state_of(
+    names: WeightNames, shards: Shards, module: nn.Module, device: torch.device, master_dtype: torch.dtype
+) -> ShardedState:
+    """The state of a whole model with these weights."""
+    return ShardedState(
+        shards=shards,
+        buffers={name: module.get_buffer(name) for name in names.buffers},
+        exported=names.exported,
+        trained=names.trained,
+        device=device,
+        master_dtype=master_dtype,
+    )
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -169,14 +184,24 @@ def fill(state: ShardedState, weights: WeightSource) -> None:
 # -- digests ------------------------------------------------------------------------------------------------------
 
 
-def weights_digest(state: ShardedState) -> tuple[str, dict[str, str]]:
-    """The digest that the torch trainer computes of the same weights, on every rank. The ranks share the hashing."""
+def weights_digest(state: ShardedState, *, base: str = "") -> tuple[str, dict[str, str]]:
+    """The digest that the torch trainer computes of the same weights, on every rank. The ranks share the hashing.
+    `base` is the digest of the base of an adapter."""
+    names = [*state.shards.shapes, *state.buffers]
+    return digest_in_turns(names, lambda name, rank: state.assemble(name, on=rank), base=base)
+
+
+def digest_in_turns(
+    names: Iterable[str], tensor_on: Callable[[str, int], Tensor | None], *, base: str = ""
+) -> tuple[str, dict[str, str]]:
+    """`digest_tensors` of tensors that the ranks hash in turns. Every rank calls `tensor_on(name, rank)`, which returns
+    the tensor on that rank."""
     world_size = dist.get_world_size()
-    names = sorted([*state.shards.shapes, *state.buffers])
+    names = sorted(names)
     # Each rank hashes every n-th tensor. All ranks take part in gathering each tensor.
     digests: dict[str, str] = {}
     for index, name in enumerate(names):
-        tensor = state.assemble(name, on=index % world_size)
+        tensor = tensor_on(name, index % world_size)
         if tensor is not None:
             digests[name] = digest_tensor(tensor)
         report_progress()
@@ -185,7 +210,7 @@ def weights_digest(state: ShardedState) -> tuple[str, dict[str, str]]:
     dist.all_gather_object(gathered, digests)
     for rank_digests in gathered:
         digests |= rank_digests
-    return combine_digests({name: digests[name] for name in names})
+    return combine_digests({name: digests[name] for name in names}, base=base)
 
 
 # -- model folders ------------------------------------------------------------------------------------------------

@@ -43,6 +43,26 @@ class BytesByPlace:
     host: StateBytes
 
 
+def adapter_spec(spec: DeepSpeedSpec) -> DeepSpeedSpec:
+    """Returns how the states of an adapter are split. Stage 3 splits only the base: an adapter is small, and DeepSpeed
+    keeps small weights whole on every rank, too."""
+    return spec.model_copy(update={"zero_stage": min(spec.zero_stage, 2), "offload_parameters": "none"})
+
+
+def adapter_bytes(spec: DeepSpeedSpec, *, parameters: int, ranks: int, master_bytes: int) -> BytesByPlace:
+    """Returns the bytes of an adapter with `parameters` numbers, without its base.
+
+    Its weights are in master precision, and whole on every rank (engine.backends.deepspeed.adapters)."""
+    return state_bytes(
+        adapter_spec(spec),
+        parameters=parameters,
+        buffer_bytes=0,
+        ranks=ranks,
+        compute_bytes=master_bytes,
+        master_bytes=master_bytes,
+    )
+
+
 def state_bytes(
     spec: DeepSpeedSpec, *, parameters: int, buffer_bytes: int, ranks: int, compute_bytes: int, master_bytes: int
 ) -> BytesByPlace:

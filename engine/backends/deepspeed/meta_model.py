@@ -139,7 +139,7 @@ def _load_whole(folder: Path, dtype: torch.dtype, head_seed: int | None) -> Meta
     model = load_model(folder, dtype=dtype, compute_dtype=dtype, device=torch.device("cpu"))
     if head_seed is not None:
         model = with_scalar_head(model, new_head(model, head_seed), folder.name)
-    weights = _TensorsInMemory({name: tensor.detach() for name, tensor in model.named_weights()})
+    weights = TensorsInMemory({name: tensor.detach() for name, tensor in model.named_weights()})
     return MetaModel(model, weights, probed=True)
 
 
@@ -164,7 +164,7 @@ def _open_files(folder: Path, dtype: torch.dtype, head_seed: int | None) -> Meta
     names = _names_in_files(model, tensors.shapes(), new_weights)
     if names is None:
         return None
-    return MetaModel(model, _RenamedTensors(tensors, names, _TensorsInMemory(new_weights)), probed=False)
+    return MetaModel(model, _RenamedTensors(tensors, names, TensorsInMemory(new_weights)), probed=False)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -264,7 +264,7 @@ class _RenamedTensors:
     tensors: StoredTensors
     names: Mapping[str, str]
     """Names in the model -> names in the files."""
-    new_weights: _TensorsInMemory
+    new_weights: TensorsInMemory
 
     def read_into(self, name: str, out: Tensor, *, start: int = 0) -> None:
         if name in self.names:
@@ -274,7 +274,7 @@ class _RenamedTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorsInMemory:
+class TensorsInMemory:
     """Weights in the machine's memory."""
 
     tensors: Mapping[str, Tensor]

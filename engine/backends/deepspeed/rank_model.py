@@ -42,7 +42,7 @@ class RankModel(CausalLM):
     ) -> None:
         """`sequence` is the group of ranks that compute each row together."""
         super().__init__(module, compute_dtype=compute_dtype, master_dtype=master_dtype)
-        self._sequence = sequence
+        self.sequence = sequence
         self.scalar = self.head is None
         """Whether the head gives one number per token instead of logits."""
         if self.scalar:
@@ -92,21 +92,21 @@ class RankModel(CausalLM):
             head: gets the hidden states before the trained tokens of this rank (n, H), and these tokens (n,).
         """
         # Without sequence parallelism, this rank has the whole row.
-        if self._sequence is None:
+        if self.sequence is None:
             with self.autocast():
                 hidden_TH = self.packed_hidden(packed)
                 return head(hidden_TH.index_select(0, packed.source_N), packed.target_N)
 
         # This rank computes a run of the row, and the trained tokens in it.
         row = len(packed.token_ids_T)
-        layout = UlyssesLayout(PackedLayout(packed.groups, device=self.device), self._sequence, row=row)
-        index_n, source_n = self._sequence.within_run(packed.source_N, row=row)
+        layout = UlyssesLayout(PackedLayout(packed.groups, device=self.device), self.sequence, row=row)
+        index_n, source_n = self.sequence.within_run(packed.source_N, row=row)
         with self.autocast():
-            token_ids_C = self._sequence.run(packed.token_ids_T)
-            positions_C = self._sequence.run(packed.positions_T)
+            token_ids_C = self.sequence.run(packed.token_ids_T)
+            positions_C = self.sequence.run(packed.positions_T)
             hidden_CH = self.hidden(token_ids_C.unsqueeze(0), positions_C.unsqueeze(0), layout, packed.images)[0]
             values_n = head(hidden_CH.index_select(0, source_n), packed.target_N[index_n])
-            return self._sequence.gather(values_n, index_n, total=len(packed.source_N))
+            return self.sequence.gather(values_n, index_n, total=len(packed.source_N))
 
     def _offloaded_activations(self) -> AbstractContextManager[Any]:
         """A context that saves activations in the machine's memory, if they are to be offloaded."""
@@ -157,12 +157,10 @@ class EvaluatedModule(nn.Module):
     """The module that DeepSpeed wraps. Its forward pass calls a function of the model. DeepSpeed hooks into the forward
     pass of one module, so logprobs, entropies and values must all be computed by this one."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, model: RankModel) -> None:
+        """`module` has the parameters that DeepSpeed takes over, and `model` computes with them."""
         super().__init__()
-        self.inner = module
-        self.model: RankModel | None = None
-        """Set once DeepSpeed has taken the weights over."""
+        self.inner, self.model = module, model
 
     def forward(self, function: Callable[[RankModel], Tensor]) -> Tensor:
-        assert self.model is not None
         return function(self.model)

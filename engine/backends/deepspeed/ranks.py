@@ -21,13 +21,13 @@ from engine.backends.torch.scalar_lm import is_scalar
 from engine.errors import BadSpec
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
-from engine.specs.adapters import Head
+from engine.specs.adapters import Head, LoraSpec
 from storage.chain.records import OptimizerSpec
 
 
 class RankTrainers:
-    """The trainers of a group, on one rank. Each method is called on all ranks at once (engine.cluster.rank_group). All
-    ranks must have access to the paths."""
+    """The trainers and the frozen bases of a group, on one rank. Each method is called on all ranks at once
+    (engine.cluster.rank_group). All ranks must have access to the paths."""
 
     def __init__(self, options: Mapping[str, Any], rank: int, world_size: int) -> None:
         """`options` is a RankOptions as JSON. torch.distributed must be initialised."""
@@ -43,25 +43,46 @@ class RankTrainers:
         """Loads a model as trainer `number`; returns the facts that `DeepSpeedTrainer` keeps about it."""
         from engine.backends.deepspeed.trainer import ZeroTrainer  # after _prepare_deepspeed
 
+        trainer = ZeroTrainer.load(
+            folder,
+            self._options,
+            device=self._device,
+            sequence=self._sequence_group(),
+            head_seed=init_seed if head == "scalar" and not is_scalar(folder) else None,
+        )
+        self._trainers[number] = trainer
+        return _facts(trainer)
+
+    def load_base(self, number: int, folder: Path, key: str) -> dict[str, Any]:
+        """Loads the frozen base of adapters under a number; returns the facts that `DeepSpeedBase` keeps about it."""
+        from engine.backends.deepspeed.frozen_base import RankBase  # after _prepare_deepspeed
+
+        sequence = self._sequence_group()
+        base = RankBase(folder, key, self._options, device=self._device, sequence=sequence)
+        self._trainers[number] = base
+        return {"digest": base.digest, "layers": list(base.layers), "nbytes": base.nbytes(), **_facts(base)}
+
+    def load_adapter(self, number: int, base_number: int, spec: LoraSpec, init_seed: int) -> dict[str, Any]:
+        """Makes a new adapter on a base that `load_base` has loaded, as trainer `number`."""
+        from engine.backends.deepspeed.adapters import ZeroAdapter
+
+        self._trainers[number] = ZeroAdapter(self.trainer(base_number), spec, init_seed=init_seed)
+        return _facts(self._trainers[number])
+
+    def load_adapter_off(self, number: int, base_number: int) -> dict[str, Any]:
+        """Makes the base itself trainer `number`, which is only read."""
+        from engine.backends.deepspeed.frozen_base import ZeroBasePolicy
+
+        self._trainers[number] = ZeroBasePolicy(self.trainer(base_number))
+        return _facts(self._trainers[number])
+
+    def _sequence_group(self) -> SequenceGroup | None:
+        """The group of ranks that share each row. None without sequence parallelism."""
         # Process groups are created once per size, by all ranks at the same time.
         size = self._options.trainer.sequence_parallel
         if size > 1 and size not in self._sequences:
             self._sequences[size] = SequenceGroup(size)
-        trainer = ZeroTrainer(
-            folder,
-            self._options,
-            device=self._device,
-            sequence=self._sequences.get(size),
-            head_seed=init_seed if head == "scalar" and not is_scalar(folder) else None,
-        )
-        self._trainers[number] = trainer
-        # Shapes are those of the whole parameters, so the facts are equal on all ranks.
-        shapes = trainer.state.shards.shapes
-        return {
-            "parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),
-            "scalar": trainer.model.scalar,
-            "buffers_nbytes": sum(buffer.nbytes for buffer in trainer.state.buffers.values()),
-        }
+        return self._sequences.get(size)
 
     def free(self, number: int) -> None:
         """Frees the trainer's memory. A number that is not loaded is ignored."""
@@ -117,6 +138,9 @@ class RankTrainers:
     def export(self, number: int, folder: Path) -> list[str]:
         return self.trainer(number).export(folder)
 
+    def export_adapter(self, number: int, folder: Path) -> list[str]:
+        return self.trainer(number).export_adapter(folder)
+
     def stage_weights(self, number: int, folder: Path, dtype: torch.dtype) -> list[str]:
         return self.trainer(number).stage_weights(folder, dtype=dtype)
 
@@ -126,6 +150,15 @@ class RankTrainers:
     def close(self) -> None:
         for number in list(self._trainers):
             self.free(number)
+
+
+def _facts(loaded: Any) -> dict[str, Any]:
+    """Facts about a trainer or a base. Shapes are those of the whole parameters, so they are equal on all ranks."""
+    return {
+        "parameters": sum(torch.Size(shape).numel() for shape in loaded.state.shards.shapes.values()),
+        "scalar": loaded.model.scalar,
+        "buffers_nbytes": sum(buffer.nbytes for buffer in loaded.state.buffers.values()),
+    }
 
 
 def _prepare_deepspeed(device: str) -> None:

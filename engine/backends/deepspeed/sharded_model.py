@@ -7,7 +7,7 @@ normalised already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from math import isfinite
 from typing import Any, Protocol
@@ -20,10 +20,10 @@ from torch._utils import _flatten_dense_tensors
 from engine.backends.deepspeed.options import RankOptions, deepspeed_config
 from engine.backends.deepspeed.rank_model import EvaluatedModule, RankModel
 from engine.backends.deepspeed.shards import (
-    AllocatedOneByOne,
     Shards,
     flattened_without_copies,
     replicated_shards,
+    split_parameters,
     zero_shards,
 )
 from engine.backends.deepspeed.ulysses import SequenceGroup
@@ -64,6 +64,10 @@ class ShardedModel(Protocol):
         """Drops the gradients of an update that failed."""
         ...
 
+    def close(self) -> None:
+        """Drops DeepSpeed's hooks and buffers."""
+        ...
+
 
 def shard_model(
     loaded: CausalLM, options: RankOptions, device: torch.device, sequence: SequenceGroup | None
@@ -71,17 +75,53 @@ def shard_model(
     """Takes over the model of a meta model: in master precision for stage 0, in compute precision for the other stages.
     Its weights are then to be filled through `shards`. `sequence` is the group of ranks that compute each row together.
     """
-    if options.trainer.zero_stage == 0:
-        return ReplicatedModel(loaded, options, device, sequence)
-    return ZeroModel(loaded, options, device, sequence)
+    module, stage = loaded.module, options.trainer.zero_stage
+    # Read the names and the shapes before ZeRO 3 takes the parameters over: afterwards the shapes are lost.
+    named = named_parameters(loaded)
+    shapes = shapes_of_tensors(named.items())
+    groups = parameter_groups(module.parameters())
+    if stage == 0:
+        # Allocate all weights. They are filled later through the shards.
+        module.to(device)
+        for parameter in module.parameters():
+            parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+        model = rank_model(module, options, device, sequence, master_dtype=options.master_dtype)
+        return ReplicatedModel(model, named, groups, bucket_mib=options.trainer.bucket_mib)
+
+    config = deepspeed_config(options, parameters=sum(p.numel() for p in module.parameters()))
+    # In stage 3 a rank never holds all weights of the model.
+    if stage == 3:
+        split_parameters(module, config, options.dtype, device)
+    model = rank_model(module, options, device, sequence, master_dtype=options.dtype)
+    return ZeroModel(model, module, named, shapes, groups, config)
 
 
-def _new_adamw(module: nn.Module) -> torch.optim.AdamW:
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(adamw_groups(parameters), fused=True)
+def rank_model(
+    module: nn.Module,
+    options: RankOptions,
+    device: torch.device,
+    sequence: SequenceGroup | None,
+    *,
+    master_dtype: torch.dtype,
+) -> RankModel:
+    """The model of a module on this rank, which computes as the options say."""
+    return RankModel(
+        module,
+        compute_dtype=options.dtype,
+        master_dtype=master_dtype,
+        device=device,
+        checkpointing=options.trainer.activation_checkpointing,
+        sequence=sequence,
+    )
 
 
-def _named_parameters(model: CausalLM) -> dict[str, nn.Parameter]:
+def parameter_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, object]]:
+    """The groups of `adamw_groups` that have parameters: DeepSpeed takes no empty group."""
+    return [group for group in adamw_groups(list(parameters)) if group["params"]]
+
+
+def named_parameters(model: CausalLM) -> dict[str, nn.Parameter]:
+    """The parameters of a model by the names of its weights, each once."""
     return {name: weight for name, weight in model.named_weights() if isinstance(weight, nn.Parameter)}
 
 
@@ -90,26 +130,20 @@ class ReplicatedModel:
     gradients over the ranks once per update."""
 
     def __init__(
-        self, loaded: CausalLM, options: RankOptions, device: torch.device, sequence: SequenceGroup | None
+        self,
+        model: RankModel,
+        named: Mapping[str, nn.Parameter],
+        groups: list[dict[str, object]],
+        *,
+        bucket_mib: int,
     ) -> None:
-        self.exchanges_nothing = sequence is None
-        # Allocate all weights. They are filled later through the shards.
-        module = loaded.module.to(device)
-        for parameter in module.parameters():
-            parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
-        self.model = RankModel(
-            module,
-            compute_dtype=options.dtype,
-            master_dtype=options.master_dtype,
-            device=device,
-            checkpointing=options.trainer.activation_checkpointing,
-            sequence=sequence,
-        )
-        self._adamw = _new_adamw(module)
-        named = _named_parameters(loaded)
+        """`named` are the trained parameters, and `groups` their `parameter_groups`."""
+        self.model = model
+        self.exchanges_nothing = model.sequence is None
+        self._adamw = torch.optim.AdamW(groups, fused=True)
         self.shards = replicated_shards(named, self._adamw)
         self._parameters = list(named.values())
-        self._bucket_bytes = options.trainer.bucket_mib << 20
+        self._bucket_bytes = bucket_mib << 20
 
     def evaluate(self, function: Callable[[RankModel], Tensor]) -> Tensor:
         return function(self.model)
@@ -162,47 +196,41 @@ class ReplicatedModel:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def close(self) -> None:
+        """Does nothing: the weights are freed with the model."""
+
 
 class ZeroModel:
     """Stages 1, 2 and 3. With bfloat16, the weights that compute are bfloat16 and their master weights float32."""
 
     def __init__(
-        self, loaded: CausalLM, options: RankOptions, device: torch.device, sequence: SequenceGroup | None
+        self,
+        model: RankModel,
+        module: nn.Module,
+        named: Mapping[str, nn.Parameter],
+        shapes: Mapping[str, tuple[int, ...]],
+        groups: list[dict[str, object]],
+        config: dict[str, Any],
     ) -> None:
+        """`module` has the trained parameters `named`, whose shapes before ZeRO 3 split them are `shapes`, and whose
+        `parameter_groups` are `groups`. `config` is DeepSpeed's."""
         import deepspeed
 
-        stage = options.trainer.zero_stage
+        stage = config["zero_optimization"]["stage"]
         # Stages 2 and 3 exchange gradients and weights in the middle of a pass.
-        self.exchanges_nothing = stage == 1 and sequence is None
-        module = loaded.module
-        named = _named_parameters(loaded)
-        # Read the shapes and the dimensions before ZeRO 3 takes the parameters over: afterwards both are lost.
-        shapes = shapes_of_tensors(named.items())
-        self._adamw = _new_adamw(module)
-        evaluated = EvaluatedModule(module)
-        config = deepspeed_config(options, parameters=sum(p.numel() for p in module.parameters()))
-
-        # Hand the model over to DeepSpeed. In stage 3 a rank never holds all of its weights.
-        if stage == 3:
-            one_by_one = AllocatedOneByOne(module, device)
-            deepspeed.zero.Init(module=one_by_one, config_dict_or_path=config, dtype=options.dtype)
-            for buffer in module.buffers():
-                buffer.data = buffer.data.to(device)
+        self.exchanges_nothing = stage == 1 and model.sequence is None
+        self.model = model
+        self._adamw = torch.optim.AdamW(groups, fused=True)
+        evaluated = EvaluatedModule(module, model)
         with nullcontext() if stage == 3 else flattened_without_copies(module):
             self._engine, *_ = deepspeed.initialize(model=evaluated, optimizer=self._adamw, config=config)
         self._optimizer: Any = self._engine.optimizer
         # Give DeepSpeed torch's own function again: it also flattens gradients with it, which are many and small.
         self._optimizer.flatten = _flatten_dense_tensors
-
-        self.model = evaluated.model = RankModel(
-            module,
-            compute_dtype=options.dtype,
-            master_dtype=options.dtype,
-            device=device,
-            checkpointing=options.trainer.activation_checkpointing,
-            sequence=sequence,
-        )
         self.shards = zero_shards(self._engine, named, shapes)
+
+    def close(self) -> None:
+        self._engine.destroy()
 
     def evaluate(self, function: Callable[[RankModel], Tensor]) -> Tensor:
         return self._engine(function)

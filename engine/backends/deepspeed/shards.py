@@ -47,16 +47,17 @@ class Shards:
     def __init__(
         self,
         pieces: Iterable[ShardPiece],
-        adamw: torch.optim.Optimizer,
+        adamw: torch.optim.Optimizer | None,
         *,
         shapes: Mapping[str, tuple[int, ...]],
         replicated: bool,
         publish: Callable[[], None],
     ) -> None:
-        """`replicated` says whether every rank has every piece. `publish` copies the master weights to the weights that
-        compute."""
+        """`adamw` is None for frozen weights, which have no moments. `replicated` says whether every rank has every
+        piece. `publish` copies the master weights to the weights that compute."""
         self.shapes = dict(sorted(shapes.items()))
-        self.replicated, self.publish, self._adamw = replicated, publish, adamw
+        self.replicated, self.publish = replicated, publish
+        self._optimizer_state: dict[Any, Any] = {} if adamw is None else adamw.state
         self.pieces = sorted(pieces, key=lambda piece: (piece.name, piece.start))
         self._by_name: dict[str, list[ShardPiece]] = {}
         for piece in self.pieces:
@@ -75,20 +76,20 @@ class Shards:
 
     @property
     def has_moments(self) -> bool:
-        return any(self._adamw.state.values())
+        return any(self._optimizer_state.values())
 
     @property
     def step(self) -> Tensor:
         """The number of updates, as AdamW counts them. Only valid with moments."""
         # AdamW counts for each tensor, and all tensors were updated together.
-        return next(state["step"] for state in self._adamw.state.values() if state)
+        return next(state["step"] for state in self._optimizer_state.values() if state)
 
     def moment(self, piece: ShardPiece, name: str) -> Tensor:
         """The moment of a piece. `name` is one of MOMENTS."""
-        return piece.of(self._adamw.state[piece.flat][name])
+        return piece.of(self._optimizer_state[piece.flat][name])
 
     def drop_moments(self) -> None:
-        self._adamw.state.clear()
+        self._optimizer_state.clear()
 
     def create_moments(self, step: float) -> None:
         """Gives every piece moments of zero, after `step` updates."""
@@ -97,7 +98,7 @@ class Shards:
         for flat in {id(piece.flat): piece.flat for piece in self.pieces}.values():
             moments = {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
             count = torch.tensor(float(step), dtype=torch.float32, device=flat.device)
-            self._adamw.state[flat] = {"step": count, **moments}
+            self._optimizer_state[flat] = {"step": count, **moments}
 
     # -- whole tensors ----------------------------------------------------------------------------------------
 
@@ -110,10 +111,12 @@ class Shards:
             if dist.get_rank() != on:
                 return None
             return pieces[0].of(pieces[0].flat).view(shape)
-        # Sum the pieces as integers: zero plus the bits of a number are its bits, also those of -0.0 and NaN.
+        # Sum the pieces as integers: zero plus the bits of a number are its bits, also those of -0.0 and NaN. Frozen
+        # weights in bfloat16 become float32, which is exact.
         whole = torch.zeros(shape, dtype=torch.int32, device=device).view(-1)
         for piece in pieces:
-            whole[piece.start : piece.start + piece.length] = piece.of(piece.flat).view(torch.int32).to(device)
+            bits = piece.of(piece.flat).to(torch.float32).view(torch.int32)
+            whole[piece.start : piece.start + piece.length] = bits.to(device)
         dist.reduce(whole, on)
         if dist.get_rank() != on:
             return None
@@ -123,17 +126,28 @@ class Shards:
 # -- handing a model over to DeepSpeed ---------------------------------------------------------------------------
 
 
-class AllocatedOneByOne(nn.Module):
+def split_parameters(module: nn.Module, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    """Splits the parameters of a meta model's module over the ranks, as ZeRO 3 does. They are zeros in `dtype`.
+    `config` is DeepSpeed's."""
+    import deepspeed
+
+    one_by_one = _AllocatedOneByOne(module, dtype, device)
+    deepspeed.zero.Init(module=one_by_one, config_dict_or_path=config, dtype=dtype)
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+class _AllocatedOneByOne(nn.Module):
     """The module as `deepspeed.zero.Init` gets it. DeepSpeed splits parameter after parameter, and each gets its
     storage just before that."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.inner, self._device = module, device
+        self.inner, self._dtype, self._device = module, dtype, device
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         for parameter in self.inner.parameters(recurse):
-            parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
+            parameter.data = torch.zeros(parameter.shape, dtype=self._dtype, device=self._device)
             report_progress()
             yield parameter
 
@@ -184,6 +198,44 @@ def replicated_shards(named: NamedParameters, adamw: torch.optim.Optimizer) -> S
         pieces.append(ShardPiece(name, 0, parameter.numel(), parameter, 0))
     shapes = shapes_of_tensors(named.items())
     return Shards(pieces, adamw, shapes=shapes, replicated=True, publish=lambda: None)
+
+
+def frozen_shards(named: NamedParameters, shapes: Mapping[str, tuple[int, ...]], *, split: bool) -> Shards:
+    """The shards of weights that are not trained. With `split`, ZeRO 3 has split them (`split_parameters`), else every
+    rank has them whole. `shapes` are the shapes of the whole weights."""
+    pieces: list[ShardPiece] = []
+    for name, parameter in named.items():
+        if not split:
+            pieces.append(ShardPiece(name, 0, parameter.numel(), parameter, 0))
+            continue
+        # Each rank has one part. The last parts are padded to the common length, or are only padding.
+        part: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+        start = dist.get_rank() * part.ds_numel
+        length = min(part.ds_numel, parameter.ds_numel - start)  # type: ignore[attr-defined]
+        if length > 0:
+            pieces.append(ShardPiece(name, start, length, part, 0))
+    return Shards(pieces, None, shapes=shapes, replicated=not split, publish=lambda: None)
+
+
+def gather_when_called(module: nn.Module, config: dict[str, Any]) -> Any:
+    """Makes each module of a frozen model that `split_parameters` has split gather its weights when it is called, in
+    the backward pass too. `config` is DeepSpeed's. Returns DeepSpeed's object with the hooks.
+
+    DeepSpeed's engine can do this for a model without an optimizer, but not in a backward pass."""
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    zero = config["zero_optimization"]
+    offload = DeepSpeedZeroOffloadParamConfig(**zero["offload_param"]) if "offload_param" in zero else None
+    return DeepSpeedZeRoOffload(
+        module,
+        timers=None,
+        ds_config=config,
+        overlap_comm=False,
+        prefetch_bucket_size=zero["stage3_prefetch_bucket_size"],
+        max_live_parameters=zero["stage3_max_live_parameters"],
+        offload_param_config=offload,
+    )
 
 
 def zero_shards(engine: Any, named: NamedParameters, shapes: Mapping[str, tuple[int, ...]]) -> Shards:

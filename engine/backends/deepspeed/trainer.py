@@ -8,6 +8,7 @@ ends and the group with it. The engine then starts the group again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK, files
-from engine.backends.deepspeed.meta_model import open_meta_model, probe
+from engine.backends.deepspeed.loading import gather, names_of, prepare_module, probe_on_ranks
+from engine.backends.deepspeed.meta_model import open_meta_model
 from engine.backends.deepspeed.options import RankOptions
 from engine.backends.deepspeed.passes import EMPTY_PASS, distribute
-from engine.backends.deepspeed.rank_model import RankModel, fuse_kernels
+from engine.backends.deepspeed.rank_model import RankModel
 from engine.backends.deepspeed.sharded_model import ShardedModel, shard_model
 from engine.backends.deepspeed.shards import Shards
 from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.batch_checks import check_gives, check_loss_fits_head, check_sequences, validate_batch
-from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.out_of_memory import is_out_of_memory, retry_on_out_of_memory
 from engine.backends.torch.packing import Packable, Packed, pack
 from engine.backends.torch.updates import (
@@ -38,7 +39,7 @@ from engine.backends.torch.updates import (
     update_metrics,
 )
 from engine.cluster.rank_progress import RankFailed, is_peer_loss, report_progress
-from engine.errors import BadModelFolder, NonFiniteGradient, PermanentEngineError
+from engine.errors import NonFiniteGradient, PermanentEngineError
 from engine.losses.inputs import Outputs
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
@@ -46,71 +47,53 @@ from storage.chain.records import OptimizerSpec
 
 
 class ZeroTrainer:
-    """This rank's part of one policy. It reads no more of the model's folder than this part."""
+    """This rank's part of one policy."""
 
-    def __init__(
-        self,
+    def __init__(self, sharded: ShardedModel, state: files.ShardedState, options: RankOptions) -> None:
+        self.sharded, self.state = sharded, state
+        self.model: RankModel = sharded.model
+        self.module: Any = self.model.module
+        self._device, self._stage = self.model.device, options.trainer.zero_stage
+        self._ranks, self._sequence = dist.get_world_size(), self.model.sequence
+        sharing = 1 if self._sequence is None else self._sequence.size
+        self._groups, self._group = self._ranks // sharing, dist.get_rank() // sharing
+        """Number of groups of ranks that take different micro-batches, and this rank's group."""
+
+    @classmethod
+    def load(
+        cls,
         folder: Path,
         options: RankOptions,
         *,
         device: torch.device,
         sequence: SequenceGroup | None = None,
         head_seed: int | None = None,
-    ) -> None:
-        """`sequence` is the group of ranks that share each packed row; None without sequence parallelism. For
-        `head_seed`, see `open_meta_model`."""
-        self._device, self._stage = device, options.trainer.zero_stage
-        self._ranks, self._sequence = dist.get_world_size(), sequence
-        sharing = 1 if sequence is None else sequence.size
-        self._groups, self._group = self._ranks // sharing, dist.get_rank() // sharing
-        """Number of groups of ranks that take different micro-batches, and this rank's group."""
-
+    ) -> ZeroTrainer:
+        """A policy whose weights are all trained. A rank reads no more of the folder than its part. `sequence` is the
+        group of ranks that share each packed row; None without sequence parallelism. For `head_seed`, see
+        `open_meta_model`."""
         # Open the model without its weights.
-        master_dtype = options.master_dtype
-        parameter_dtype = master_dtype if self._stage == 0 else options.dtype
+        stage, master_dtype = options.trainer.zero_stage, options.master_dtype
+        parameter_dtype = master_dtype if stage == 0 else options.dtype
         meta_model = open_meta_model(
             folder, dtype=master_dtype, parameter_dtype=parameter_dtype, device=device, head_seed=head_seed
         )
-        loaded = meta_model.model
-        self.module: Any = loaded.module
-        fuse_kernels(self.module, options.trainer.liger, device)
-        if sequence is not None:
-            sequence.check(self.module.config)
+        prepare_module(meta_model, options, device, sequence)
 
         # Note the names of its weights before DeepSpeed changes the parameters.
-        buffers, exported, trained = _names_of(loaded)
-        self.sharded: ShardedModel = shard_model(loaded, options, device, sequence)
-        self.model = self.sharded.model
-        self.state = files.ShardedState(
-            shards=self.sharded.shards,
-            buffers={name: self.module.get_buffer(name) for name in buffers},
-            exported=exported,
-            trained=trained,
-            device=device,
-            master_dtype=master_dtype,
-        )
+        names = names_of(meta_model.model)
+        sharded = shard_model(meta_model.model, options, device, sequence)
+        state = files.state_of(names, sharded.shards, meta_model.model.module, device, master_dtype)
 
         # Read this rank's part of the weights, and check the packed forward pass with them.
-        files.fill(self.state, meta_model.weights)
+        files.fill(state, meta_model.weights)
         if not meta_model.probed:
-            self._probe(folder)
+            probe_on_ranks(sharded.evaluate, folder, device)
+        return cls(sharded, state, options)
 
-    @torch.no_grad()
-    def _probe(self, folder: Path) -> None:
-        """Raises BadModelFolder, on all ranks alike, for an architecture that packed attention does not reproduce."""
-        messages: list[str] = []
-
-        def compare(model: RankModel) -> torch.Tensor:
-            try:
-                probe(model, folder)
-            except BadModelFolder as error:  # raised below, after the ranks have exchanged what they had to
-                messages.append(str(error))
-            return torch.zeros((), device=self._device)
-
-        self.sharded.evaluate(compare)
-        for rank_messages in _gather(messages):
-            if rank_messages:
-                raise BadModelFolder(rank_messages[0])
+    def own_weights(self) -> AbstractContextManager[object]:
+        """A context within which the model computes with this trainer's weights."""
+        return nullcontext()
 
     @property
     def shards(self) -> Shards:
@@ -132,14 +115,15 @@ class ZeroTrainer:
         def accumulate(max_tokens: int) -> Accumulated:
             return self._accumulate(with_gradient, objective, totals, max_tokens)
 
-        accumulated = retry_on_out_of_memory(
-            accumulate,
-            with_gradient,
-            max_tokens,
-            device=self._device,
-            drop_gradients=self.sharded.drop_gradients,
-            whole_groups=objective.loss.pairwise,
-        )
+        with self.own_weights():
+            accumulated = retry_on_out_of_memory(
+                accumulate,
+                with_gradient,
+                max_tokens,
+                device=self._device,
+                drop_gradients=self.sharded.drop_gradients,
+                whole_groups=objective.loss.pairwise,
+            )
         check_policy_not_nan(accumulated.sums)
 
         # Take the step. All ranks have the same norm, so all raise or none.
@@ -174,7 +158,7 @@ class ZeroTrainer:
             accumulated.micro_batches += len(row) - row.count(None)
         # Add in the order of the ranks: floating-point sums depend on the order, and all ranks need the same numbers.
         accumulated.sums["loss"] = 0.0
-        for sums in _gather(dict(rank_sums.sums)):
+        for sums in gather(dict(rank_sums.sums)):
             for name, value in sums.items():
                 accumulated.sums[name] += value
         return accumulated
@@ -239,7 +223,7 @@ class ZeroTrainer:
             raise RankFailed(reason, is_cause=not is_peer_loss(failure))
         # No rank waits for another one here. Each tells the others whether it failed, so that all raise the same error.
         out_of_memory: str | None = None
-        for rank, description in enumerate(_gather(_describe(failure))):
+        for rank, description in enumerate(gather(_describe(failure))):
             if description is None:
                 continue
             message, short_of_memory = description
@@ -290,11 +274,12 @@ class ZeroTrainer:
 
             self._together(compute, exchanges_nothing=self._stage != 3 and self._sequence is None)
             # The engine takes rank 0's result, which therefore needs the values that the other ranks computed.
-            for rank_values in _gather(dict(values)):
+            for rank_values in gather(dict(values)):
                 values.update(rank_values)
             return [values[index] for index in range(len(sequences))]
 
-        return retry_on_out_of_memory(run, sequences, max_tokens, device=self._device, drop_gradients=lambda: None)
+        with self.own_weights():
+            return retry_on_out_of_memory(run, sequences, max_tokens, device=self._device, drop_gradients=lambda: None)
 
     def _check_sequences(self, sequences: Sequence[Packable]) -> None:
         check_sequences(sequences, vocab_size=self.model.vocab_size, context_length=self.model.context_length)
@@ -329,31 +314,18 @@ class ZeroTrainer:
     def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[str]:
         return files.write_folder(self.state, folder, dtype=dtype, file_per_rank=True)
 
+    def whole_state(self) -> files.ShardedState:
+        """The weights of a model folder."""
+        return self.state
+
     def export(self, folder: Path) -> list[str]:
-        names = files.write_folder(self.state, folder)
+        names = files.write_folder(self.whole_state(), folder)
         self.write_config(folder)
         dist.barrier()
         return sorted({*names, *(path.name for path in folder.glob("*config.json"))})
 
     def close(self) -> None:
-        """Drops everything, including DeepSpeed's hooks and buffers."""
-        engine = getattr(self.sharded, "_engine", None)
-        if engine is not None:
-            engine.destroy()
-
-
-def _names_of(model: CausalLM) -> tuple[list[str], dict[str, str], dict[str, str]]:
-    """(names of the persistent buffers, `ShardedState.exported`, `ShardedState.trained`)."""
-    # A tied weight has several names. Tensors are compared by identity, so each gets the name of `named_weights`.
-    buffers: list[str] = []
-    names: dict[int, str] = {}
-    for name, tensor in model.named_weights():
-        names[id(tensor)] = name
-        if not isinstance(tensor, torch.nn.Parameter):
-            buffers.append(name)
-    exported = {name: names[id(tensor)] for name, tensor in model.exported_weights()}
-    trained = {names[id(parameter)]: name for name, parameter in model.module.named_parameters()}
-    return buffers, exported, trained
+        self.sharded.close()
 
 
 def _describe(error: Exception | None) -> tuple[str, bool] | None:
@@ -361,10 +333,3 @@ def _describe(error: Exception | None) -> tuple[str, bool] | None:
     if error is None:
         return None
     return str(error).splitlines()[0], isinstance(error, RuntimeError) and is_out_of_memory(error)
-
-
-def _gather(value: Any) -> list[Any]:
-    """The `value` of every rank, by rank."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered

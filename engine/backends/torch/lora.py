@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.nn.functional import linear
 
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.scalar_lm import HEAD_NAME
+from engine.backends.weight_files.tensor_files import read_tensors
 from engine.errors import BadSpec
 from engine.specs.adapters import ALL_LINEAR, LoraSpec
 
@@ -41,9 +43,9 @@ class LoraPair:
     b_OR: Tensor
     scale: float
 
-    def delta(self) -> Tensor:
-        """scale * B @ A (O, I), in the pair's dtype."""
-        return self.scale * (self.b_OR.detach() @ self.a_RI.detach())
+    def merged(self, weight_OI: Tensor) -> Tensor:
+        """The weight that the layer computes with, in the dtype of the pair and without gradient."""
+        return weight_OI.to(self.a_RI.dtype) + self.scale * (self.b_OR.detach() @ self.a_RI.detach())
 
 
 class LoraLinear(nn.Linear):
@@ -132,13 +134,13 @@ def _matches(target: str, layer: str) -> bool:
     return layer == target or layer.endswith("." + target)
 
 
-def short_names(layers: Mapping[str, Any]) -> list[str]:
+def short_names(layers: Iterable[str]) -> list[str]:
     """The last parts of the layers' names, each once, as peft lists them."""
     return sorted({name.rpartition(".")[2] for name in layers})
 
 
 def new_pairs(
-    targets: Mapping[str, LoraLinear], spec: LoraSpec, *, init_seed: int, dtype: torch.dtype
+    targets: Mapping[str, LoraLinear], spec: LoraSpec, *, init_seed: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, LoraPair]:
     """Pairs of a new adapter. A is uniform in ±1/sqrt(I), which is peft's kaiming_uniform_(a=sqrt(5)); B is zero.
 
@@ -151,7 +153,6 @@ def new_pairs(
         generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
         bound = 1 / sqrt(layer.in_features)
         a_RI = torch.empty(spec.rank, layer.in_features).uniform_(-bound, bound, generator=generator)
-        device = layer.weight.device
         pairs[name] = LoraPair(
             nn.Parameter(a_RI.to(device, dtype)),
             nn.Parameter(torch.zeros(layer.out_features, spec.rank, device=device, dtype=dtype)),
@@ -174,6 +175,21 @@ def pair_tensors(pairs: LoraPairs) -> Iterator[tuple[str, Any]]:
     for name, pair in pairs.items():
         yield f"{name}.{A_NAME}", pair.a_RI
         yield f"{name}.{B_NAME}", pair.b_OR
+
+
+def read_pairs(folder: Path, spec: LoraSpec, model: CausalLM) -> dict[str, LoraPair]:
+    """The pairs of a peft folder in the precision of `model`, on its device, without gradients."""
+    tensors = dict(read_tensors(folder / ADAPTER_FILE))
+
+    def read(name: str) -> Tensor:
+        return tensors[PEFT_PREFIX + name].to(model.device, model.dtype, copy=True)
+
+    pairs: dict[str, LoraPair] = {}
+    for stored in sorted(tensors):
+        layer = stored.removeprefix(PEFT_PREFIX).removesuffix(f".{A_NAME}")
+        if stored.endswith(A_NAME):
+            pairs[layer] = LoraPair(read(f"{layer}.{A_NAME}"), read(f"{layer}.{B_NAME}"), spec.scale)
+    return pairs
 
 
 def peft_config(spec: LoraSpec, pairs: LoraPairs, base_model: str) -> str:

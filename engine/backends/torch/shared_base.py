@@ -54,7 +54,8 @@ class SharedBase:
         # Replace the linear layers by LoraLinear first, so that the frozen copy for samplers has them too.
         self.layers = replace_linears(model)
         module = model.module.requires_grad_(False)
-        _lower_linears(module, model.compute_dtype)
+        for parameter in linear_parameters(module):
+            parameter.data = parameter.data.to(model.compute_dtype)
         self.model = model.with_module(
             module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype
         )
@@ -80,6 +81,10 @@ class SharedBase:
             self._sampling = self.model.with_module(module, compute_dtype=self.model.compute_dtype)
         return self._sampling
 
+    @property
+    def alive(self) -> bool:
+        return True
+
     def nbytes(self) -> int:
         """Bytes of the weights in memory now, each counted once: those of the base, and those that the samplers' copy
         adds."""
@@ -94,22 +99,25 @@ class SharedBase:
         return sum(sizes.values())
 
 
-def _lower_linears(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts linear layers to `dtype`, except weights that a layer of another kind shares (a tied head)."""
+def linear_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of linear layers, except weights that a layer of another kind shares (a tied head). These are what
+    autocast would cast on every call."""
     # Parameters of other layers keep their precision, also where a linear layer uses them too.
     shared: set[int] = set()
     for child in module.modules():
         if not isinstance(child, nn.Linear):
             shared.update(map(id, child.parameters(recurse=False)))
+    parameters: list[nn.Parameter] = []
     for child in module.modules():
         if isinstance(child, nn.Linear):
-            for parameter in child.parameters(recurse=False):
-                if id(parameter) not in shared:
-                    parameter.data = parameter.data.to(dtype)
+            parameters += [parameter for parameter in child.parameters(recurse=False) if id(parameter) not in shared]
+    return parameters
 
 
 class SharedTrainer(TorchTrainer):
     """A policy on a shared base. During each call, its pairs are in the base's layers."""
+
+    base: SharedBase
 
     def __init__(self, base: SharedBase, pairs: LoraPairs) -> None:
         super().__init__(base.model)
@@ -134,7 +142,7 @@ class SharedTrainer(TorchTrainer):
         state = {name: tensor.to(self.model.dtype) for name, tensor in module.state_dict().items()}
         for name, pair in self.pairs.items():
             weight = f"{name}.weight"
-            state[weight] = state[weight] + pair.delta()
+            state[weight] = pair.merged(state[weight])
         module.save_pretrained(folder, state_dict=state, safe_serialization=True)
         return files_in(folder)
 
@@ -143,11 +151,14 @@ class AdapterTrainer(SharedTrainer):
     """Trains one LoRA adapter, and a scalar head if the spec has one. Checkpoints and digests contain only these; the
     digest includes the base's digest."""
 
+    adapter: LoraSpec
+
     def __init__(self, base: SharedBase, spec: LoraSpec, *, init_seed: int) -> None:
         # The pairs are drawn on the base's names and dtype, before the head may be replaced.
         targets = target_layers(base.model, base.layers, spec)
-        super().__init__(base, new_pairs(targets, spec, init_seed=init_seed, dtype=base.model.dtype))
-        self.spec = spec
+        pairs = new_pairs(targets, spec, init_seed=init_seed, dtype=base.model.dtype, device=base.model.device)
+        super().__init__(base, pairs)
+        self.adapter = spec
         if spec.head == "scalar":
             self.model = base.scalar_model(init_seed=init_seed)
         elif base.model.scalar:
@@ -168,7 +179,7 @@ class AdapterTrainer(SharedTrainer):
         folder.mkdir(parents=True, exist_ok=True)
         config_file, adapter_file = folder / ADAPTER_CONFIG_FILE, folder / ADAPTER_FILE
         write_tensors(adapter_file, ((PEFT_PREFIX + name, tensor) for name, tensor in self.weights()))
-        config_file.write_text(peft_config(self.spec, self.pairs, self.base.key))
+        config_file.write_text(peft_config(self.adapter, self.pairs, self.base.key))
         return {ADAPTER_CONFIG_FILE: config_file, ADAPTER_FILE: adapter_file}
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.protocol import FrozenBase, Objective, UpdateReport
 from engine.backends.torch.batch_checks import check_gives, check_loss_fits_head, check_sequences, validate_batch
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.out_of_memory import is_out_of_memory, retry_on_out_of_memory
@@ -35,6 +35,7 @@ from engine.backends.weight_files.tensor_files import check_shapes, shapes_of_te
 from engine.errors import NonFiniteGradient, OutOfMemory
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
+from engine.specs.adapters import LoraSpec
 from storage.chain.records import OptimizerSpec
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -47,6 +48,9 @@ T = TypeVar("T")
 
 class TorchTrainer:
     """Implements engine.backends.protocol.Trainer for one `CausalLM`. It trains the weights that require a gradient."""
+
+    base: FrozenBase | None = None
+    adapter: LoraSpec | None = None
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model

@@ -2,7 +2,8 @@
 
 - `WholeModelSampler` shares the weights of a trainer in this process, or copies them to the compute precision;
 - `AdapterSampler` shares a base model, and applies the trainer's adapter to it;
-- `StagedFilesSampler` reads weight files, because its trainer is in other processes.
+- `StagedFilesSampler` reads weight files, because its trainer is in other processes. Of an adapter it reads the base
+  once, and then only the adapter.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from engine.backends.protocol import Sampler, Trainer
 from engine.backends.torch.attention import IMPLEMENTATION, register_attention
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy, master_dtype_of
 from engine.backends.torch.decoding.lean_decoder import LeanModel, can_be_lean, packed_nbytes
-from engine.backends.torch.lora import LoraPairs, copy_pairs, lora_layers, use_pairs
+from engine.backends.torch.lora import (
+    LoraLinear,
+    LoraPairs,
+    copy_pairs,
+    lora_layers,
+    read_pairs,
+    replace_linears,
+    use_pairs,
+)
 from engine.backends.torch.sampler import TorchSampler
 from engine.backends.torch.shared_base import SharedTrainer
 from engine.backends.torch.trainer import TorchTrainer
@@ -159,16 +168,32 @@ class AdapterSampler(TorchSampler):
 
 class StagedFilesSampler(TorchSampler):
     """Samples with a model of its own in the compute precision, whose weights come from the files that a trainer in
-    other processes stages."""
+    other processes stages. If the trainer has an adapter, a sync reads only the adapter, once the base is here."""
 
     def __init__(self, trainer: Trainer, compute_dtype: torch.dtype, device: torch.device, **limits: int) -> None:
         with tempfile.TemporaryDirectory(prefix="ostinato-config-") as folder:
             trainer.write_config(Path(folder))
             super().__init__(_uninitialised_model(Path(folder), compute_dtype, device), **limits)
+        self._layers: dict[str, LoraLinear] = replace_linears(self.model) if trainer.base else {}
+        self._pairs: LoraPairs = {}
+        self._base_digest: str | None = None
+        """Digest of the base whose weights the model has."""
 
     def sync(self, trainer: Trainer, state: str) -> None:
         """Raises SamplerOutOfSync unless the staged tensors have exactly the names and shapes of the weights."""
         self.loaded_state = None
+        if trainer.base is None or trainer.base.digest != self._base_digest:
+            self._base_digest = None
+            self._read_weights(trainer, state)
+            self._base_digest = trainer.base.digest if trainer.base else None
+        self._pairs = {}
+        if trainer.adapter is not None:
+            with staging_folder(trainer.nbytes(training=False)) as folder:
+                trainer.export(folder)
+                self._pairs = read_pairs(folder, trainer.adapter, self.model)
+        self.loaded_state = state
+
+    def _read_weights(self, trainer: Trainer, state: str) -> None:
         # The staged tensors have the names of `save_pretrained`.
         target = dict(self.model.exported_weights())
         with staging_folder(trainer.weights_nbytes) as folder:
@@ -183,7 +208,10 @@ class StagedFilesSampler(TorchSampler):
                 raise SamplerOutOfSync(f"{error} (policy state {state[:12]})") from error
             for path in files:
                 read_into(path, target.__getitem__)
-        self.loaded_state = state
+
+    def sample(self, *args: Any, **kwargs: Any) -> list[Completion]:
+        with use_pairs(self._layers, self._pairs):
+            return super().sample(*args, **kwargs)
 
     def nbytes(self) -> int:
         return self.model.weights_nbytes()

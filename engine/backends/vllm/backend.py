@@ -18,7 +18,6 @@ import torch
 
 from engine.backends.protocol import Trainer
 from engine.backends.torch.lora import short_names
-from engine.backends.torch.shared_base import SharedTrainer
 from engine.backends.vllm.architecture import Architecture, architecture_of
 from engine.backends.vllm.sampler import DTYPES, VllmSampler
 from engine.backends.vllm.serving.runtime import EXTENSION, EngineOptions, Runtime
@@ -128,7 +127,7 @@ class VllmSamplers:
         folder = Path(tempfile.mkdtemp(prefix="ostinato-config-"))
         trainer.write_config(folder)
         architecture = architecture_of(folder)
-        key = (architecture.digest, ranks, isinstance(trainer, SharedTrainer))
+        key = (architecture.digest, ranks, trainer.base is not None)
         # This process has room for one engine only.
         if self._in_process:
             for other_key, shared in self._runtimes.items():
@@ -162,7 +161,7 @@ class VllmSamplers:
         )
 
     def _options(self, trainer: Trainer, architecture: Architecture, ranks: int) -> EngineOptions:
-        targets = tuple(short_names(trainer.base.layers)) if isinstance(trainer, SharedTrainer) else ()
+        targets = () if trainer.base is None else tuple(short_names(trainer.base.layers))
         options = engine_options(
             self.spec,
             architecture,

@@ -21,8 +21,7 @@ from torch import Tensor
 from engine.backends.logprob_gap import LogprobGap, allowed_gap, check_logprob_gap, probe_sequences
 from engine.backends.prompt_checks import check_prompts
 from engine.backends.protocol import OnToken, Trainer
-from engine.backends.torch.lora import PEFT_PREFIX
-from engine.backends.torch.shared_base import AdapterTrainer, SharedTrainer
+from engine.backends.torch.lora import ADAPTER_FILE, PEFT_PREFIX
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.vllm.serving.runtime import LoadProof, Manifest, Source
 from engine.backends.vllm.shared_runtime import SharedRuntime
@@ -30,6 +29,7 @@ from engine.backends.vllm.weight_sync.manifest import digest_of, manifest_of, ma
 from engine.backends.weight_files.staging import staging_folder
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, TokenIds
+from engine.specs.adapters import LoraSpec
 from engine.specs.sampler import VllmSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -82,14 +82,14 @@ class VllmSampler:
         sync_start = time.perf_counter()
         shared = self._begin_sync(trainer)
         self.seconds = {}
-        base = trainer.base.digest if isinstance(trainer, SharedTrainer) else state
+        base = state if trainer.base is None else trainer.base.digest
         with self._resets_on_failure(shared):
             # Load the weights. Skip this if the runtime still holds them: a frozen base, or weights before a sleep.
-            may_hold = isinstance(trainer, SharedTrainer) or shared.asleep
+            may_hold = trainer.base is not None or shared.asleep
             if not (may_hold and self._holds_base(shared, base) and self._has_same_bytes(trainer, shared)):
                 self._load(trainer, base, shared)
-            if isinstance(trainer, AdapterTrainer):
-                self._load_adapter(trainer, state, shared)
+            if trainer.adapter is not None:
+                self._load_adapter(trainer, trainer.adapter, state, shared)
             gap_start = time.perf_counter()
             self._check_gap(trainer, shared)
             self.seconds["gap"] = time.perf_counter() - gap_start
@@ -128,7 +128,7 @@ class VllmSampler:
         A policy's state is no proof: the policy may have been recomputed since, with other bytes. False if the
         comparison would cost as much as a load.
         """
-        if isinstance(trainer, SharedTrainer):
+        if trainer.base is not None:
             return True  # the name of a base is a digest of its content
         if not isinstance(trainer, TorchTrainer):
             return False
@@ -168,20 +168,27 @@ class VllmSampler:
             else:
                 yield files, manifest_of(_ConvertedWeights(local_trainer, dtype).items())
 
-    def _load_adapter(self, trainer: AdapterTrainer, state: str, shared: SharedRuntime) -> None:
+    def _load_adapter(self, trainer: Trainer, adapter: LoraSpec, state: str, shared: SharedRuntime) -> None:
         """Loads the trainer's adapter under a new name each time, because vLLM caches adapters by name."""
-        if shared.options.max_lora_rank is None or trainer.spec.rank > shared.options.max_lora_rank:
+        if shared.options.max_lora_rank is None or adapter.rank > shared.options.max_lora_rank:
             raise BadSpec(
-                f"an adapter of rank {trainer.spec.rank} was given; sampler.max_lora_rank is "
+                f"an adapter of rank {adapter.rank} was given; sampler.max_lora_rank is "
                 f"{shared.options.max_lora_rank}: raise it, or train a smaller rank"
             )
         started = time.perf_counter()
         self._remove_adapter()
         self._adapter_count += 1
         name = f"{state[:24]}-{id(self):x}-{self._adapter_count}"
-        manifest = manifest_of((PEFT_PREFIX + tensor_name, tensor) for tensor_name, tensor in trainer.weights())
-        with staging_folder(trainer.nbytes(training=False)) as folder:
+        # Ranks may run on other machines, which cannot write into the shared memory of this one.
+        local_trainer = trainer if isinstance(trainer, TorchTrainer) else None
+        parent = Path(self.spec.sync_folder) if self.spec.sync_folder and local_trainer is None else None
+        with staging_folder(trainer.nbytes(training=False), inside=parent) as folder:
             trainer.export(folder)
+            if local_trainer is None:
+                manifest = manifest_of_files([folder / ADAPTER_FILE])
+            else:
+                weights = local_trainer.weights()
+                manifest = manifest_of((PEFT_PREFIX + tensor_name, tensor) for tensor_name, tensor in weights)
             shared.ensure_running().load_adapter(folder, name, manifest)
         self._adapter = name
         self.seconds["adapter"] = time.perf_counter() - started

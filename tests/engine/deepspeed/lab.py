@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from engine.backends.deepspeed.options import RankOptions
 from engine.backends.deepspeed.ranks import RankTrainers
+from engine.backends.deepspeed.shards import MOMENTS
 from engine.backends.torch.attention import PackedLayout
 from engine.backends.torch.packing import pack
 from engine.backends.weight_files.pieces import StoredTensors
 from engine.cluster.rank_progress import report_progress
 from engine.models.samples import Sample
-from engine.specs.adapters import Head
+from engine.specs.adapters import Head, LoraSpec
 from engine.specs.trainer import DeepSpeedSpec
 from storage.chain.records import OptimizerSpec
 
@@ -51,6 +52,21 @@ class Lab(RankTrainers):
         self._options = RankOptions.model_validate(options)
         return self.load(number, folder, head, init_seed)
 
+    def load_adapter_with(
+        self,
+        number: int,
+        base_number: int,
+        options: Mapping[str, Any],
+        folder: Path,
+        spec: LoraSpec,
+        init_seed: int = 0,
+    ) -> dict[str, Any]:
+        """Loads an adapter and its base, unless the base is there already."""
+        self._options = RankOptions.model_validate(options)
+        if base_number not in self._trainers:
+            self.load_base(base_number, folder, "models/tiny/000001")
+        return self.load_adapter(number, base_number, spec, init_seed)
+
     def facts(self, number: int) -> list[dict[str, Any]]:
         """For each rank: dtypes and number of elements of its masters and moments, and the compute dtype."""
         trainer = self.trainer(number)
@@ -61,6 +77,22 @@ class Lab(RankTrainers):
             "elements": sum(piece.length for piece in pieces),
             "moments": {str(dtype) for dtype in moments},
             "computes": str(trainer.model.dtype),
+        }
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+        return gathered
+
+    def held_by_adapter(self, number: int) -> list[dict[str, int]]:
+        """For each rank: numbers of elements of the adapter's masters and moments, and of the base's weights and
+        gradients."""
+        trainer = self.trainer(number)
+        shards, base = trainer.shards, trainer.base
+        moments = [shards.moment(piece, name) for piece in shards.pieces for name in MOMENTS]
+        mine = {
+            "masters": sum(piece.length for piece in shards.pieces),
+            "moments": sum(moment.numel() for moment in moments),
+            "base": sum(piece.flat.numel() for piece in base.state.shards.pieces),
+            "base_gradients": sum(p.grad is not None for p in base.model.module.parameters()),
         }
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)

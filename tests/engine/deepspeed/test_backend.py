@@ -3,7 +3,6 @@ micro-batches."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -14,7 +13,6 @@ from engine.backends.deepspeed.memory import StateBytes, state_bytes
 from engine.backends.deepspeed.passes import distribute
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
 from engine.models.samples import Sample
-from engine.specs.adapters import LoraSpec
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
 
@@ -33,10 +31,6 @@ def test_numerics_name_the_layout() -> None:
 
 def test_what_it_does_not_do_is_refused_before_any_rank_starts() -> None:
     trainers = backend(ranks=2)
-    with pytest.raises(BadSpec, match="LoRA runs on the torch trainer"):
-        trainers.load_base(Path("model"))
-    with pytest.raises(BadSpec, match="LoRA runs on the torch trainer"):
-        trainers.adapter(None, LoraSpec(), init_seed=0)
     with pytest.raises(BadSpec, match="float64"):
         backend("float64", zero_stage=2)
     with pytest.raises(BadSpec, match="does not divide 1 ranks"):

@@ -307,13 +307,24 @@ def test_an_adapter_takes_its_base_and_a_little() -> None:
     ("keys", "message"),
     [({"trainer": {"kind": "deepspeed", "ranks": 9}}, "9 ranks do not fit, as this machine has 8 GPUs"),
      ({"sampler": {"kind": "vllm", "replicas": 3, "tensor_parallel": 4}}, "1 rank and 3 x 4 GPUs that sample do not"),
-     ({"sampler": {"kind": "vllm", "tensor_parallel": 9}}, "1 x 9 GPUs that sample do not fit"),
-     ({"trainer": {"kind": "deepspeed"}, "adapter": 16}, "trains all weights")],
+     ({"sampler": {"kind": "vllm", "tensor_parallel": 9}}, "1 x 9 GPUs that sample do not fit")],
 )  # fmt: skip
-def test_devices_and_trainers_that_there_are_not(keys: dict[str, Any], message: str) -> None:
-    rank = keys.pop("adapter", None) if "adapter" in keys else None
+def test_devices_that_there_are_not(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(BadSpec, match=message):
-        planned({"device": "cuda"} | keys, EIGHT, lora_rank=rank)
+        planned({"device": "cuda"} | keys, EIGHT)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_on_ranks_the_base_is_frozen_and_the_adapters_states_are_split(stage: int) -> None:
+    shape, ranks = size("8B"), 8
+    adapter = 32 * 16 * (8192 + 5120 + 5120 + 8192 + 3 * 18432)  # rank * (in + out) of seven layers in 32 blocks
+    keys = {"device": "cuda", "compute_dtype": "bfloat16", "trainer": {"kind": "deepspeed", "zero_stage": stage}}
+    pool = planned(keys, EIGHT, lora_rank=16).pools[0]
+    mixed = 2 * shape.parameters + 2 * (shape.embedding + 65 * 4096)  # embedding and norms in float32
+    assert part(pool, "base") == (2 * shape.parameters / ranks if stage == 3 else mixed)
+    assert part(pool, "weights") == 4 * adapter  # whole on every rank
+    assert part(pool, "moments") == 12 * adapter / ranks  # float32 masters and two moments
+    assert part(pool, "gradients") == (4 * adapter if stage == 1 else 4 * adapter / ranks)
 
 
 def test_a_budget_a_cache_and_a_forward_that_are_too_small_are_problems() -> None:

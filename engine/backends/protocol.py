@@ -45,12 +45,15 @@ class UpdateReport:
 class FrozenBase(Protocol):
     """A frozen base model that adapters share."""
 
-    key: str
-    """Its registry key."""
-    digest: str
-    """Digest of its weights as loaded."""
-    layers: Collection[str]
-    """Names of the linear layers that adapters may adapt."""
+    @property
+    def digest(self) -> str:
+        """Digest of its weights as loaded."""
+        ...
+
+    @property
+    def layers(self) -> Collection[str]:
+        """Names of the linear layers that adapters may adapt."""
+        ...
 
     @property
     def alive(self) -> bool:
@@ -156,8 +159,15 @@ class Trainer(Protocol):
         """Writes every weight that a sampler needs into `folder` as safetensors files.
 
         Floating-point weights are written in `dtype`, under the names that `save_pretrained` uses. A tied head is not
-        written a second time. For an adapter these are the weights of its base."""
+        written a second time. For an adapter these are the weights of its base, or the merged weights unless it
+        `is_sampled_on_base`."""
         ...
+
+
+def is_sampled_on_base(trainer: Trainer) -> bool:
+    """Whether a sampler in another process takes the base of this policy once, and then only the adapter. Not with
+    DoRA, which vLLM does not serve: such a sampler takes the merged weights at each sync."""
+    return trainer.base is not None and not (trainer.adapter is not None and trainer.adapter.use_dora)
 
 
 class Sampler(Protocol):

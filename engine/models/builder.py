@@ -77,14 +77,22 @@ class ModelBuilder:
         return replace(self, tensor_parallel=devices)
 
     def with_adapter(
-        self, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] | Literal["all-linear"] = "all-linear"
+        self,
+        rank: int = 16,
+        alpha: float = 32.0,
+        targets: Sequence[str] | Literal["all-linear"] = "all-linear",
+        *,
+        use_rslora: bool = False,
+        use_dora: bool = False,
     ) -> Self:
         """Returns a builder whose models train a LoRA adapter (arXiv:2106.09685) in peft's format.
 
         The weights of the base model are in memory once for all runs that adapt it. `targets` are names of linear
-        layers, such as "q_proj"."""
+        layers, such as "q_proj". `use_rslora` scales the adapter by alpha / sqrt(rank) (arXiv:2312.03732), `use_dora`
+        also trains the length of each row of a weight (arXiv:2402.09353)."""
         names = targets if isinstance(targets, str) else tuple(targets)
-        return self.training(parse_trainable({"kind": "lora", "rank": rank, "alpha": alpha, "target_modules": names}))
+        fields = {"rank": rank, "alpha": alpha, "target_modules": names, "use_rslora": use_rslora, "use_dora": use_dora}
+        return self.training(parse_trainable({"kind": "lora", **fields}))
 
     def training(self, trainable: FullSpec | LoraSpec) -> Self:
         """Returns a builder whose models train this part of the weights. An earlier `into_scoring_model` is kept."""

@@ -27,6 +27,10 @@ and the scores of reward models (`Engine.values`). The number of a position depe
 position."""
 
 
+_LATER_DEFAULTS = {"head": "lm", "use_dora": False}
+"""Fields that were added after the first stored states, and their defaults."""
+
+
 class _Headed(Frozen):
     """Base class of the trainable parts, which all have a head."""
 
@@ -36,12 +40,13 @@ class _Headed(Frozen):
     show this field, because each training class sets the head that it trains."""
 
     @model_serializer(mode="wrap")
-    def _without_the_usual_head(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves "lm" out of the dump. The state of a chain hashes the dump, so changing this would change all
-        states."""
+    def _without_later_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves the defaults of later fields out of the dump. The state of a chain hashes the dump, so changing this
+        would change all states."""
         fields: dict[str, Any] = handler(self)
-        if fields.get("head") == "lm":
-            del fields["head"]
+        for name, default in _LATER_DEFAULTS.items():
+            if name in fields and fields[name] == default:
+                del fields[name]
         return fields
 
 
@@ -68,6 +73,9 @@ class LoraSpec(_Headed):
     use_rslora: bool = False
     """Use rank-stabilised LoRA (arXiv:2312.03732): multiply the adapter's output by alpha / sqrt(rank) instead of
     alpha / rank."""
+    use_dora: bool = False
+    """Use DoRA (arXiv:2402.09353): train the length of each row of a layer's weight on its own, besides the matrices,
+    which then change only the direction of the row. It often learns more at a low rank, and each step takes longer."""
 
     @property
     def scale(self) -> float:
@@ -98,5 +106,5 @@ def parse_trainable(trainable: Mapping[str, Any]) -> FullSpec | LoraSpec:
         raise BadSpec(
             f"trainable {dict(trainable)} was given: {problems}. Expected {{'kind': 'full'}}, or {{'kind': 'lora'}} "
             "with rank >= 1 (16), alpha > 0 (32), target_modules ('all-linear' or names of layers), use_rslora "
-            "(false); both with head 'lm' or 'scalar'"
+            "(false), use_dora (false); both with head 'lm' or 'scalar'"
         ) from error

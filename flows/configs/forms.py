@@ -46,6 +46,7 @@ WORDS = {
     "nan": "NaN",
     "ppo": "PPO",
     "rslora": "rsLoRA",
+    "dora": "DoRA",
     "sft": "SFT",
     "url": "URL",
     "vllm": "vLLM",

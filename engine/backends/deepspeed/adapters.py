@@ -75,7 +75,14 @@ class ZeroAdapter(ZeroTrainer):
         options, device = base.options, base.model.device
         # The weights of the adapter, equal on all ranks.
         targets = target_layers(base.model, base.layers, spec)
-        self.pairs = new_pairs(targets, spec, init_seed=init_seed, dtype=options.master_dtype, device=device)
+        self.pairs = new_pairs(
+            targets,
+            spec,
+            init_seed=init_seed,
+            dtype=options.master_dtype,
+            device=device,
+            with_weight=base.with_weight,
+        )
         model = base.scalar_model(init_seed=init_seed) if spec.head == "scalar" else base.model
         named: dict[str, nn.Parameter] = dict(pair_tensors(self.pairs))
         if spec.head == "scalar":
@@ -103,8 +110,10 @@ class ZeroAdapter(ZeroTrainer):
         return files.weights_digest(self.state, base=self.base.digest)
 
     def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[str]:
-        """Writes the weights of the base, without the adapter."""
-        return files.write_folder(self.base.state, folder, dtype=dtype, file_per_rank=True)
+        """Writes the weights of the base without the adapter, or the merged weights with DoRA
+        (engine.backends.protocol.is_sampled_on_base)."""
+        state = self.whole_state() if self.spec.use_dora else self.base.state
+        return files.write_folder(state, folder, dtype=dtype, file_per_rank=True)
 
     def whole_state(self) -> files.ShardedState:
         """The merged weights."""

@@ -168,7 +168,7 @@ class DeepSpeedBackend:
         self.free_dropped()
         number = next(self._numbers)
         info = self.group.call_unless_restarted(start_number, "load_base", number, folder, key)
-        return DeepSpeedBase(self, number, start_number, info, key=key)
+        return DeepSpeedBase(self, number, start_number, info)
 
     def adapter(self, base: DeepSpeedBase, spec: LoraSpec, *, init_seed: int) -> DeepSpeedAdapter:
         """A new adapter on `base`, which it does not change."""

@@ -8,8 +8,9 @@ base has no gradients and no optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from engine.backends.deepspeed.meta_model import MetaModel, open_meta_model
 from engine.backends.deepspeed.options import RankOptions, deepspeed_config
 from engine.backends.deepspeed.rank_model import EvaluatedModule, RankModel
 from engine.backends.deepspeed.sharded_model import named_parameters, rank_model
-from engine.backends.deepspeed.shards import frozen_shards, gather_when_called, split_parameters
+from engine.backends.deepspeed.shards import frozen_shards, gather_when_called, gathered, split_parameters
 from engine.backends.deepspeed.trainer import ZeroTrainer
 from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.torch.lora import replace_linears
@@ -32,6 +33,7 @@ from engine.backends.weight_files.tensor_files import shapes_of_tensors
 from engine.errors import BadSpec
 from engine.models.folder import scalar_head_message
 from engine.specs.adapters import LoraSpec
+from storage.chain.records import OptimizerSpec
 
 
 class RankBase:
@@ -78,6 +80,10 @@ class RankBase:
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
         """Returns `compute()`, which uses the base in one forward pass."""
         return self._evaluated(lambda _: compute())
+
+    def with_weight(self, layer: nn.Linear) -> AbstractContextManager[object]:
+        """A context within which every rank has the whole weight of the layer. Every rank calls it."""
+        return gathered(layer.weight) if self.is_split else nullcontext()
 
     def after_backward(self) -> None:
         """Frees the gathered weights of modules that the backward pass did not reach."""
@@ -146,10 +152,14 @@ class BaseModel:
     def logprobs(self, packed: Packed, temperature: float) -> Tensor:
         return self.evaluate(lambda model: model.logprobs(packed, temperature=temperature))
 
-    def backward(self, *_: Any) -> NoReturn:
+    def backward(self, loss: Tensor) -> None:
         raise BadSpec("the frozen base of adapters cannot be updated; train an adapter on it instead")
 
-    step = drop_gradients = backward
+    def step(self, optimizer: OptimizerSpec) -> tuple[float, bool]:
+        raise BadSpec("the frozen base of adapters cannot be updated; train an adapter on it instead")
+
+    def drop_gradients(self) -> None:
+        """Does nothing: the base has no gradients."""
 
     def close(self) -> None:
         """Does nothing: the base is freed by itself."""

@@ -132,10 +132,8 @@ class DeepSpeedBase:
     """Implements engine.backends.protocol.FrozenBase for a base on the ranks. It is lost when its group of ranks ends.
     """
 
-    def __init__(
-        self, backend: DeepSpeedBackend, number: int, start_number: int, info: dict[str, Any], *, key: str
-    ) -> None:
-        self.key, self.number, self.start_number, self._info = key, number, start_number, info
+    def __init__(self, backend: DeepSpeedBackend, number: int, start_number: int, info: dict[str, Any]) -> None:
+        self.number, self.start_number, self._info = number, start_number, info
         self.digest: str = info["digest"]
         self.layers: Sequence[str] = info["layers"]
         self._group, self._master_bytes = backend.group, backend.master_dtype.itemsize

@@ -7,7 +7,7 @@ exports read and write pieces. This is the only module that uses DeepSpeed's int
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +56,7 @@ class Shards:
         """`adamw` is None for frozen weights, which have no moments. `replicated` says whether every rank has every
         piece. `publish` copies the master weights to the weights that compute."""
         self.shapes = dict(sorted(shapes.items()))
-        self.replicated, self.publish = replicated, publish
-        self._optimizer_state: dict[Any, Any] = {} if adamw is None else adamw.state
+        self.replicated, self.publish, self._adamw = replicated, publish, adamw
         self.pieces = sorted(pieces, key=lambda piece: (piece.name, piece.start))
         self._by_name: dict[str, list[ShardPiece]] = {}
         for piece in self.pieces:
@@ -73,6 +72,10 @@ class Shards:
         return [piece for piece in self.pieces if piece.name in names_of_rank]
 
     # -- moments ----------------------------------------------------------------------------------------------
+
+    @property
+    def _optimizer_state(self) -> dict[Any, Any]:
+        return {} if self._adamw is None else self._adamw.state
 
     @property
     def has_moments(self) -> bool:
@@ -215,6 +218,13 @@ def frozen_shards(named: NamedParameters, shapes: Mapping[str, tuple[int, ...]],
         if length > 0:
             pieces.append(ShardPiece(name, start, length, part, 0))
     return Shards(pieces, None, shapes=shapes, replicated=not split, publish=lambda: None)
+
+
+def gathered(parameter: Tensor) -> AbstractContextManager[object]:
+    """A context within which every rank has a whole weight that ZeRO 3 has split."""
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter])
 
 
 def gather_when_called(module: nn.Module, config: dict[str, Any]) -> Any:

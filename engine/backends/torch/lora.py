@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -30,22 +30,44 @@ from engine.backends.weight_files.tensor_files import read_tensors
 from engine.errors import BadSpec
 from engine.specs.adapters import ALL_LINEAR, LoraSpec
 
-A_NAME, B_NAME = "lora_A.weight", "lora_B.weight"
+A_NAME, B_NAME, MAGNITUDE_NAME = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 PEFT_PREFIX = "base_model.model."
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """The matrices of one adapter for one layer, whose weight becomes W + scale * B @ A."""
+    """The matrices of one adapter for one layer, whose weight becomes W + scale * B @ A.
+
+    With DoRA (arXiv:2402.09353) each row of that sum is scaled to the length m: m * (W + sBA) / |W + sBA|."""
 
     a_RI: Tensor
     b_OR: Tensor
     scale: float
+    magnitude_O: Tensor | None = None
+    """DoRA's m. None without DoRA."""
+    fixed_norm_O: Tensor | None = None
+    """|W + sBA| of a pair that does not change, so that it is not computed at each call."""
 
+    @torch.no_grad()
     def merged(self, weight_OI: Tensor) -> Tensor:
-        """The weight that the layer computes with, in the dtype of the pair and without gradient."""
-        return weight_OI.to(self.a_RI.dtype) + self.scale * (self.b_OR.detach() @ self.a_RI.detach())
+        """The weight that the layer computes with, in the dtype of the adapter."""
+        dtype = self.a_RI.dtype if self.magnitude_O is None else self.magnitude_O.dtype
+        sum_OI = weight_OI.to(dtype) + self.scale * (self.b_OR.to(dtype) @ self.a_RI.to(dtype))
+        if self.magnitude_O is None:
+            return sum_OI
+        return sum_OI * (self.magnitude_O / row_norms(sum_OI)).unsqueeze(1)
+
+    @torch.no_grad()
+    def norm(self, weight_OI: Tensor) -> Tensor:
+        """DoRA's |W + sBA| of each row (O,)."""
+        with torch.autocast(weight_OI.device.type, enabled=False):
+            return row_norms(replace(self, magnitude_O=None).merged(weight_OI.to(self.a_RI.dtype)))
+
+
+def row_norms(weight_OI: Tensor) -> Tensor:
+    """The Euclidean length of each row (O,)."""
+    return torch.linalg.vector_norm(weight_OI, dim=1)
 
 
 class LoraLinear(nn.Linear):
@@ -58,10 +80,18 @@ class LoraLinear(nn.Linear):
         self.pair: LoraPair | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        output = linear(input, self.weight, self.bias)
-        if self.pair is None:
+        output, pair = linear(input, self.weight, self.bias), self.pair
+        if pair is None:
             return output
-        return output + self.pair.scale * linear(linear(input, self.pair.a_RI), self.pair.b_OR)
+        added = pair.scale * linear(linear(input, pair.a_RI), pair.b_OR)
+        if pair.magnitude_O is None:
+            return output + added
+        # DoRA. As in section 4.3 of the paper, the norm has no gradient. A factor of 1 leaves the output as it is, to
+        # the bit, so policy 0 is the base.
+        norm_O = pair.norm(self.weight) if pair.fixed_norm_O is None else pair.fixed_norm_O
+        factor_O = pair.magnitude_O / norm_O
+        without_bias = output if self.bias is None else output - self.bias
+        return output + ((factor_O - 1) * without_bias + factor_O * added).to(output.dtype)
 
 
 LoraPairs = Mapping[str, LoraPair]
@@ -140,11 +170,19 @@ def short_names(layers: Iterable[str]) -> list[str]:
 
 
 def new_pairs(
-    targets: Mapping[str, LoraLinear], spec: LoraSpec, *, init_seed: int, dtype: torch.dtype, device: torch.device
+    targets: Mapping[str, LoraLinear],
+    spec: LoraSpec,
+    *,
+    init_seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    with_weight: Callable[[LoraLinear], AbstractContextManager[object]] = lambda _: nullcontext(),
 ) -> dict[str, LoraPair]:
     """Pairs of a new adapter. A is uniform in ±1/sqrt(I), which is peft's kaiming_uniform_(a=sqrt(5)); B is zero.
+    DoRA's magnitudes are the lengths of the rows of W.
 
-    Each A is drawn from a generator of its own, on the CPU in float32, whatever the device and dtype.
+    Each A is drawn from a generator of its own, on the CPU in float32, whatever the device and dtype. Within
+    `with_weight(layer)` the layer has its whole weight.
     """
     pairs = {}
     for name, layer in targets.items():
@@ -153,42 +191,52 @@ def new_pairs(
         generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
         bound = 1 / sqrt(layer.in_features)
         a_RI = torch.empty(spec.rank, layer.in_features).uniform_(-bound, bound, generator=generator)
-        pairs[name] = LoraPair(
+        pair = LoraPair(
             nn.Parameter(a_RI.to(device, dtype)),
             nn.Parameter(torch.zeros(layer.out_features, spec.rank, device=device, dtype=dtype)),
             spec.scale,
         )
+        if spec.use_dora:
+            with with_weight(layer):
+                pair = replace(pair, magnitude_O=nn.Parameter(pair.norm(layer.weight)))
+        pairs[name] = pair
     return pairs
 
 
-def copy_pairs(pairs: LoraPairs, dtype: torch.dtype) -> dict[str, LoraPair]:
-    """Copies without gradients, for a sampler in another precision."""
+def sampling_pairs(pairs: LoraPairs, layers: Mapping[str, LoraLinear], dtype: torch.dtype) -> dict[str, LoraPair]:
+    """Copies of the matrices in `dtype`, without gradients, for a sampler. DoRA's magnitudes keep their dtype, in which
+    their small changes would get lost, and its norms are those of the sampler's `layers`."""
     copies = {}
     for name, pair in pairs.items():
         a_RI, b_OR = pair.a_RI.detach().to(dtype, copy=True), pair.b_OR.detach().to(dtype, copy=True)
-        copies[name] = LoraPair(a_RI, b_OR, pair.scale)
+        copied = LoraPair(a_RI, b_OR, pair.scale)
+        if pair.magnitude_O is not None:
+            # The norm of the weights in the trainer's precision, as in the trainer.
+            norm_O, magnitude_O = pair.norm(layers[name].weight), pair.magnitude_O.detach().clone()
+            copied = replace(copied, magnitude_O=magnitude_O, fixed_norm_O=norm_O)
+        copies[name] = copied
     return copies
 
 
 def pair_tensors(pairs: LoraPairs) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of A and B of every layer, sorted by name."""
+    """(name, tensor) of A and B of every layer, and of its magnitudes with DoRA."""
     for name, pair in pairs.items():
         yield f"{name}.{A_NAME}", pair.a_RI
         yield f"{name}.{B_NAME}", pair.b_OR
+        if pair.magnitude_O is not None:
+            yield f"{name}.{MAGNITUDE_NAME}", pair.magnitude_O
 
 
-def read_pairs(folder: Path, spec: LoraSpec, model: CausalLM) -> dict[str, LoraPair]:
-    """The pairs of a peft folder in the precision of `model`, on its device, without gradients."""
-    tensors = dict(read_tensors(folder / ADAPTER_FILE))
-
-    def read(name: str) -> Tensor:
-        return tensors[PEFT_PREFIX + name].to(model.device, model.dtype, copy=True)
-
+def read_pairs(folder: Path, scale: float, device: torch.device) -> dict[str, LoraPair]:
+    """The pairs of a peft folder without DoRA, as they are stored there."""
+    tensors: dict[str, Tensor] = {}
+    for stored_name, tensor in read_tensors(folder / ADAPTER_FILE):
+        tensors[stored_name.removeprefix(PEFT_PREFIX)] = tensor.to(device)
     pairs: dict[str, LoraPair] = {}
-    for stored in sorted(tensors):
-        layer = stored.removeprefix(PEFT_PREFIX).removesuffix(f".{A_NAME}")
-        if stored.endswith(A_NAME):
-            pairs[layer] = LoraPair(read(f"{layer}.{A_NAME}"), read(f"{layer}.{B_NAME}"), spec.scale)
+    for name in sorted(tensors):
+        if name.endswith(A_NAME):
+            layer = name.removesuffix(f".{A_NAME}")
+            pairs[layer] = LoraPair(tensors[name], tensors[f"{layer}.{B_NAME}"], scale)
     return pairs
 
 
@@ -210,6 +258,8 @@ def peft_config(spec: LoraSpec, pairs: LoraPairs, base_model: str) -> str:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    if spec.use_dora:
+        fields["use_dora"] = True
     # The adapter file contains the scalar head too.
     if spec.head == "scalar":
         fields["modules_to_save"] = [HEAD_NAME]

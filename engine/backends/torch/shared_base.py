@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from engine.backends.protocol import is_sampled_on_base
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy
 from engine.backends.torch.lora import (
     ADAPTER_CONFIG_FILE,
@@ -34,7 +35,7 @@ from engine.backends.torch.lora import (
     use_pairs,
 )
 from engine.backends.torch.scalar_lm import HEAD_NAME, ScalarLM, new_head, with_scalar_head
-from engine.backends.torch.trainer import TorchTrainer, files_in
+from engine.backends.torch.trainer import STAGED_FILE, TorchTrainer, files_in
 from engine.backends.weight_files.digests import digest_tensors
 from engine.backends.weight_files.tensor_files import write_tensors
 from engine.errors import BadSpec
@@ -131,6 +132,16 @@ class SharedTrainer(TorchTrainer):
 
     def with_own_weights(self) -> AbstractContextManager[object]:
         return use_pairs(self.base.layers, self.pairs)
+
+    def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[Path]:
+        if is_sampled_on_base(self):
+            return super().stage_weights(folder, dtype=dtype)
+        merged: dict[str, Tensor] = {}
+        for name, tensor in self.model.exported_weights():
+            pair = self.pairs.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+            merged[name] = tensor if pair is None else pair.merged(tensor)
+        write_tensors(folder / STAGED_FILE, merged.items(), floating=dtype)
+        return [folder / STAGED_FILE]
 
     @torch.no_grad()
     def export_merged(self, folder: Path) -> dict[str, Path]:

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from engine.backends.protocol import Sampler, Trainer
+from engine.backends.protocol import Sampler, Trainer, is_sampled_on_base
 from engine.backends.torch.attention import IMPLEMENTATION, register_attention
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy, master_dtype_of
 from engine.backends.torch.decoding.lean_decoder import LeanModel, can_be_lean, packed_nbytes
 from engine.backends.torch.lora import (
     LoraLinear,
     LoraPairs,
-    copy_pairs,
     lora_layers,
     read_pairs,
     replace_linears,
+    sampling_pairs,
     use_pairs,
 )
 from engine.backends.torch.sampler import TorchSampler
@@ -152,10 +152,11 @@ class AdapterSampler(TorchSampler):
         self.loaded_state = None
         if not isinstance(trainer, SharedTrainer) or trainer.base is not self.base:
             raise BadSpec("this sampler needs a trainer on its own base model; make a new sampler for this trainer")
-        if self.model is trainer.model:  # in the master precision, the trainer's own matrices are used
+        # In the master precision, the trainer's own matrices are used. DoRA's norms are computed once per sync.
+        if self.model is trainer.model and not (trainer.adapter and trainer.adapter.use_dora):
             self.pairs = trainer.pairs
         else:
-            self.pairs = copy_pairs(trainer.pairs, self.model.dtype)
+            self.pairs = sampling_pairs(trainer.pairs, self._layers, self.model.dtype)
         self.loaded_state = state
 
     def sample(self, *args: Any, **kwargs: Any) -> list[Completion]:
@@ -174,7 +175,7 @@ class StagedFilesSampler(TorchSampler):
         with tempfile.TemporaryDirectory(prefix="ostinato-config-") as folder:
             trainer.write_config(Path(folder))
             super().__init__(_uninitialised_model(Path(folder), compute_dtype, device), **limits)
-        self._layers: dict[str, LoraLinear] = replace_linears(self.model) if trainer.base else {}
+        self._layers: dict[str, LoraLinear] = replace_linears(self.model) if is_sampled_on_base(trainer) else {}
         self._pairs: LoraPairs = {}
         self._base_digest: str | None = None
         """Digest of the base whose weights the model has."""
@@ -182,15 +183,17 @@ class StagedFilesSampler(TorchSampler):
     def sync(self, trainer: Trainer, state: str) -> None:
         """Raises SamplerOutOfSync unless the staged tensors have exactly the names and shapes of the weights."""
         self.loaded_state = None
-        if trainer.base is None or trainer.base.digest != self._base_digest:
+        base = trainer.base if is_sampled_on_base(trainer) else None
+        if base is None or base.digest != self._base_digest:
             self._base_digest = None
             self._read_weights(trainer, state)
-            self._base_digest = trainer.base.digest if trainer.base else None
+            self._base_digest = base.digest if base else None
         self._pairs = {}
-        if trainer.adapter is not None:
+        if base is not None and trainer.adapter is not None:
             with staging_folder(trainer.nbytes(training=False)) as folder:
                 trainer.export(folder)
-                self._pairs = read_pairs(folder, trainer.adapter, self.model)
+                pairs = read_pairs(folder, trainer.adapter.scale, self.model.device)
+                self._pairs = sampling_pairs(pairs, self._layers, self.model.dtype)
         self.loaded_state = state
 
     def _read_weights(self, trainer: Trainer, state: str) -> None:

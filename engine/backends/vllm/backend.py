@@ -16,7 +16,7 @@ from typing import Literal, cast
 
 import torch
 
-from engine.backends.protocol import Trainer
+from engine.backends.protocol import Trainer, is_sampled_on_base
 from engine.backends.torch.lora import short_names
 from engine.backends.vllm.architecture import Architecture, architecture_of
 from engine.backends.vllm.sampler import DTYPES, VllmSampler
@@ -127,7 +127,7 @@ class VllmSamplers:
         folder = Path(tempfile.mkdtemp(prefix="ostinato-config-"))
         trainer.write_config(folder)
         architecture = architecture_of(folder)
-        key = (architecture.digest, ranks, trainer.base is not None)
+        key = (architecture.digest, ranks, is_sampled_on_base(trainer))
         # This process has room for one engine only.
         if self._in_process:
             for other_key, shared in self._runtimes.items():
@@ -161,7 +161,9 @@ class VllmSamplers:
         )
 
     def _options(self, trainer: Trainer, architecture: Architecture, ranks: int) -> EngineOptions:
-        targets = () if trainer.base is None else tuple(short_names(trainer.base.layers))
+        targets: tuple[str, ...] = ()
+        if trainer.base is not None and is_sampled_on_base(trainer):
+            targets = tuple(short_names(trainer.base.layers))
         options = engine_options(
             self.spec,
             architecture,

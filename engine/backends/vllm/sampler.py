@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.backends.logprob_gap import LogprobGap, allowed_gap, check_logprob_gap, probe_sequences
 from engine.backends.prompt_checks import check_prompts
-from engine.backends.protocol import OnToken, Trainer
+from engine.backends.protocol import OnToken, Trainer, is_sampled_on_base
 from engine.backends.torch.lora import ADAPTER_FILE, PEFT_PREFIX
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.vllm.serving.runtime import LoadProof, Manifest, Source
@@ -82,13 +82,15 @@ class VllmSampler:
         sync_start = time.perf_counter()
         shared = self._begin_sync(trainer)
         self.seconds = {}
-        base = state if trainer.base is None else trainer.base.digest
+        # Without a base that vLLM can hold under adapters, the weights are those of this state.
+        on_base = is_sampled_on_base(trainer)
+        base = trainer.base.digest if trainer.base is not None and on_base else state
         with self._resets_on_failure(shared):
             # Load the weights. Skip this if the runtime still holds them: a frozen base, or weights before a sleep.
-            may_hold = trainer.base is not None or shared.asleep
+            may_hold = on_base or shared.asleep
             if not (may_hold and self._holds_base(shared, base) and self._has_same_bytes(trainer, shared)):
                 self._load(trainer, base, shared)
-            if trainer.adapter is not None:
+            if on_base and trainer.adapter is not None:
                 self._load_adapter(trainer, trainer.adapter, state, shared)
             gap_start = time.perf_counter()
             self._check_gap(trainer, shared)
@@ -128,9 +130,9 @@ class VllmSampler:
         A policy's state is no proof: the policy may have been recomputed since, with other bytes. False if the
         comparison would cost as much as a load.
         """
-        if trainer.base is not None:
+        if is_sampled_on_base(trainer):
             return True  # the name of a base is a digest of its content
-        if not isinstance(trainer, TorchTrainer):
+        if not isinstance(trainer, TorchTrainer) or trainer.base is not None:
             return False
         weights = _ConvertedWeights(trainer, DTYPES[shared.options.dtype])
         return digest_of(manifest_of(weights.items())) == shared.digest
@@ -151,7 +153,8 @@ class VllmSampler:
     def _staged(self, trainer: Trainer, shared: SharedRuntime) -> Iterator[tuple[Source, Manifest]]:
         """Yields the weights to load: the tensors themselves if runtime and transport accept them, otherwise files."""
         dtype = DTYPES[shared.options.dtype]
-        local_trainer = trainer if isinstance(trainer, TorchTrainer) else None
+        merges = trainer.base is not None and not is_sampled_on_base(trainer)
+        local_trainer = trainer if isinstance(trainer, TorchTrainer) and not merges else None
         sends_tensors = self.spec.transport in ("memory", "ipc", "nccl") and shared.ensure_running().accepts_tensors
         if sends_tensors and local_trainer is not None:
             tensors = _ConvertedWeights(local_trainer, dtype)

@@ -34,7 +34,7 @@ from tests.engine.deepspeed.conftest import (
     whole,
 )
 from tests.engine.deepspeed.lab import lab_options
-from tests.fixtures.adapters import LORA, SOME, backend
+from tests.fixtures.adapters import DORA, LORA, SOME, backend
 
 KEY = "models/tiny/000001"
 GRPO = Objective(GRPOSpec(clip_low=0.2, clip_high=0.2, kl_beta=0.1))
@@ -77,11 +77,12 @@ def torch_adapter(folder: Path, spec: LoraSpec = LORA, *, seed: int = 0, dtype: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("spec", [LORA, DORA], ids=["lora", "dora"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_train_an_adapter_as_the_torch_trainer_does(
-    stage: int, adapters: Adapters, tiny_folder: Path
+    stage: int, spec: LoraSpec, adapters: Adapters, tiny_folder: Path
 ) -> None:
-    trainer, reference = adapters.load(zero_stage=stage), torch_adapter(tiny_folder)
+    trainer, reference = adapters.load(spec, zero_stage=stage), torch_adapter(tiny_folder, spec)
     assert trainer.digest() == reference.weights_digest()[0]
     for _ in range(3):
         expected = reference.update(some_samples(), GRPO, ADAMW, max_tokens=4096).metrics
@@ -132,11 +133,11 @@ def test_ranks_and_the_torch_trainer_read_each_other(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "spec"), [(0, LORA), (2, LORA), (3, LORA), (3, DORA)])
 def test_exports_are_those_of_the_torch_trainer(
-    stage: int, adapters: Adapters, tiny_folder: Path, tmp_path: Path
+    stage: int, spec: LoraSpec, adapters: Adapters, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    trainer, reference = adapters.load(zero_stage=stage), torch_adapter(tiny_folder)
+    trainer, reference = adapters.load(spec, zero_stage=stage), torch_adapter(tiny_folder, spec)
     trainer.update(some_samples(), CE, ADAMW, SPLIT)
     reference.read_checkpoint(trainer.checkpoint(), optimizer=True)
     calls = {"merged": "export", "adapter": "export_adapter"}
@@ -151,12 +152,13 @@ def test_exports_are_those_of_the_torch_trainer(
                 assert same_bytes(load_file(ours), load_file(expected))
             else:
                 assert ours.read_text() == expected.read_text()
-    # What a sampler gets are the weights of the base.
+    # What a sampler gets are the weights of the base, or with DoRA the merged ones.
     staged: dict[str, torch.Tensor] = {}
     for name in trainer.call("stage_weights", tmp_path / "staged", torch.float32):
         if name.endswith(".safetensors"):
             staged |= load_file(tmp_path / "staged" / name)
-    assert same_bytes(staged, load_file(tiny_folder / "model.safetensors"))
+    served = tmp_path / "merged" if spec.use_dora else tiny_folder
+    assert same_bytes(staged, load_file(served / "model.safetensors"))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -150,10 +151,14 @@ async def test_a_grpo_step_over_answers_to_an_image(ctx: Context, model: Trainin
 # -- saved and loaded ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
-async def test_a_saved_model_is_whole(ctx: Context, vision_folder: Path, tmp_path: Path, lora: bool) -> None:
+@pytest.mark.parametrize("adapter", [None, {}, {"use_dora": True}], ids=["whole", "lora", "dora"])
+async def test_a_saved_model_is_whole(
+    ctx: Context, vision_folder: Path, tmp_path: Path, adapter: dict[str, Any] | None
+) -> None:
     builder = Model(str(vision_folder)).to_builder(ctx)
-    model = await (builder.with_adapter(rank=4) if lora else builder).spawn_train("policy")
+    if adapter is not None:
+        builder = builder.with_adapter(rank=4, **adapter)
+    model = await builder.spawn_train("policy")
     before = await model.logprobs(ANSWERED)
     for _ in range(2):  # the first moves B alone, the second A too
         model.train_language_modelling(ANSWERED)
@@ -164,7 +169,7 @@ async def test_a_saved_model_is_whole(ctx: Context, vision_folder: Path, tmp_pat
     again = await Model(key).to_builder(ctx).spawn_inference("again")
     assert await again.logprobs(ANSWERED) == pytest.approx(trained, rel=1e-5)
     connecting.connect.cache_clear()  # and from its checkpoint, in a new engine
-    resumed = await (builder.with_adapter(rank=4) if lora else builder).spawn_train("policy")
+    resumed = await builder.spawn_train("policy")
     assert await resumed.logprobs(ANSWERED) == trained
 
 

@@ -7,6 +7,7 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from engine.backends.protocol import Objective
 from engine.backends.torch.loading import load_model
+from engine.backends.torch.lora import LoraLinear, LoraPair
 from engine.backends.torch.shared_base import AdapterTrainer, SharedBase
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import BadSpec, NonFiniteGradient
@@ -28,6 +30,7 @@ from engine.specs.adapters import FullSpec, LoraSpec, parse_trainable
 from storage.chain.records import OptimizerSpec
 from tests.fixtures.adapters import (
     CE,
+    DORA,
     FAST,
     LORA,
     SOME,
@@ -91,12 +94,13 @@ def test_a_target_that_is_no_linear_layer_is_named(base: SharedBase, target: str
 # -- policy 0 --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("spec", [LORA, DORA], ids=["lora", "dora"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_policy_0_and_the_base_are_the_full_model_to_the_bit(tiny_folder: Path, dtype: str) -> None:
+def test_policy_0_and_the_base_are_the_full_model_to_the_bit(tiny_folder: Path, dtype: str, spec: LoraSpec) -> None:
     engine = backend(dtype)
     full, base = engine.load(tiny_folder), engine.load_base(tiny_folder)
     expected = logprobs(full)
-    assert logprobs(engine.adapter(base, LORA, init_seed=3)) == expected
+    assert logprobs(engine.adapter(base, spec, init_seed=3)) == expected
     assert logprobs(engine.adapter_off(base)) == expected
     assert engine.adapter_off(base).weights_digest() == full.weights_digest()
 
@@ -151,6 +155,34 @@ def test_a_is_drawn_by_seed_and_name_and_b_is_zero(base: SharedBase, tiny_folder
         assert 0.9 * bound < first[name].abs().max() <= bound
 
 
+@pytest.mark.parametrize("fixed", [False, True], ids=["trainer", "sampler"])
+def test_dora_by_hand(fixed: bool) -> None:
+    plain = nn.Linear(2, 2)
+    plain.weight.data, plain.bias.data = torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.tensor([10.0, 20.0])
+    layer = LoraLinear(plain.requires_grad_(False))
+    # W + 2BA = [[4, 4], [0, 2]], whose rows have the lengths sqrt(32) and 2.
+    a_RI, b_OR, magnitude_O = (
+        torch.tensor(values, requires_grad=True) for values in ([[1.0, 0.0]], [[0.5], [0.0]], [5.0, 1.0])
+    )
+    layer.pair = LoraPair(a_RI, b_OR, 2.0, magnitude_O)
+    if fixed:
+        layer.pair = replace(layer.pair, fixed_norm_O=layer.pair.norm(layer.weight))
+    output = layer(torch.tensor([1.0, 2.0]))
+    assert output.tolist() == pytest.approx([12 * 5 / 32**0.5 + 10, 4 * 1 / 2 + 20])
+    merged = layer.pair.merged(layer.weight)
+    assert merged.flatten().tolist() == pytest.approx([20 / 32**0.5, 20 / 32**0.5, 0.0, 1.0])
+    # The magnitude has a gradient, and the length by which a row is divided has none.
+    output[0].backward()
+    assert magnitude_O.grad is not None and b_OR.grad is not None
+    assert magnitude_O.grad.tolist() == pytest.approx([12 / 32**0.5, 0.0])
+    assert b_OR.grad.flatten().tolist() == pytest.approx([5 / 32**0.5 * 2 * 1, 0.0])
+
+
+def test_a_root_without_dora_is_what_it_was_before_dora() -> None:
+    assert "use_dora" not in LORA.model_dump(mode="json")
+    assert parse_trainable(DORA.model_dump(mode="json")) == DORA
+
+
 # -- peft's maths ----------------------------------------------------------------------------------------------
 
 
@@ -163,6 +195,7 @@ def peft_model(module: nn.Module, spec: LoraSpec, adapter: AdapterTrainer) -> nn
         lora_alpha=spec.alpha,
         target_modules=spec.target_modules if spec.target_modules == "all-linear" else list(spec.target_modules),
         use_rslora=spec.use_rslora,
+        use_dora=spec.use_dora,
         task_type="CAUSAL_LM",
     )
     wrapped = get_peft_model(module, config, autocast_adapter_dtype=False)
@@ -176,7 +209,9 @@ def peft_model(module: nn.Module, spec: LoraSpec, adapter: AdapterTrainer) -> nn
 
 def peft_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     adapted = {name: p for name, p in module.named_parameters() if "lora_" in name}
-    return {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in adapted.items()}
+    names = {name: name.removeprefix("base_model.model.").replace(".default", "") for name in adapted}
+    # peft's files name a magnitude without the ".weight" of its module.
+    return {names[name].replace("vector.weight", "vector"): parameter for name, parameter in adapted.items()}
 
 
 @contextmanager
@@ -196,7 +231,7 @@ def caught_gradients(trainer: TorchTrainer) -> Iterator[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("max_tokens", [WHOLE, SPLIT])
-@pytest.mark.parametrize("spec", [LORA, SOME], ids=["all-linear", "some-rslora"])
+@pytest.mark.parametrize("spec", [LORA, SOME, DORA], ids=["all-linear", "some-rslora", "dora"])
 def test_the_gradient_is_pefts(tiny_folder: Path, spec: LoraSpec, max_tokens: int) -> None:
     base = backend("float64").load_base(tiny_folder)
     adapter = backend("float64").adapter(base, spec, init_seed=1)
@@ -224,7 +259,7 @@ def test_the_gradient_is_pefts(tiny_folder: Path, spec: LoraSpec, max_tokens: in
         torch.testing.assert_close(gradient, expected[name], rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("spec", [LORA, SOME], ids=["all-linear", "some-rslora"])
+@pytest.mark.parametrize("spec", [LORA, SOME, DORA], ids=["all-linear", "some-rslora", "dora"])
 def test_peft_loads_the_export_and_transformers_the_merged_one(
     base: SharedBase, tiny_folder: Path, tmp_path: Path, spec: LoraSpec
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.docs.markdown import ROOT
 
-RECIPES = {"lora_two_ranks.py": "models/sums-lora/"}
+RECIPES = {"lora_two_ranks.py": "sums-lora@000004-"}
 """Files in examples/, and the beginning of what they print."""
 
 

@@ -20,8 +20,10 @@ from engine.losses.likelihood import CrossEntropySpec
 from engine.models.images import PlacedImage
 from engine.models.samples import Sample
 from engine.protocol import SamplingParams, TokenSequence
+from engine.specs.adapters import LoraSpec
 from engine.text.errors import UnsupportedFragment
 from tests.engine.torch.gradients import distance, update
+from tests.fixtures.adapters import CE, FAST, LORA, backend
 from tests.fixtures.vision import BLUE, RED, TOKENS, plain_inputs, plain_model
 
 CPU = torch.device("cpu")
@@ -116,6 +118,28 @@ def test_the_gradient_is_that_of_autograd_through_transformers(vision_folder: Pa
     expected = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     assert any("vision_model" in name for name in expected) and any("connector" in name for name in expected)
     assert distance(caught, expected) < 1e-5
+
+
+@pytest.mark.parametrize("spec", [LORA, LORA.model_copy(update={"use_dora": True})], ids=["lora", "dora"])
+def test_an_adapter_adapts_every_part_as_peft_does(vision_folder: Path, tmp_path: Path, spec: LoraSpec) -> None:
+    from peft import PeftModel
+
+    adapter = backend().adapter(backend().load_base(vision_folder), spec, init_seed=1)
+    sequences = rows(vision_folder)
+    samples = [Sample(r.token_ids, r.loss_mask, r.group, images=r.images) for r in sequences]
+    for _ in range(2):
+        adapter.update(samples, CE, FAST, max_tokens=4096)
+    moved = {name for name, matrix in adapter.weights() if "lora_B" in name and matrix.any()}
+    for part in ("vision_model", "connector", "text_model"):
+        assert any(part in name for name in moved)
+    adapter.export(tmp_path / "adapter")
+    module = PeftModel.from_pretrained(plain_model(vision_folder), tmp_path / "adapter").eval()
+    by_row = adapter.logprobs(sequences, temperature=1.0, max_tokens=4096)
+    for row, logprobs in zip(sequences, by_row, strict=True):
+        pixels = plain_pixels(vision_folder, row.images[0].data) if row.images else None
+        with torch.no_grad():
+            expected = plain_logprobs(module, row, pixels)
+        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_greedy_completions_are_those_of_transformers(vision_folder: Path, model: CausalLM) -> None:

@@ -47,6 +47,7 @@ class ENVGRPO(RolloutLoop):
     stage = "env_grpo"
     length = "max_num_grpo_steps"
     options_type = EpisodeOptions
+    prompts_are_rows = False  # the environment writes the prompt
     algorithm_type = ENVGRPOAlgorithm
     regularisation_type = EpisodeRegularisation
     per_trajectory: ClassVar[bool] = False

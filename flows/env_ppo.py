@@ -48,6 +48,7 @@ class ENVPPO(RolloutLoop):
     stage = "env_ppo"
     length = "max_num_ppo_steps"
     options_type = EpisodePPOOptions
+    prompts_are_rows = False  # the environment writes the prompt
     algorithm_type = ENVPPOAlgorithm
     regularisation_type = ENVPPORegularisation
 

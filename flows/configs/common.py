@@ -91,7 +91,7 @@ class PromptDataConfig(DataConfig):
     """Longest prompt, in tokens. None: the model's context less sampling.max_new_tokens."""
     truncation: Truncation = default_of(PromptShard, "truncation")
     """What happens to a prompt longer than max_prompt_tokens. error: the run fails. left, right: the prompt is cut on
-    that side. drop: the prompt is left out and counted."""
+    that side. drop: the prompt is left out before batches are formed."""
 
 
 class GraderConfig(Frozen):

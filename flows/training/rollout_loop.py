@@ -37,8 +37,10 @@ from tasks.credit.kl_controllers import AdaptiveKL, FixedKL
 from tasks.credit.rewards import Overlong, RewardKL
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import load_order
+from tasks.datasets.order import DataOrder
 from tasks.datasets.spec import InlineDataset
 from tasks.load import load_prompts
+from tasks.sampling.long_prompts import rows_that_fit
 
 COUNTS = ("samples_per_batch", "samples_per_mini_batch", "completions_per_sample", "mini_epochs_per_batch")
 """Options that are whole numbers."""
@@ -60,6 +62,8 @@ class RolloutLoop(TrainingLoop):
     """Holds the defaults and the bounds of the loss's further terms."""
     policy_losses: ClassVar[Mapping[PolicyLoss, type[GRPOSpec | GSPOSpec | CISPOSpec]]] = POLICY_LOSSES
     options_type = PolicyOptions
+    prompts_are_rows: ClassVar[bool] = True
+    """Whether a row of the dataset is the whole prompt, so that its length is known before sampling."""
 
     def __init__(
         self,
@@ -72,6 +76,8 @@ class RolloutLoop(TrainingLoop):
     ) -> None:
         super().__init__(model, options, lr=lr)
         self.dataset = dataset
+        self.order: DataOrder | None = None
+        """The order of the rows. `load_dataset` prepares it."""
         # the length of the run
         self.max_steps = whole_number(self.length, max_steps)
         self.epochs = whole_number("epochs", options.get("epochs"))
@@ -114,17 +120,31 @@ class RolloutLoop(TrainingLoop):
             self.epochs, self.ends_with_the_data = 1, True
 
     def load_dataset(self) -> LoadedDataset:
-        """Returns the dataset. A list of prompts is stored first."""
-        if isinstance(self.dataset, LoadedDataset):
-            return self.dataset
-        return load_prompts(self.model.workspace, InlineDataset.of(self.dataset), "prompt")
+        """Returns the dataset, and prepares its order. A list of prompts is stored first. Prompts that are dropped for
+        their length are left out here, so that every batch is full."""
+        workspace, data = self.model.workspace, self.dataset
+        if not isinstance(data, LoadedDataset):
+            data = load_prompts(workspace, InlineDataset.of(data), "prompt")
+        self.order = load_order(workspace.open_store(), data, seed=self.data_seed)
+        if self.truncation == "drop" and self.prompts_are_rows:
+            rows = rows_that_fit(
+                workspace,
+                data,
+                self.model.base,
+                max_prompt_tokens=self.max_prompt_tokens,
+                sampling=self.model.sampling,
+            )
+            self.order = self.order.only(rows)
+            self.logger.note(f"{data.rows - len(rows)} of {data.rows} prompts are too long and left out")
+        return data
 
     def count_steps(self, data: LoadedDataset) -> int | None:
         """The number of steps of the run, or None for a run without an end. Notes derived settings on the terminal."""
         total_steps = self.max_steps
         # rounded up: the last batch may contain rows of one further epoch
         if self.epochs is not None:
-            total_steps = -(-self.epochs * data.rows // self.prompts_per_batch)
+            rows = data.rows if self.order is None else self.order.rows
+            total_steps = -(-self.epochs * rows // self.prompts_per_batch)
         # notes on settings that have no effect or follow from others
         if self.minibatches.size is None and self.minibatches.epochs == 1:
             self.logger.note("one update per batch: every ratio is 1, so clip_range cannot act")
@@ -140,13 +160,14 @@ class RolloutLoop(TrainingLoop):
     ) -> RolloutLookahead:
         """Creates the object that collects the rollouts of the steps, in the order of the dataset, with dynamic
         sampling and staleness."""
+        assert self.order is not None, "load_dataset prepares the order"
         source = PromptSource(
             model=self.model,
             data=data,
             prompts_per_step=self.prompts_per_batch,
             completions_per_prompt=self.algorithm.completions_per_sample,
             prompts_per_shard=self.algorithm.prompts_per_shard,
-            order=load_order(self.model.workspace.open_store(), data, seed=self.data_seed),
+            order=self.order,
             max_prompt_tokens=self.max_prompt_tokens,
             truncation=self.truncation,
         )

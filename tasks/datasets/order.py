@@ -61,6 +61,17 @@ class DataOrder:
                 epoch, index = epoch + 1, 0
         return taken, DataCursor(epoch=epoch, index=index)
 
+    def only(self, rows: Sequence[int]) -> "DataOrder":
+        """Return this order without the row indices that are not in `rows`."""
+        kept = np.zeros(self.rows, dtype=bool)
+        kept[list(rows)] = True
+
+        def epoch_order(epoch: int) -> np.ndarray:
+            order = np.asarray(self.epoch_order(epoch))
+            return order[kept[order]]
+
+        return DataOrder(len(rows), epoch_order)
+
 
 def shuffled(rows: int, *, seed: int) -> DataOrder:
     """The order that is another seeded permutation in each epoch."""

@@ -49,7 +49,7 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
     shard = plan.prompts
     rows = read_rows(store, shard.dataset, shard.rows)
     renderer = renderer_of(store, shard.base)
-    limit = prompt_limit(workspace, shard, plan.sampling)
+    limit = prompt_limit(workspace, shard.base, shard.max_prompt_tokens, plan.sampling)
     prompts = render_prompts(renderer, rows, limit, shard.truncation, partial(row_name, store, shard.dataset))
     jobs, seeds = [], []
     for row, prompt in prompts:

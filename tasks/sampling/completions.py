@@ -67,7 +67,7 @@ async def sample_shard(
     renderer = renderer_of(store, shard.base)
     repetitions = shard.repetitions or (0,) * len(rows)
     rows = [row | {"first": times * shard.completions} for row, times in zip(rows, repetitions, strict=True)]
-    limit = prompt_limit(workspace, shard, sampling)
+    limit = prompt_limit(workspace, shard.base, shard.max_prompt_tokens, sampling)
     name_row = partial(row_name, store, shard.dataset)
     prompts = render_prompts(renderer, rows, limit, shard.truncation, name_row)
 
@@ -113,13 +113,15 @@ def generate_request(
     return GenerateRequest(policy, prompt_ids, seeds, sampling, images=images)
 
 
-def prompt_limit(workspace: Workspace, shard: PromptShard, sampling: SamplingParams) -> int | None:
+def prompt_limit(
+    workspace: Workspace, base: ArtifactRef, max_prompt_tokens: int | None, sampling: SamplingParams
+) -> int | None:
     """The largest number of tokens in a prompt: as configured, and such that prompt and completion fit the model's
     context and the max_batch_size that the model was spawned with. None: no limit."""
-    context = context_length_of(workspace.open_store(), shard.base)
+    context = context_length_of(workspace.open_store(), base)
     longest = shortest(context, workspace.max_tokens)
     if longest is None:
-        return shard.max_prompt_tokens
+        return max_prompt_tokens
     # Every completion may take all of max_new_tokens, so the prompt gets the rest.
     room = longest - sampling.max_new_tokens
     if room < 1:
@@ -128,7 +130,7 @@ def prompt_limit(workspace: Workspace, shard: PromptShard, sampling: SamplingPar
             f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in the model's {limit_name} of "
             f"{longest} tokens; lower it (model.max_gen_len)"
         )
-    return shortest(room, shard.max_prompt_tokens)
+    return shortest(room, max_prompt_tokens)
 
 
 def render_prompts(

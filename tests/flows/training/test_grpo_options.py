@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,17 @@ def run_killed_and_resumed(runs: FlowRuns, monkeypatch: pytest.MonkeyPatch, **ch
             runs.run("interrupted", **changes)
     connect.cache_clear()
     runs.run("interrupted", **changes)
+
+
+@pytest.mark.slow
+def test_batches_are_full_where_long_prompts_are_dropped(runs: FlowRuns, tmp_path: Path) -> None:
+    """Six of ten prompts are long. Two passes over the other four, in batches of four, are two steps of 16 rollouts."""
+    prompts = tmp_path / "mixed.jsonl"
+    texts = [str(digit) if digit < 4 else f"{'x' * 40}{digit}" for digit in range(10)]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    data = {"train": {"kind": "file", "path": str(prompts)}, "max_prompt_tokens": 30, "truncation": "drop"}
+    records = runs.train("dropped", data=data, algorithm__steps=None, algorithm__epochs=2)
+    assert len(records) == 2
+    for step in range(2):
+        assert {row["prompt_index"] for row in rollouts(runs, "dropped", step)} == {0, 1, 2, 3}
+        assert len(rollouts(runs, "dropped", step)) == 16

@@ -10,6 +10,7 @@ from flows.training.optimizer import SCHEDULES
 from flows.training.schedules import (
     CombinedSchedule,
     ConstantScheduler,
+    ConstantWithWarmupScheduler,
     CosineScheduler,
     CosineSchedulerWithoutWarmup,
     InverseSqrtScheduler,
@@ -207,3 +208,13 @@ def test_wrong_shares_are_refused(wrong: dict[str, float]) -> None:
     for make in (CosineScheduler, LinearScheduler, WSDScheduler, InverseSqrtScheduler):
         with pytest.raises(ValueError, match="expected"):
             make(1.0, **wrong)
+
+
+def test_a_constant_with_warm_up_begins_at_zero() -> None:
+    # Hugging Face's get_constant_schedule_with_warmup: k / W
+    schedule = ConstantWithWarmupScheduler(2.0, warmup_steps=4)
+    assert [schedule.at(step, 6) for step in range(6)] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.0]
+    assert is_endless(schedule) and not is_endless(ConstantWithWarmupScheduler(2.0, warmup_ratio=0.5))
+    # by the progress of a run of 100 steps, of which 10 warm up
+    by_share = ConstantWithWarmupScheduler(2.0, warmup_ratio=0.1)
+    assert [by_share(progress) for progress in (0.0, 0.05, 0.1, 1.0)] == pytest.approx([0.0, 1.0, 2.0, 2.0])

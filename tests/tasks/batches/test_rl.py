@@ -13,7 +13,7 @@ import pytest
 
 from engine.errors import BadSpec, SampleTooLong
 from engine.losses.policy_gradient import GRPOSpec
-from engine.protocol import LogprobsRequest, TokenSequence
+from engine.protocol import LogprobsRequest, SamplingParams, TokenSequence
 from storage.chain.records import Chain, OptimizerSpec, StepRequest
 from storage.errors import ArtifactConflict
 from storage.store import keys
@@ -22,8 +22,10 @@ from storage.store.tables import SCHEMAS, commit_table
 from tasks.batches.columns import group_advantages
 from tasks.batches.ppo import ValuePlan, value_batch
 from tasks.batches.rl import BatchPlan, rollout_batch
+from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import FileDataset
 from tasks.sampling.grading import TooManyMasked
+from tasks.sampling.long_prompts import rows_that_fit
 from tests.fixtures.runs.batch_workspace import STAGE, BatchWorkspace
 
 
@@ -216,6 +218,24 @@ async def test_a_prompt_that_is_too_long(batches: BatchWorkspace, truncation: st
         return
     cut = whole[2][-limit:] if truncation == "left" else whole[2][:limit]
     assert [row["prompt_ids"] for row in rows[4:]] == [cut] * 4 and extra["dropped"] == 0
+
+
+async def test_long_prompts_are_found_before_batches_are_formed(batches: BatchWorkspace) -> None:
+    """As verl's RLHFDataset.maybe_filter_out_long_prompts (utils/dataset/rl_dataset.py) does: the limit itself fits."""
+    limit = len(batches.rows(await batches.sample(shard={"rows": (0,)}))[0]["prompt_ids"])
+    assert batches.dataset is not None
+    data = LoadedDataset(ref=batches.dataset, rows=3)
+
+    def fitting(max_prompt_tokens: int | None) -> list[int]:
+        sampling = SamplingParams(max_new_tokens=6)
+        return rows_that_fit(
+            batches.workspace, data, batches.base, max_prompt_tokens=max_prompt_tokens, sampling=sampling
+        )
+
+    assert fitting(None) == [0, 1, 2]
+    assert fitting(limit + 38) == fitting(limit) == [0, 1]
+    with pytest.raises(BadSpec, match=f"all 3 prompts have more than {limit - 1} tokens"):
+        fitting(limit - 1)
 
 
 async def test_a_prompt_that_comes_twice_in_a_step_is_sampled_again(batches: BatchWorkspace) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.datasets.order import DataCursor, permutation, same_in_each_epoch, take
+from tasks.datasets.order import DataCursor, permutation, same_in_each_epoch, shuffled, take
 
 
 def test_each_epoch_is_a_permutation_and_epochs_differ() -> None:
@@ -20,6 +20,16 @@ def test_wraps_in_the_middle_of_a_request() -> None:
     assert rows[:2] == permutation(5, seed=0, epoch=0)[3:].tolist()
     assert rows[2:] == permutation(5, seed=0, epoch=1)[:2].tolist()
     assert cursor == DataCursor(epoch=1, index=2)
+
+
+def test_the_order_of_some_rows_leaves_the_others_out_of_each_epoch() -> None:
+    # epochs 0 and 1 of 8 rows, pinned below, without 0, 2 and 5
+    order = shuffled(8, seed=0).only([1, 3, 4, 6, 7])
+    assert order.rows == 5
+    rows, cursor = order.take(DataCursor(), 7)
+    assert rows == [3, 4, 6, 1, 7, 3, 1]
+    assert cursor == DataCursor(epoch=1, index=2)
+    assert same_in_each_epoch(range(4)).only([0, 3]).take(DataCursor(), 3)[0] == [0, 3, 0]
 
 
 def test_the_order_is_pinned() -> None:

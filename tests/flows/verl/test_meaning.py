@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from engine.losses.inputs import Outputs
+from engine.specs.engine import LocalEngineSpec
+from engine.specs.trainer import DeepSpeedSpec
 from flows.configs.common import GRPOConfig
 from flows.configs.gspo import GSPOConfig
 from flows.configs.ppo import PPOConfig, value_only_steps
@@ -293,3 +295,17 @@ def test_fields_of_a_column_are_found_by_the_names_that_lead_to_them(tmp_path: P
         named = {"prompt": "extra.inner.question", "completion": "answer"}
         (thread,) = read_threads(FileDataset(path=str(tmp_path / name), columns=named), kind="completion")
         assert [turn.text for turn in thread.turns] == ["q", "a"]
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_an_adapter_is_trained_on_the_ranks(tmp_path: Path, gpus: int) -> None:
+    # workers/fsdp_workers.py, _build_model_optimizer: lora_rank above 0 wraps the model of every FSDP worker by peft
+    words = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=32"]
+    words.append(f"trainer.n_gpus_per_node={gpus}")
+    config = GRPOConfig.model_validate(made(tmp_path, "ppo_trainer", words).config)
+    assert isinstance(config.engine, LocalEngineSpec)
+    assert isinstance(config.engine.trainer, DeepSpeedSpec)
+    assert config.engine.trainer.ranks == gpus
+    adapter = config.model.adapter
+    assert adapter is not None
+    assert (adapter.rank, adapter.alpha, adapter.target_modules) == (8, 32, "all-linear")

@@ -356,11 +356,21 @@ class SamplerContract:
     def test_a_model_whose_head_is_its_own(
         self, backend: SamplerBackend, trainers: TorchBackend, tiny_folder: Path, tmp_path: Path
     ) -> None:
-        trainer = trainers.load(untied_folder(tmp_path / "untied", tiny_folder))
+        self.check_follows(backend, trainers.load(untied_folder(tmp_path / "untied", tiny_folder)), tmp_path)
+
+    def test_an_adapter_with_dora(
+        self, backend: SamplerBackend, trainers: TorchBackend, tiny_folder: Path, tmp_path: Path
+    ) -> None:
+        base = trainers.load_base(tiny_folder, key="base")
+        self.check_follows(backend, trainers.adapter(base, LoraSpec(rank=2, use_dora=True), init_seed=1), tmp_path)
+
+    @staticmethod
+    def check_follows(backend: SamplerBackend, trainer: Any, tmp_path: Path) -> None:
+        """A sampler of the trainer draws from its weights, before and after a step."""
         sampler = backend.new_sampler(trainer)
         params = SamplingParams(max_new_tokens=5, min_new_tokens=5)
         for number in range(2):
-            sampler.sync(trainer, f"untied-{number}")
+            sampler.sync(trainer, f"{tmp_path.name}-{number}")
             model = reference(trainer, tmp_path / str(number))
             for prompt, completion in zip(PROMPTS, sampler.sample(PROMPTS, [1] * 6, params), strict=True):
                 assert_drawn_from(model, prompt, completion, params)

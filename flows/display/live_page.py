@@ -12,6 +12,7 @@ import asyncio
 import contextvars
 import json
 import logging
+import os
 import re
 import threading
 import time
@@ -228,8 +229,9 @@ async def show_finished_run(
 
 
 def engine_links(engine: EngineSpec) -> dict[str, str]:
-    """Returns the links to an engine server: caption -> url. An embedded engine has none."""
-    if not isinstance(engine, HttpEngineSpec):
+    """Returns the links to an engine server: caption -> url. An embedded engine has none. A browser cannot send the
+    token of a server that asks for one, so that has none either."""
+    if not isinstance(engine, HttpEngineSpec) or os.environ.get(engine.token_env):
         return {}
     return {"metrics of the engine": f"{engine.url.rstrip('/')}/metrics"}
 

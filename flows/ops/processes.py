@@ -7,6 +7,7 @@ processes of one `up` can be found even if their parents have ended.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -74,12 +75,18 @@ def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: Path, 
     return identity
 
 
-def reap(identity: ProcessIdentity) -> None:
-    """Removes a dead child from the kernel's process table. Does nothing for a live process or another's child."""
+def reap(identity: ProcessIdentity) -> str:
+    """Removes a dead child from the kernel's process table. Does nothing for a live process or another's child.
+
+    Returns how it ended: "by SIGKILL", "with exit code 1", or "" if that is not known."""
     try:
-        os.waitpid(identity.pid, os.WNOHANG)
+        pid, status = os.waitpid(identity.pid, os.WNOHANG)
     except ChildProcessError:
-        return
+        return ""
+    if pid == 0:
+        return ""
+    code = os.waitstatus_to_exitcode(status)
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
 def terminate_all(processes: Iterable[psutil.Process], *, grace_seconds: float) -> None:

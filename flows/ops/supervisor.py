@@ -156,9 +156,10 @@ class Supervisor:
         # the first check after the end: record it, and start the delay
         identity = self.state.services.get(service.name)
         if identity is not None:
-            reap(identity)
+            how = reap(identity)
             delay = backoff.record_end(now, now - identity.created)
-            self.log(f"{service.name} (pid {identity.pid}) has ended; it is restarted in {delay:.0f} s")
+            ended = f"has ended {how}" if how else "has ended"
+            self.log(f"{service.name} (pid {identity.pid}) {ended}; it is restarted in {delay:.0f} s")
             self._forget(service.name)
             if service.name == "worker":
                 self._worker_lost = True

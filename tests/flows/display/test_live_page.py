@@ -148,10 +148,13 @@ def test_a_long_run_keeps_a_bounded_number_of_steps(tmp_path: Path) -> None:
     assert steps[0] == 0 and steps[-1] == 3 * MAX_STEPS - 1
 
 
-def test_links_of_an_engine_server() -> None:
+def test_links_of_an_engine_server(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = HttpEngineSpec(url="http://127.0.0.1:9/")
+    monkeypatch.delenv(engine.token_env, raising=False)
     assert engine_links(engine) == {"metrics of the engine": "http://127.0.0.1:9/metrics"}
     assert engine_links(LocalEngineSpec()) == {}
+    monkeypatch.setenv(engine.token_env, "a-token")  # a browser would get 401
+    assert engine_links(engine) == {}
 
 
 async def test_the_page_of_a_finished_run_has_the_report_and_all_evaluations(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -108,6 +109,17 @@ def test_a_dead_child_that_was_not_reaped_is_not_alive(tmp_path: Path) -> None:
     reap(mark)
     reap(mark)
     assert not psutil.pid_exists(mark.pid)
+
+
+@pytest.mark.parametrize(
+    ("command", "how"), [("kill -KILL $$", "by SIGKILL"), ("exit 3", "with exit code 3"), ("true", "with exit code 0")]
+)
+def test_how_a_process_ended(command: str, how: str, tmp_path: Path) -> None:
+    process = spawn(["sh", "-c", command], environment=dict(os.environ), log=tmp_path / "log", folder=tmp_path)
+    while process.alive:
+        time.sleep(0.01)
+    assert reap(process) == how
+    assert reap(process) == ""  # it is no child any more
 
 
 def test_another_users_environment_is_empty_and_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

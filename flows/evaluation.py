@@ -1,7 +1,9 @@
 """The `evaluation` flow: samples k completions of every prompt from every model, grades them and compares the models.
+Answers that are stored already are graded and compared in the same way, without an engine.
 
 The completions of one model on one dataset are stored under the model and not under the evaluation, so that a champion
 is sampled once on a fixed suite and compared with any number of challengers. All models use the same random seeds.
+Stored answers and their grades are kept in the same way, under their table.
 
     ostinato evaluate --config examples/evaluation.yaml
 """
@@ -14,7 +16,7 @@ from typing import Any
 
 from engine.handles import Model
 from engine.workspace import Workspace
-from flows.configs.evaluation import EvaluationFlowConfig, Suite, semantic
+from flows.configs.evaluation import EvaluationFlowConfig, StoredAnswers, Suite, semantic
 from flows.display.artifacts import put_markdown, put_table
 from flows.display.terminal import TerminalProgress
 from flows.ops.attempts import check_attempts
@@ -47,12 +49,14 @@ from storage.store.tables import read_table
 from tasks.compare import compare_models
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.registered import resolve_version
+from tasks.datasets.spec import RowsDataset
 from tasks.evaluation.model_comparison import Cell, Comparison, compare, comparison_markdown, score_table
 from tasks.grade import grade_rollouts
-from tasks.load import load_prompts
+from tasks.load import load_answers, load_prompts
 from tasks.rollout import generate_rollouts
 from tasks.sampling.completions import PromptShard
 from tasks.sampling.grading import Grading
+from tasks.sampling.stored_answers import answers_stage
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,9 @@ class LoadedSuite:
             resolved.append(dataset.model_copy(update={"source": resolve_version(store, dataset.source, "prompt")}))
         suite = suite.model_copy(update={"datasets": tuple(resolved)})
         datasets = {dataset.name: load_prompts(workspace, dataset.source, "prompt") for dataset in suite.datasets}
-        return cls(suite, datasets, {grader.name: grader.grading() for grader in suite.graders})
+        keep = {"keep_answers": suite.majority_vote}
+        gradings = {grader.name: grader.grading().model_copy(update=keep) for grader in suite.graders}
+        return cls(suite, datasets, gradings)
 
     def semantic(self, **inputs: Any) -> dict[str, Any]:
         """What decides the result of an evaluation, besides `inputs`. Equal values mean the same evaluation run."""
@@ -104,7 +110,14 @@ async def _run_evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     # load the inputs, whose digest identifies the run
     loaded = LoadedSuite.load(workspace, config.suite)
     models = await _load_models(workspace, config.models)
-    body = loaded.semantic(models={name: ref.sha256 for name, ref in models.items()})
+    tables = [_load_table(workspace, answers) for answers in config.answers]
+    inputs: dict[str, Any] = {"models": {name: ref.sha256 for name, ref in models.items()}}
+    if tables:
+        columns = [answers.model_dump(mode="json", exclude={"source"}) for answers in config.answers]
+        inputs["answers"] = [
+            fields | {"table": table.ref.sha256} for fields, table in zip(columns, tables, strict=True)
+        ]
+    body = loaded.semantic(**inputs)
     config_digest = digest(canonical_json(body))
     provenance = workspace.provenance.model_copy(update={"config_digest": config_digest})
     run = config.run or f"{EVALUATION_KEY_PREFIX}{config_digest[:12]}"
@@ -126,9 +139,12 @@ async def _run_evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
         cells: list[Cell] = []
         for base in models.values():
             cells += await _evaluate(workspace, base, loaded, logger)
-        table = compare_models(workspace, cells)
+        for answers, data in zip(config.answers, tables, strict=True):
+            cells += await _grade_answers(workspace, answers, data, loaded, logger)
+        table = compare_models(workspace, cells, loaded.suite.scores)
     finally:
-        await release_run(workspace)
+        # stored answers need no engine, so none may be there
+        await release_run(workspace, used_engine=bool(models))
     # publish the comparison
     comparison = read_comparison(workspace, table)
     for score in comparison.scores:
@@ -136,7 +152,7 @@ async def _run_evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
         logger.note(f"{score.model} on {score.dataset}, graded by {score.grader}: {mean}, {score.prompts} prompts")
     await put_table("evaluation", score_table(comparison), description=f"Evaluation `{run}`")
     await put_markdown("comparison", comparison_markdown(comparison))
-    _announce_regressions(comparison, next(iter(models)))
+    _announce_regressions(comparison, comparison.scores[0].model)
     return write_result(workspace, {"run": run, "table": table.uri} | comparison.model_dump(mode="json"))
 
 
@@ -197,6 +213,38 @@ async def _load_models(workspace: Workspace, model_keys: tuple[str, ...]) -> dic
     return models
 
 
+def _load_table(workspace: Workspace, answers: StoredAnswers) -> LoadedDataset:
+    """Loads a table of stored answers into the store. A column of answers is read as metadata of the prompts."""
+    source = answers.source
+    if answers.column is None:
+        return load_prompts(workspace, source, "completion")
+    if isinstance(source, RowsDataset):
+        metadata_columns = (*source.metadata_columns, answers.column)
+        source = source.model_copy(update={"metadata_columns": tuple(dict.fromkeys(metadata_columns))})
+    return load_prompts(workspace, source, "prompt")
+
+
+async def _grade_answers(
+    workspace: Workspace, answers: StoredAnswers, data: LoadedDataset, loaded: LoadedSuite, logger: TerminalProgress
+) -> list[Cell]:
+    """Grades a table of stored answers with every grader."""
+    table_workspace = workspace.model_copy(update={"run": f"{EVALUATED}/{data.ref.sha256[:32]}", "epoch": 0})
+    create_or_check_run(
+        table_workspace.open_store(), table_workspace.run, semantic={"answers": data.ref.sha256},
+        other={"answers": data.ref.key}, code_version=table_workspace.provenance.code_version,
+    )  # fmt: skip
+    write_result(table_workspace, {"answers": data.ref.key})
+    logger.note(f"grading {answers.name} on {answers.dataset}: {data.rows} rows …")
+    rows_per_shard = loaded.suite.prompts_per_shard
+    shards = load_answers(table_workspace, data, answers.column, rows_per_shard=rows_per_shard)
+    stage, cells = answers_stage(data, answers.column, rows_per_shard), []
+    for grader, grading in loaded.gradings.items():
+        graded = await _grade(table_workspace, stage, shards, grading)
+        names = {"model": answers.name, "dataset": answers.dataset, "grader": grader}
+        cells.append(Cell(**names, rollouts=tuple(shards), graded=tuple(graded)))
+    return cells
+
+
 async def _evaluate(
     workspace: Workspace, base: ArtifactRef, loaded: LoadedSuite, logger: TerminalProgress
 ) -> list[Cell]:
@@ -253,7 +301,7 @@ async def _sample(
 
 async def _grade(workspace: Workspace, stage: str, rollouts: list[ArtifactRef], grading: Grading) -> list[ArtifactRef]:
     """Grades the shards of a stage. The grades of each grader are kept in a separate stage."""
-    grader = grading.grader.digest()[:12]
+    grader = grading.grader.digest()[:12] + ("-answers" if grading.keep_answers else "")
     jobs = (
         grade_rollouts(workspace, ref, grading, stage=f"{stage}-{grader}", step=0, shard=shard)
         for shard, ref in enumerate(rollouts)

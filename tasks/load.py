@@ -6,11 +6,21 @@ from collections.abc import Callable
 
 from engine.workspace import Workspace
 from storage.store import keys
+from storage.store.artifacts import ArtifactRef
 from tasks.datasets.load import LoadedDataset, LoadProgress, load_dataset
 from tasks.datasets.registered import pin_version, resolve_version
 from tasks.datasets.spec import DatasetSpec, DatasetUse
 from tasks.reports.clock import timed
+from tasks.sampling.stored_answers import store_answers
 from tasks.task_runs import durable_task
+
+
+@durable_task("load", "store-answers")
+def load_answers(
+    workspace: Workspace, data: LoadedDataset, column: str | None, *, rows_per_shard: int
+) -> list[ArtifactRef]:
+    """The committed shards of the answers in a dataset. A repeated call returns the same shards."""
+    return store_answers(workspace, data, column, rows_per_shard=rows_per_shard)
 
 
 @durable_task("load", "load-{kind}s")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -17,6 +17,7 @@ from storage.errors import InvalidKey
 from storage.serialization import Frozen, canonical_json, digest
 from storage.store.keys import validate_name
 from tasks.datasets.spec import HeldoutSource
+from tasks.evaluation.several_answers import AnswerScores
 from tasks.graders.spec import grader_spec
 from tasks.sampling.completions import PromptShard, Truncation
 from tasks.sampling.grading import Grading
@@ -67,8 +68,8 @@ class SuiteGrader(GraderConfig):
 class Suite(Frozen):
     """An evaluation suite: every dataset is graded by every grader. Equal suites give equal prompts and seeds."""
 
-    datasets: tuple[SuiteDataset, ...] = Field(min_length=1)
-    """Datasets of prompts."""
+    datasets: tuple[SuiteDataset, ...] = ()
+    """Datasets of prompts, to which the models give answers. Stored answers bring their prompts with them."""
     graders: tuple[SuiteGrader, ...] = Field(min_length=1)
     """Graders, each of which grades every answer."""
     sampling: SuiteSampling = SuiteSampling()
@@ -76,6 +77,14 @@ class Suite(Frozen):
     samples_per_prompt: int = Field(1, ge=1)
     """Completions of each prompt. A prompt's reward is the mean of their rewards, and counts once in a confidence
     interval."""
+    pass_at: tuple[Annotated[int, Field(ge=1)], ...] = Field((), exclude_if=lambda numbers: not numbers)
+    """Numbers k for which pass@k is reported: the probability that at least one of k answers to a prompt is correct,
+    estimated from all its answers. A prompt with fewer than k graded answers is left out."""
+    majority_vote: bool = Field(False, exclude_if=lambda value: not value)
+    """Whether the reward of the answer that most of a prompt's answers give is reported. Answers are compared as the
+    grader extracts them, or else by their whole text."""
+    correct_from: float = Field(1.0, exclude_if=lambda value: value == 1.0)
+    """For pass@k, an answer is correct if its reward is at least this."""
     seed: int = 0
     """Seed of the sampling, the same for all models."""
     max_prompt_tokens: int | None = Field(None, ge=1)
@@ -95,13 +104,26 @@ class Suite(Frozen):
                 f"samples_per_prompt={self.samples_per_prompt} at sampling.temperature=0 would be as many copies of "
                 "one completion; give a temperature above 0, or samples_per_prompt=1"
             )
+        _check_unique(list(map(str, self.pass_at)), "pass_at")
+        if self.datasets and max(self.pass_at, default=0) > self.samples_per_prompt:
+            raise ValueError(
+                f"pass_at={list(self.pass_at)} needs as many samples per prompt as its largest number; "
+                f"samples_per_prompt={self.samples_per_prompt} is given"
+            )
         return self
 
+    @property
+    def scores(self) -> AnswerScores:
+        """The scores of several answers, besides the mean reward."""
+        return AnswerScores(pass_at=self.pass_at, majority_vote=self.majority_vote, correct_from=self.correct_from)
+
     def cells(self) -> list[str]:
-        """The names of all scores: `dataset/grader` of every pair."""
+        """The names of all scores: `dataset/grader` of every pair, and those of the scores of several answers."""
         cells = []
         for dataset in self.datasets:
-            cells += [cell_name(dataset.name, grader.name) for grader in self.graders]
+            for grader in self.graders:
+                names = [grader.name, *self.scores.names(grader.name)]
+                cells += [cell_name(dataset.name, name) for name in names]
         return cells
 
     def drawn(self, dataset_sha256: str) -> str:
@@ -111,12 +133,38 @@ class Suite(Frozen):
         return digest(canonical_json(body | {"dataset": dataset_sha256}))[:16]
 
 
+class PromptSuite(Suite):
+    """An evaluation suite of models."""
+
+    datasets: tuple[SuiteDataset, ...] = Field(min_length=1)
+    """Datasets of prompts, to which the models give answers."""
+
+
+class StoredAnswers(Frozen):
+    """Answers that another system gave, as a table. They are graded as they are, without an engine."""
+
+    name: str
+    """Name of the system that gave the answers. It stands in the place of a model in tables."""
+    dataset: str = "heldout"
+    """Name of the dataset in tables. Systems and models are compared on datasets of the same name, prompt by prompt."""
+    source: HeldoutSource
+    """The table: prompts with their answers. Rows with the same prompt and metadata are one prompt with several
+    answers."""
+    column: str | None = Field(None, min_length=1)
+    """Column of the answers: each a text, or a list of texts. Empty: the column of completions, or the last turn of the
+    messages."""
+
+    _names = field_validator("name", "dataset")(checked_name)
+
+
 class EvaluationFlowConfig(FormConfig):
     """`ostinato evaluate`: models x datasets x graders, compared on the same prompts."""
 
-    models: tuple[str, ...] = Field(min_length=1)
+    models: tuple[str, ...] = ()
     """Models to evaluate: registered models (`name`, `name@version`, `name@champion`), local Hugging Face folders, or
     models of the Hugging Face hub (`owner/name`, `hf://owner/name@revision`)."""
+    answers: tuple[StoredAnswers, ...] = Field((), exclude_if=lambda answers: not answers)
+    """Tables of stored answers to grade, besides the answers of the models or in their place."""
     suite: Suite
     run: str = ""
     """Key of the run. Empty: derived from what is evaluated, so that a repeated evaluation returns at once."""
@@ -127,13 +175,24 @@ class EvaluationFlowConfig(FormConfig):
     @property
     def title(self) -> str:
         """The name of the flow run."""
-        return f"evaluation of {', '.join(map(model_title, self.models))}"
+        systems = [model_title(model) for model in self.models] + [answers.name for answers in self.answers]
+        return f"evaluation of {', '.join(dict.fromkeys(systems))}"
 
     @field_validator("models")
     @classmethod
     def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         _check_unique(value, "models")
         return value
+
+    @model_validator(mode="after")
+    def _has_answers(self) -> Self:
+        if not self.models and not self.answers:
+            raise ValueError("nothing to evaluate; give models, or answers that are stored already")
+        if bool(self.models) != bool(self.suite.datasets):
+            given, missing = ("models", "suite.datasets") if self.models else ("suite.datasets", "models")
+            raise ValueError(f"{given} without {missing}; models answer the prompts of the suite's datasets: give both")
+        _check_unique([cell_name(answers.dataset, answers.name) for answers in self.answers], "answers")
+        return self
 
 
 def cell_name(dataset: str, grader: str) -> str:

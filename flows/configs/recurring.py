@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from flows.configs.common import FlowConfig
-from flows.configs.evaluation import Suite, checked_name
+from flows.configs.evaluation import PromptSuite, checked_name
 from flows.configs.forms import FormConfig
 from flows.configs.training import LanguageTraining
 from flows.promotion.gate import GateConfig, checked_target
@@ -35,7 +35,7 @@ class RecurringConfig(FormConfig):
     start_from: Literal["champion", "base"] = "champion"
     """Model that a challenger starts from. champion: the champion, or the base model when there is none. base: always
     `training.config.model`."""
-    suite: Suite
+    suite: PromptSuite
     gate: GateConfig = GateConfig()
     approval: ApprovalConfig = ApprovalConfig()
 

@@ -292,7 +292,7 @@ def take_lease(workspace: Workspace) -> Workspace:
     return workspace.model_copy(update={"epoch": epoch})
 
 
-async def release_run(workspace: Workspace) -> None:
+async def release_run(workspace: Workspace, *, used_engine: bool = True) -> None:
     """Releases graders, engine and lease of a run whose flow has ended for any reason.
 
     The engine checkpoints steps after its last checkpoint, and may then unload the weights. Errors are logged and not
@@ -300,7 +300,8 @@ async def release_run(workspace: Workspace) -> None:
     send no calls.
     """
     await tear_down_idle_graders()
-    await release_engine(workspace)
+    if used_engine:
+        await release_engine(workspace)
     try:
         release_lease(workspace.open_store(), workspace.run, workspace.epoch)
     except StorageError as error:

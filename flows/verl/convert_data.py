@@ -20,7 +20,7 @@ def _files(verl: Verl, key: str, value: Any) -> Any:
     first, *further = map(local_path, files)
     # the place of the dataset in our config
     if verl.kind == "evaluation":
-        source = "suite.datasets.0.source"
+        source = "answers.0.source"
     else:
         source = "data.heldout" if key == "data.val_files" else "data.train"
     # a custom dataset class, or the function that reads images, reads the files itself

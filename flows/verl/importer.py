@@ -35,7 +35,7 @@ IMPLICIT_VALUES: dict[str, dict[str, Any]] = {
         "credit.returns": "advantages", "credit.whiten_advantages": True, "regularisation.kl_in": "loss",
         "value_model.optimizer.eps": default_of(OptimizerSpec, "eps") / VALUE_LOSS_FACTOR,
     },
-    "evaluation": {"suite.datasets.0.source.kind": "file"},
+    "evaluation": {"answers.0.source.kind": "file", "answers.0.name": "stored"},
 }  # fmt: skip
 """Values of our config that verl implies without having a key for them, by flow."""
 

@@ -74,6 +74,13 @@ SCHEMAS: dict[str, pa.Schema] = {
             pa.field("reason", pa.string()),
         ]
     ),
+    "answers": _schema(  # stored answers that are graded like the completions of rollouts
+        ("prompt_index", pa.int64()),
+        ("prompt_id", pa.string()),
+        ("completion", pa.int32()),
+        ("text", pa.string()),
+        ("thread", pa.string()),
+    ),
     # batches of gradient steps
     "batch": _schema(
         ("group", pa.string()),
@@ -127,6 +134,7 @@ _IMAGES = pa.list_(pa.struct([("start", pa.int32()), ("tokens", pa.int32()), ("d
 
 OPTIONAL: dict[str, pa.Schema] = {
     "rollouts": _schema(nullable=[("images", _IMAGES)]),  # images of the prompt
+    "graded": _schema(nullable=[("answer", pa.string())]),  # extracted by the grader, for a majority vote
     "batch": _schema(nullable=[("images", _IMAGES)]),
 }
 """Optional columns of each kind of table, after those of SCHEMAS. A table has them only if its first rows have them, so

@@ -253,13 +253,16 @@ def _table_rows(items: list[StoredItem], counter: RepetitionCounter, first_index
     return pa.table(arrays, schema=schema)
 
 
+def thread_id(thread_json: str) -> str:
+    """The id of a thread in a dataset's table: a digest of its canonical JSON."""
+    return hashlib.sha256(thread_json.encode()).hexdigest()[:ID_CHARACTERS]
+
+
 def _item_id(item: StoredItem) -> str:
     """A digest of the item with its metadata. Seeds are derived from it, so the order of the rows has no effect."""
     if len(item.conversations) == 1:
-        data = item.conversations[0].encode()
-    else:
-        data = canonical_json(list(item.conversations))
-    return hashlib.sha256(data).hexdigest()[:ID_CHARACTERS]
+        return thread_id(item.conversations[0])
+    return hashlib.sha256(canonical_json(list(item.conversations))).hexdigest()[:ID_CHARACTERS]
 
 
 def _has_image(item: StoredItem) -> bool:

@@ -16,6 +16,7 @@ from storage.serialization import Frozen
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
+from tasks.evaluation.several_answers import AnswerScores, GradedAnswer
 from tasks.evaluation.statistics import PairedDifference, mean_interval, paired_difference
 
 
@@ -23,10 +24,11 @@ class Cell(Frozen):
     """The rollouts of one model on one dataset, and one grader's grades of them."""
 
     model: str
-    """name@version"""
+    """name@version, or the name of the system that gave stored answers."""
     dataset: str
     grader: str
     rollouts: tuple[ArtifactRef, ...]
+    """The sampled completions, or the stored answers."""
     graded: tuple[ArtifactRef, ...]
 
 
@@ -83,29 +85,42 @@ class Comparison(Frozen):
         return [difference for difference in self.differences if (difference.first, difference.second) == models]
 
 
-def prompt_rows(store: ObjectStore, cells: Iterable[Cell]) -> list[dict[str, Any]]:
-    """The rows of a `comparison` table: one per model, dataset, grader and prompt."""
+def prompt_rows(
+    store: ObjectStore, cells: Iterable[Cell], scores: AnswerScores = AnswerScores()
+) -> list[dict[str, Any]]:
+    """The rows of a `comparison` table: one per model, dataset, grader and prompt, and one per score of several
+    answers."""
     rows: list[dict[str, Any]] = []
     for cell in cells:
-        # Group the grades by prompt. A prompt that is twice in the dataset has two indices, and so two rows.
-        rewards_of: dict[tuple[int, str], list[float | None]] = defaultdict(list)
-        for ref in cell.graded:
-            for grade in read_table(store, ref, ["prompt_index", "prompt_id", "reward"]).to_pylist():
-                rewards_of[grade["prompt_index"], grade["prompt_id"]].append(grade["reward"])
-
-        # Completions without a grade count as completions, and not in the mean.
-        names = {"model": cell.model, "dataset": cell.dataset, "grader": cell.grader}
-        for (index, prompt), rewards in rewards_of.items():
-            known = [reward for reward in rewards if reward is not None]
-            values = {
-                "prompt_index": index,
-                "prompt_id": prompt,
-                "reward": fmean(known) if known else None,
-                "graded": len(known),
-                "completions": len(rewards),
-            }
-            rows.append(names | values)
+        # Completions without a grade count as completions, and not in the scores.
+        for (index, prompt), completions in _answers_by_prompt(store, cell, scores).items():
+            graded = [answer for answer in completions if answer is not None]
+            mean = fmean(answer.reward for answer in graded) if graded else None
+            names = [cell.grader, *scores.names(cell.grader)]
+            for name, value in zip(names, [mean, *scores.values(graded)], strict=True):
+                row: dict[str, Any] = {"model": cell.model, "dataset": cell.dataset, "grader": name}
+                row |= {"prompt_index": index, "prompt_id": prompt, "reward": value}
+                rows.append(row | {"graded": len(graded), "completions": len(completions)})
     return rows
+
+
+def _answers_by_prompt(
+    store: ObjectStore, cell: Cell, scores: AnswerScores
+) -> dict[tuple[int, str], list[GradedAnswer | None]]:
+    """The answers of a cell by (index, id) of their prompt. None: an answer without a grade. A prompt that is twice in
+    the dataset has two indices."""
+    answers_of: dict[tuple[int, str], list[GradedAnswer | None]] = defaultdict(list)
+    for graded, rollouts in zip(cell.graded, cell.rollouts, strict=True):
+        grades = read_table(store, graded, ["prompt_index", "prompt_id", "reward", "answer"]).to_pylist()
+        # A graded table has the order of its rollouts. Only a vote needs their texts.
+        texts = [""] * len(grades)
+        if scores.majority_vote:
+            texts = read_table(store, rollouts, ["text"]).column("text").to_pylist()
+        for grade, text in zip(grades, texts, strict=True):
+            reward = grade["reward"]
+            answer = None if reward is None else GradedAnswer(reward, grade.get("answer"), text)
+            answers_of[grade["prompt_index"], grade["prompt_id"]].append(answer)
+    return answers_of
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> Comparison:

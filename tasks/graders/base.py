@@ -27,6 +27,9 @@ class Grade(Frozen):
     grader_key: str
     """The key of the grader that gave the grade."""
     reasoning: str | None = None
+    answer: str | None = None
+    """The answer that the grader extracted from the completion, by which a majority vote compares completions. None: it
+    found none, or it does not extract answers."""
 
 
 class IgnoreGradeException(Exception):

@@ -37,7 +37,8 @@ class ReasoningGymGrader(BaseGrader):
             return Grade(value=0.0, grader_key=self.grader_key, reasoning="no answer in the completion")
         # A verifier may compute for seconds, which must not block the other grades.
         score = await in_thread(self._score, answer, thread)
-        return Grade(value=float(score == 1.0) if self.exact else score, grader_key=self.grader_key)
+        value = float(score == 1.0) if self.exact else score
+        return Grade(value=value, grader_key=self.grader_key, answer=answer)
 
     def _score(self, answer: str, thread: StringThread) -> float:
         """Call the verifier of the dataset from which the thread's row comes."""

@@ -58,4 +58,7 @@ class MathsGrader(BaseGrader):
         # The dataset is wrong and not the completion, so this must not become a reward of 0.
         if "bad_expected" in answer:
             raise GraderError(f"metadata[{self.answer_key!r}] is {expected!r:.80}; expected a mathematical answer")
-        return Grade(value=float(answer["right"]), grader_key=self.grader_key, reasoning=answer["found"])
+        value = float(answer["right"])
+        return Grade(
+            value=value, grader_key=self.grader_key, reasoning=answer["found"], answer=answer.get("answer")
+        )

@@ -31,7 +31,7 @@ class ExactMatch(BaseGrader):
         if self.ignore_case:
             answer, expected = answer.casefold(), expected.casefold()
         same = answer == expected
-        return Grade(value=float(same), grader_key=self.grader_key)
+        return Grade(value=float(same), grader_key=self.grader_key, answer=answer or None)
 
 
 class RegexMatch(BaseGrader):
@@ -67,7 +67,9 @@ class LastNumber(BaseGrader):
         expected = self._expected(thread)
         answer = last_number(thread.last_content())
         right = answer is not None and abs(Decimal(answer) - expected) <= self.tolerance
-        return Grade(value=float(right), grader_key=self.grader_key)
+        # 1.50 and 1.5 are one answer
+        number = None if answer is None else f"{Decimal(answer).normalize():f}"
+        return Grade(value=float(right), grader_key=self.grader_key, answer=number)
 
     def _expected(self, thread: StringThread) -> Decimal:
         # Decimal also parses "NaN" and "Infinity", which are refused like any other text.
@@ -111,7 +113,7 @@ class LabelMatch(BaseGrader):
         label = self.labels.get(self._folded(answer))
         value = -1.0 if label is None else float(label == expected)
         reasoning = None if label else "no label in the completion"
-        return Grade(value=value, grader_key=self.grader_key, reasoning=reasoning)
+        return Grade(value=value, grader_key=self.grader_key, reasoning=reasoning, answer=label)
 
     def _folded(self, label: str) -> str:
         return label.strip().casefold() if self.ignore_case else label.strip()

@@ -52,7 +52,11 @@ class VerlReward(BaseGrader):
             result = await self.function(**arguments)
         else:
             result = await in_thread(self.function, **arguments)
-        return Grade(value=self._score(result), grader_key=self.grader_key)
+        # verl's own majority vote also reads "pred"
+        answer = result.get("pred") if isinstance(result, Mapping) else None
+        return Grade(
+            value=self._score(result), grader_key=self.grader_key, answer=None if answer is None else str(answer)
+        )
 
     def _score(self, result: Any) -> float:
         """The score in the function's result. Further numbers in it are logged."""

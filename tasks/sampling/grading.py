@@ -11,7 +11,7 @@ from engine.workspace import Workspace
 from storage.serialization import Frozen
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
-from storage.store.tables import SCHEMAS, commit_table, read_step_table
+from storage.store.tables import commit_table, read_step_table, table_schema
 from storage.worklog import log_work
 from tasks.evaluation.validation_curve import sums_by_source
 from tasks.graders.running.crash_notes import note_grading
@@ -39,6 +39,8 @@ class Grading(Frozen):
     concurrency: int = Field(32, ge=1)
     max_masked_fraction: float = Field(0.2, ge=0, le=1)
     """The run fails if a larger fraction of a shard's completions could not be graded."""
+    keep_answers: bool = False
+    """Whether the graded table has the answers that the grader extracted, as a majority vote needs them."""
 
 
 async def grade_shard(
@@ -60,7 +62,7 @@ async def grade_shard(
     log_work("grade", stage=stage, step=step, shard=shard)
 
     # Commit the grades, with the sums that the metrics of the step read.
-    table = graded_table(rows, outcomes)
+    table = graded_table(rows, outcomes, with_answers=grading.keep_answers)
     by_source = sums_by_source([row["thread"] for row in rows], [outcome.reward for outcome in outcomes])
     with timed("storage"):
         committed = commit_table(
@@ -103,10 +105,14 @@ def check_masked(outcomes: list[GradeOutcome], grading: Grading, *, where: str) 
         )
 
 
-def graded_table(rows: list[dict[str, object]], outcomes: list[GradeOutcome]) -> pa.Table:
+def graded_table(
+    rows: list[dict[str, object]], outcomes: list[GradeOutcome], *, with_answers: bool = False
+) -> pa.Table:
     """The graded table: a row per completion, in the order of the rollouts."""
     graded = []
     for row, outcome in zip(rows, outcomes, strict=True):
         grade = {name: row[name] for name in ("prompt_index", "prompt_id", "completion")}
-        graded.append(grade | {"reward": outcome.reward, "status": outcome.status, "reason": outcome.reason})
-    return pa.Table.from_pylist(graded, schema=SCHEMAS["graded"])
+        grade |= {"reward": outcome.reward, "status": outcome.status, "reason": outcome.reason}
+        graded.append(grade | {"answer": outcome.answer})
+    # columns that the schema lacks are left out
+    return pa.Table.from_pylist(graded, schema=table_schema("graded", ["answer"] if with_answers else []))

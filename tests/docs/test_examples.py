@@ -29,7 +29,7 @@ OpenPage = Callable[[str], Path]
 def uses_file_of_page(arguments: list[str], page: str) -> bool:
     """Whether the command runs or imports a config that the page shows."""
     shown = {block.file_name for block in all_blocks("yaml") if block.page == page}
-    return arguments[0] in ("run", "import") and not shown.isdisjoint(arguments)
+    return arguments[0] in ("run", "evaluate", "import") and not shown.isdisjoint(arguments)
 
 
 def is_runnable(block: Block) -> bool:
@@ -115,7 +115,7 @@ def test_a_shell_block_runs(block: Block, open_page: OpenPage, prefect_server: s
 
 
 def run_ostinato(arguments: list[str], server: str) -> None:
-    further = ["--server", server] if arguments[0] == "run" else []
+    further = ["--server", server] if arguments[0] in ("run", "evaluate") else []
     result = CliRunner().invoke(app, arguments + further)
     assert result.exit_code == 0, result.output
 

@@ -1,9 +1,12 @@
-"""The recipes in examples/ that need more than the demo: each runs as it stands, with the tiny model."""
+"""The recipes in examples/ that need more than the demo, or less: each runs as it stands."""
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,3 +28,24 @@ def test_a_recipe_runs(
     assert len(text.splitlines()) < 60
     runpy.run_path(f"examples/{name}", run_name="__main__")
     assert re.search(f"^{RECIPES[name]}", capsys.readouterr().out, flags=re.M)
+
+
+# by hand: of the answers of `old` to the three prompts, 2, 1 and 2 of 3 are right, and of `new`, 3, 2 and 2
+STORED_ANSWERS = [
+    "old  last-word  0.556", "new  last-word  0.778",
+    "old  last-word pass@1  0.556", "new  last-word pass@1  0.778",
+    "old  last-word pass@3  1.000", "new  last-word pass@3  1.000",
+    "old  last-word majority  0.667", "new  last-word majority  1.000",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_recipe_of_stored_answers_prints_their_scores(tmp_path: Path, prefect_server: str) -> None:
+    program = ROOT / "examples" / "grade_answers.py"
+    assert len(program.read_text().splitlines()) < 60
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PREFECT_API_URL": prefect_server}
+    # in a process of its own, whose import path begins with the folder of the program, as a user's does
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-len(STORED_ANSWERS) :] == STORED_ANSWERS

@@ -32,6 +32,8 @@ class GradeOutcome(Frozen):
     reward: float | None
     status: GradeStatus
     reason: str = ""
+    answer: str | None = None
+    """The answer that the grader extracted from the completion."""
 
 
 async def grade_threads(
@@ -105,7 +107,7 @@ async def _grade_one(
             continue
         # False for NaN, too, which is masked like a value that is too large.
         if abs(value) <= LARGEST_REWARD:
-            return GradeOutcome(reward=value, status="ok", reason=grade.reasoning or "")
+            return GradeOutcome(reward=value, status="ok", reason=grade.reasoning or "", answer=grade.answer)
         reason = f"the grader returned {value:g}; expected {REWARD_RANGE}"
     attempts = f" ({retries + 1} attempts)" if retries else ""
     return GradeOutcome(reward=None, status="masked", reason=f"{grader.grader_key}: {reason}{attempts}")

@@ -41,7 +41,10 @@ def compare(request: dict[str, Any]) -> dict[str, Any]:
         answer = _parse(last_boxes(request["given"]))
         # The library's own time limits are off, since they use the same signal.
         right = bool(answer) and verify(expected, answer, timeout_seconds=None)
-        return {"right": right, "found": f"found {answer[-1]}"[:200] if answer else "no answer in the completion"}
+        if not answer:
+            return {"right": False, "found": "no answer in the completion"}
+        # the first item is the expression, in which 1/2 and 2/4 are equal, the last one its text
+        return {"right": right, "found": f"found {answer[-1]}"[:200], "answer": str(answer[0])}
     except (_TooLong, MemoryError, RecursionError) as error:
         return {"right": False, "found": f"no comparison: {type(error).__name__.strip('_')}"}
     finally:

@@ -270,7 +270,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("dpo", PAIRS | {"algorithm": {"kl_beta": 0}}, "config.algorithm.kl_beta", "0"),
     ("dpo", PAIRS | {"data": {"train": GYM}}, "config.data.train", "'name'"),
     ("sft_to_gspo", STAGES | {"sft": {"optimizer": {"lr": 0}}}, "config.sft.optimizer.lr", "0"),
-    ("evaluation", {"models": [], "suite": SUITE}, "config.models", "[]"),
+    ("evaluation", {"models": ["m"], "suite": SUITE | {"graders": []}}, "config.suite.graders", "[]"),
     ("recurring", GOOD["recurring"] | {"approval": {"timeout_seconds": 0}}, "config.approval.timeout_seconds", "0"),
     ("sweep", GOOD["sweep"] | {"parallel": 0}, "config.parallel", "minimum of 1"),
 ]

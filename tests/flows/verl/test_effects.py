@@ -118,8 +118,8 @@ def test_several_files_are_read_one_after_the_other(tmp_path: Path, kind: str) -
 
 
 def test_stored_answers_of_several_files_are_one_dataset(tmp_path: Path) -> None:
-    suite = made(tmp_path, "evaluation", ["data.path=[a.parquet, b.parquet]"]).config["suite"]
-    assert FileDataset.model_validate(suite["datasets"][0]["source"]).paths == ("a.parquet", "b.parquet")
+    (answers,) = made(tmp_path, "evaluation", ["data.path=[a.parquet, b.parquet]"]).config["answers"]
+    assert FileDataset.model_validate(answers["source"]).paths == ("a.parquet", "b.parquet")
 
 
 def test_extra_info_is_kept_where_each_file_has_it(tmp_path: Path) -> None:

@@ -148,9 +148,11 @@ def test_an_sft_config(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_config(tmp_path: Path) -> None:
-    config = imported(tmp_path, EvaluationFlowConfig, DATA / "evaluation.yaml", sets=["models=[models/m]"])
-    assert config.models == ("models/m",)
-    assert config.suite.datasets[0].source.path == "data/math.parquet"
+    config = imported(tmp_path, EvaluationFlowConfig, DATA / "evaluation.yaml")
+    (answers,) = config.answers
+    assert (answers.column, answers.source.path) == ("responses", "data/math.parquet")
+    assert answers.source.columns == {"prompt": "prompt"}
+    assert config.models == () and config.suite.datasets == ()
     assert config.suite.graders[0].arguments["path"] == "rewards/maths.py"
 
 

@@ -39,7 +39,7 @@ class Grading(Frozen):
     concurrency: int = Field(32, ge=1)
     max_masked_fraction: float = Field(0.2, ge=0, le=1)
     """The run fails if a larger fraction of a shard's completions could not be graded."""
-    keep_answers: bool = False
+    keep_answers: bool = Field(False, exclude_if=lambda value: not value)
     """Whether the graded table has the answers that the grader extracted, as a majority vote needs them."""
 
 

@@ -13,13 +13,11 @@ from flows.configs.common import ModelConfig
 from flows.configs.overrides import ConfigError
 from flows.parameters import Model
 from flows.runs.input_checks import named_inputs
+from flows.runs.recorded_config import HUB
 from storage.chain.fork import read_fork
 from storage.chain.run_record import find_run
 from storage.registry.hub import HubError, HubRepo, resolve_commit
 from storage.store.objects import ObjectStore
-
-HUB = "hub"
-"""Key of the commits in the part of run.json that does not decide the result."""
 
 
 def hub_commits(config: BaseModel, store: ObjectStore, run: str) -> dict[str, str]:

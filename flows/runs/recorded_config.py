@@ -20,7 +20,6 @@ from flows.configs.common import TrainingConfig
 from flows.configs.overrides import RULES, describe_validation
 from flows.configs.training import AnyTraining
 from flows.ops.state import write_private
-from flows.runs.hub_commits import HUB
 from storage.chain.fork import read_fork
 from storage.chain.leases import check_not_deleted
 from storage.chain.listing import stages_of
@@ -33,6 +32,8 @@ _ENGINE: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
 _TRAINING: TypeAdapter[Any] = TypeAdapter(AnyTraining)
 FLOW = "flow"
 """Key of the flow's name in the part of run.json that does not decide the result."""
+HUB = "hub"
+"""Key of the hub's commits in the same part."""
 
 
 class _Dumper(yaml.SafeDumper):

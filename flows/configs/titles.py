@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from tasks.datasets.spec import DatasetSource, PythonDataset, ReasoningGymDataset, RegisteredDataset
+from tasks.datasets.spec import DatasetSource, HubDataset, PythonDataset, ReasoningGymDataset, RegisteredDataset
 
 VERSION_LETTERS = 8
 
@@ -28,6 +28,8 @@ def dataset_title(source: DatasetSource) -> str:
     if isinstance(source, PythonDataset):
         return source.path.partition(":")[2]
     path = PurePath(source.path)
+    if isinstance(source, HubDataset):
+        return path.name
     of_folder = any(letter in path.name for letter in "*?[") and path.parent.name
     name = path.parent.name if of_folder else path.stem
     if source.further_paths:

@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL
 from storage.registry.decisions import CHAMPION, Decision
 from storage.store import keys
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.spec import DatasetSpec, DatasetUse, FileDataset, PythonDataset
+from tasks.datasets.spec import DatasetSpec, DatasetUse, RowsDataset
 
 MODEL_PROMOTED = "ostinato.model.promoted"
 RUN_STALLED = "ostinato.run.stalled"
@@ -42,7 +42,7 @@ def announce_dataset(data: LoadedDataset, spec: DatasetSpec, use: DatasetUse) ->
     """Sends `ostinato.dataset.registered` if this load committed a new version of the dataset."""
     if not data.new:
         return
-    source = spec.source if isinstance(spec, FileDataset | PythonDataset) else spec.kind
+    source = spec.source if isinstance(spec, RowsDataset) else spec.kind
     name, version = keys.dataset_of(data.ref.key)
     emit_dataset_registered(name, version, use=use, rows=data.rows, source=source, uri=data.ref.uri)
 

@@ -18,6 +18,9 @@ from storage.chain.fork import read_fork
 from storage.chain.run_record import find_run
 from storage.registry.hub import HubError, HubRepo, resolve_commit
 from storage.store.objects import ObjectStore
+from tasks.datasets.errors import DatasetError
+from tasks.datasets.hub import hub_repo
+from tasks.datasets.spec import HubDataset
 
 
 def hub_commits(config: BaseModel, store: ObjectStore, run: str) -> dict[str, str]:
@@ -31,7 +34,7 @@ def hub_commits(config: BaseModel, store: ObjectStore, run: str) -> dict[str, st
             repo = _repo_of(value)
             if repo is not None and not repo.is_pinned:
                 commits[repo.uri] = recorded.get(repo.uri) or str(resolve_commit(repo).revision)
-        except (HubError, BadModelFolder) as error:
+        except (HubError, BadModelFolder, DatasetError) as error:
             problems.append(f"{path}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
@@ -64,4 +67,6 @@ def _repo_of(value: Any) -> HubRepo | None:
             return hub_model(key)
         case ModelConfig(key=str() as key) | Model(key=key):
             return hub_model(key)
+        case HubDataset():
+            return hub_repo(value)
     return None

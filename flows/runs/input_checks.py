@@ -31,15 +31,16 @@ from storage.store.objects import ObjectStore
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.file_formats import find_files, format_of
 from tasks.datasets.gym import create_procedural
+from tasks.datasets.hub import check_hub_dataset
 from tasks.datasets.registered import check_dataset_exists
-from tasks.datasets.spec import FileDataset, PythonDataset, ReasoningGymDataset, RegisteredDataset
+from tasks.datasets.spec import FileDataset, HubDataset, PythonDataset, ReasoningGymDataset, RegisteredDataset
 from tasks.environments.spec import EnvironmentSpecError, environment_spec
 from tasks.graders.spec import GraderSpecError, grader_spec
 from tasks.import_paths import ImportPathError, load_object
 
 IMPORTED = (PythonDataset, ReasoningGymDataset, GraderConfig, EnvironmentConfig, Grader)
 """Parts that name code. They are checked last, because an import may take seconds."""
-INPUTS = (Model, FileDataset, RegisteredDataset, *IMPORTED)
+INPUTS = (Model, FileDataset, HubDataset, RegisteredDataset, *IMPORTED)
 """Parts of configs that name something outside of the config, besides ModelConfig."""
 MISSING = (
     BadModelFolder, PermanentStorageError, DatasetError, ImportPathError, GraderSpecError, EnvironmentSpecError,
@@ -137,6 +138,8 @@ def _check(spec: Any, store: ObjectStore, commits: Mapping[str, str]) -> None:
             for path in spec.paths:
                 for file in find_files(path):
                     format_of(file, spec.format)
+        case HubDataset():
+            check_hub_dataset(spec)
         case RegisteredDataset():
             check_dataset_exists(store, spec)
         case PythonDataset():

@@ -208,7 +208,7 @@ def _check_config(workspace: Workspace, config: TrainingConfig, use: DatasetUse,
         check_new_run(config)
     check_inputs(config, workspace.open_store(), workspace.hub)
     source = getattr(config.data, "heldout", None)
-    resolve_version(workspace.open_store(), source, _heldout_use(config, use), run=workspace.run)
+    resolve_version(workspace.open_store(), source, _heldout_use(config, use), run=workspace.run, commits=workspace.hub)
 
 
 def _record_versions(
@@ -269,7 +269,8 @@ def _load_heldout(
 ) -> LoadedDataset | None:
     """Loads the rows that the run evaluates on. None: it has none."""
     store, heldout_use = workspace.open_store(), _heldout_use(config, use)
-    source = resolve_version(store, getattr(config.data, "heldout", None), heldout_use, run=workspace.run)
+    source = getattr(config.data, "heldout", None)
+    source = resolve_version(store, source, heldout_use, run=workspace.run, commits=workspace.hub)
     if source is None:
         return None
     on_progress = LoadLines(dataset_title(source), logger.note)

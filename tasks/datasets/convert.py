@@ -15,6 +15,7 @@ from engine.text.threads import StringThread
 from storage.serialization import canonical_json
 from tasks.credit.advantages import LARGEST_REWARD, REWARD_RANGE
 from tasks.datasets.errors import BadRow
+from tasks.datasets.layouts import CONVERSATIONS, rating_of_label, tools_text, usual_message
 from tasks.datasets.spec import ColumnRole, DatasetUse, RowsDataset
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -61,10 +62,13 @@ def conversation_from_row(
     """
     has_answer = kind in ("completion", "rating")
     metadata = metadata_of(values, location, spec)
+    label = values.get(column_of("label", spec))
+    if kind == "rating" and label is not None:
+        metadata.setdefault("res", rating_of_label(label))
 
     # Read the turns in the layout of the row, and note the first turn that can be trained.
     if _layout(values, location, spec) == "messages":
-        turns = _messages(values, column_of("messages", spec), location)
+        turns = _messages(values, messages_column(values, spec), location)
         first_trained_turn = 0
     else:
         turns = prompt_turns(values, column_of("prompt", spec), location)
@@ -75,6 +79,9 @@ def conversation_from_row(
     if spec.system_prompt and turns[0][0] != "system":
         turns = [("system", _text(spec.system_prompt, "system_prompt", location)), *turns]
         first_trained_turn += 1
+    count = len(turns)
+    turns = with_tools(turns, values, location, spec)
+    first_trained_turn += len(turns) - count
     _check_last_turn(turns, location, kind)
     return Conversation(turns, metadata, first_trained_turn if has_answer else None)
 
@@ -111,6 +118,32 @@ def column_of(role: ColumnRole, spec: RowsDataset) -> str:
     return spec.columns.get(role, role)
 
 
+def messages_column(values: dict[str, Any], spec: RowsDataset) -> str:
+    """The name of the column with a whole conversation: the mapped one, `messages` or ShareGPT's `conversations`."""
+    column = column_of("messages", spec)
+    is_sharegpt = "messages" not in spec.columns and values.get(column) is None
+    return CONVERSATIONS if is_sharegpt and values.get(CONVERSATIONS) is not None else column
+
+
+def with_tools(
+    turns: list[RawTurn], values: dict[str, Any], location: RowLocation, spec: RowsDataset
+) -> list[RawTurn]:
+    """The turns with the tools of the row listed in the system turn, as in the environments with tools."""
+    column = column_of("tools", spec)
+    try:
+        text = tools_text(values.get(column))
+    except (ValueError, RecursionError) as error:
+        raise location.bad_row(
+            column, given=f"{_shown(values[column])} ({error})", expected="a list of descriptions of tools, or its JSON"
+        ) from error
+    if text is None:
+        return turns
+    role, content = turns[0]
+    if role == "system" and isinstance(content, str):
+        return [("system", f"{content}\n\n{text}"), *turns[1:]]
+    return [("system", text), *turns]
+
+
 def _layout(values: dict[str, Any], location: RowLocation, spec: RowsDataset) -> ColumnRole:
     """The role that holds the conversation, "messages" or "prompt": the one mapped in `spec.columns`, or else the only
     one that the row has."""
@@ -123,6 +156,8 @@ def _layout(values: dict[str, Any], location: RowLocation, spec: RowsDataset) ->
 
     # Else the columns of the row decide. Parquet gives absent columns of a row the value null.
     present = [role for role in ("messages", "prompt") if values.get(role) is not None]
+    if not present and values.get(CONVERSATIONS) is not None:
+        return "messages"
     if len(present) == 1:
         return present[0]  # type: ignore[return-value]
     if present:
@@ -135,7 +170,7 @@ def _layout(values: dict[str, Any], location: RowLocation, spec: RowsDataset) ->
     raise location.bad_row(
         None,
         given=f"the columns {', '.join(values) or '(none)'}",
-        expected="'messages' or 'prompt', and not null",
+        expected="'messages', 'conversations' or 'prompt', and not null",
         todo="Map the names with columns, for instance columns={'prompt': 'question'}.",
     )
 
@@ -175,6 +210,8 @@ def answer_turns(values: dict[str, Any], column: str, location: RowLocation) -> 
     An empty text is allowed: it trains the model to end its turn at once.
     """
     value = _value(values, column, location)
+    if isinstance(value, dict):
+        return [_message(value, column, location)]
     if isinstance(value, list):
         return _messages(values, column, location)
     if not isinstance(value, str):
@@ -192,6 +229,7 @@ def _messages(values: dict[str, Any], column: str, location: RowLocation) -> lis
 def _message(message: Any, column: str, location: RowLocation) -> RawTurn:
     if not isinstance(message, dict):
         raise location.bad_row(column, given=_shown(message), expected="an object with 'role' and 'content'")
+    message = usual_message(message)
     # Parquet gives every row the union of the fields, null where absent: only a field with a value is lost data.
     extra = sorted(key for key, value in message.items() if key not in ("role", "content") and value is not None)
     if extra:

@@ -25,13 +25,15 @@ from tasks.datasets.convert import RowLocation, check_rating
 from tasks.datasets.errors import BadRow, DatasetError, EmptyDataset
 from tasks.datasets.file_formats import format_of
 from tasks.datasets.gym import generate_threads
+from tasks.datasets.hub import hub_repo, pin_hub_dataset
 from tasks.datasets.preferences import Pair, checked_pair
-from tasks.datasets.read import ReadPosition, SkippedRows, files_of, read_stored
+from tasks.datasets.read import ReadPosition, RowsSpec, SkippedRows, files_of, read_stored
 from tasks.datasets.registered import select_version
 from tasks.datasets.repetition_counter import RepetitionCounter
 from tasks.datasets.spec import (
     DatasetUse,
     FileDataset,
+    HubDataset,
     InlineDataset,
     InlinePairs,
     OrderedDataset,
@@ -40,8 +42,9 @@ from tasks.datasets.spec import (
     RegisteredDataset,
 )
 from tasks.datasets.stored import StoredItem, stored_item
+from tasks.import_paths import source_digest
 
-Source = FileDataset | PythonDataset | ReasoningGymDataset | InlineDataset | InlinePairs
+Source = FileDataset | HubDataset | PythonDataset | ReasoningGymDataset | InlineDataset | InlinePairs
 
 BLOCK_ROWS = 4096
 BLOCK_CHARACTERS = 1 << 20
@@ -105,6 +108,8 @@ def _load(
     if isinstance(spec, RegisteredDataset):
         version = select_version(store, spec, kind)
         return LoadedDataset(ref=version.ref, rows=version.ref.rows or 0, skipped=version.skipped)
+    if isinstance(spec, HubDataset):
+        return _load_hub(store, spec, kind, provenance, on_progress)
     if not isinstance(spec, FileDataset):
         return _read_and_commit(store, spec, kind, provenance, on_progress)[0]
 
@@ -116,6 +121,31 @@ def _load(
     data, has_images = _read_and_commit(store, spec, kind, provenance, on_progress)
     # Record it, unless a file changed meanwhile, or the rows hold images, which may be files themselves.
     if fingerprint is not None and not has_images and _identify(store, spec, kind) == fingerprint:
+        known_files.record_loaded(store, fingerprint, data.model_dump(mode="json") | {"new": False})
+    return data
+
+
+def _load_hub(
+    store: ObjectStore,
+    spec: HubDataset,
+    kind: DatasetUse,
+    provenance: Provenance,
+    on_progress: Callable[[LoadProgress], None],
+) -> LoadedDataset:
+    """The dataset that was made of this commit before, also without the hub, or else one that is loaded now."""
+    spec = pin_hub_dataset(spec, {})
+    # the rows of a folder may change, and so may a function without a source file
+    function = None if spec.row_function is None else source_digest(spec.row_function)
+    fingerprint = None
+    if hub_repo(spec) is not None and (spec.row_function is None or function is not None):
+        rows = spec.model_dump(mode="json", exclude=set(OrderedDataset.model_fields))
+        body = {"reader": known_files.READER_VERSION, "use": kind, "hub": rows, "function": function}
+        fingerprint = hashlib.sha256(canonical_json(body)).hexdigest()
+    known = _find_known(store, fingerprint)
+    if known is not None:
+        return known
+    data, _ = _read_and_commit(store, spec, kind, provenance, on_progress)
+    if fingerprint is not None:
         known_files.record_loaded(store, fingerprint, data.model_dump(mode="json") | {"new": False})
     return data
 
@@ -175,7 +205,7 @@ def _read_and_commit(
             extra={
                 "use": kind,
                 "spec": row_selection,
-                "source": spec.source if isinstance(spec, FileDataset | PythonDataset) else spec.kind,
+                "source": spec.source if isinstance(spec, RowsSpec) else spec.kind,
                 "skipped": skipped.count,
                 "skipped_reasons": list(skipped.reasons),
             },
@@ -190,7 +220,7 @@ def dataset_items(
     spec: Source, *, kind: DatasetUse, skipped: SkippedRows, position: ReadPosition | None = None
 ) -> Iterator[StoredItem]:
     """Yield the threads, or pairs of threads, of a spec, in order. Raises DatasetError if it has none of this kind."""
-    if isinstance(spec, FileDataset | PythonDataset):
+    if isinstance(spec, RowsSpec):
         return read_stored(spec, kind=kind, skipped=skipped, position=position)
     if isinstance(spec, InlinePairs):
         if kind != "preference":
@@ -207,15 +237,19 @@ def dataset_items(
 
 def selection_fields(spec: Source) -> dict[str, Any]:
     """The fields of a spec that change which rows it has. A dataset stays the same if its files are moved, written as
-    Parquet, or cut into parts that are read in order."""
+    Parquet, or cut into parts that are read in order. Where the rows of a dataset of the hub are does not count."""
     other = {"path", "further_paths", "arguments", "format", "threads", "pairs", *OrderedDataset.model_fields}
+    if isinstance(spec, HubDataset):
+        other |= {"name", "split", "revision"}
     return spec.model_dump(mode="json", exclude=other)
 
 
 def dataset_name(spec: Source) -> str:
     """The name of the folder of the dataset's versions: that of the first file, or of reasoning-gym's dataset."""
-    if isinstance(spec, FileDataset | PythonDataset):
+    if isinstance(spec, RowsSpec):
         name = Path(spec.path).stem if isinstance(spec, FileDataset) else spec.path
+        if isinstance(spec, HubDataset):
+            name = name.removeprefix("hf://datasets/").replace("/", "--")
         # Keep only characters that are allowed in a key of the store. A name without any gets a digest, so that two
         # files do not become one dataset.
         allowed = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:100]
@@ -298,7 +332,7 @@ def _inline_pairs(spec: InlinePairs) -> Iterator[Pair]:
 
 
 def _why_empty(spec: Source, skipped: SkippedRows) -> str:
-    source = spec.source if isinstance(spec, FileDataset | PythonDataset) else dataset_name(spec)
+    source = spec.source if isinstance(spec, RowsSpec) else dataset_name(spec)
     if skipped.count:
         return (
             f"{source}: all {skipped.count} rows were skipped; expected at least one usable row. {skipped.reasons[0]}"

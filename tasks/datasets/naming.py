@@ -21,7 +21,7 @@ def row_name(store: ObjectStore, dataset: ArtifactRef, index: int) -> str:
     # Generated and inline datasets have no file, so the name of the dataset stands for it.
     extra = read_manifest(store, dataset.key).extra
     spec = extra.get("spec")
-    has_source = isinstance(spec, dict) and spec.get("kind") in ("file", "python")
+    has_source = isinstance(spec, dict) and spec.get("kind") in ("file", "hub", "python")
     source = extra["source"] if has_source else keys.dataset_of(dataset.key)[0]
     skipped = ", where skipped rows are not counted" if extra.get("skipped") else ""
     return f"row {index + 1} of {source}{skipped}"

@@ -6,7 +6,16 @@ from typing import Any, NamedTuple
 
 from engine.text.errors import ThreadError
 from engine.text.threads import StringThread
-from tasks.datasets.convert import RawTurn, RowLocation, answer_turns, column_of, metadata_of, prompt_turns
+from tasks.datasets.convert import (
+    RawTurn,
+    RowLocation,
+    answer_turns,
+    column_of,
+    metadata_of,
+    prompt_turns,
+    with_tools,
+)
+from tasks.datasets.layouts import CONVERSATIONS
 from tasks.datasets.spec import RowsDataset
 
 
@@ -31,6 +40,8 @@ def pair_from_row(values: dict[str, Any], location: RowLocation, spec: RowsDatas
     prompt: list[RawTurn] = []
     if "prompt" in spec.columns or values.get(column) is not None:
         prompt = prompt_turns(values, column, location)
+    elif values.get(CONVERSATIONS) is not None:
+        prompt = prompt_turns(values, CONVERSATIONS, location)
 
     # Build the two threads.
     threads = []
@@ -38,6 +49,7 @@ def pair_from_row(values: dict[str, Any], location: RowLocation, spec: RowsDatas
         turns = _conversation(values, column_of(role, spec), prompt, location)
         if spec.system_prompt and turns[0][0] != "system":
             turns = [("system", spec.system_prompt), *turns]
+        turns = with_tools(turns, values, location, spec)
         try:
             threads.append(StringThread(turns=turns, metadata=metadata))
         except ThreadError as error:

@@ -5,6 +5,7 @@ A row that cannot be used raises an error or is skipped and counted, as the spec
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,20 +20,24 @@ from tasks.datasets.file_formats import (
     parquet_rows,
     parse_json_line,
 )
+from tasks.datasets.hub import hub_rows
+from tasks.datasets.layouts import CONVERSATIONS
 from tasks.datasets.preferences import Pair, pair_from_row
 from tasks.datasets.python import raw_rows
-from tasks.datasets.spec import ColumnRole, DatasetUse, FileDataset, PythonDataset
+from tasks.datasets.spec import ColumnRole, DatasetUse, FileDataset, HubDataset, PythonDataset
 from tasks.datasets.stored import StoredItem, stored_row
 
 T = TypeVar("T")
+RowsSpec = FileDataset | HubDataset | PythonDataset
+"""The sources of raw rows."""
 
 MAX_REASONS = 10
 """Number of skipped rows whose errors are remembered."""
 COLUMN_ROLES: dict[DatasetUse, tuple[ColumnRole, ...]] = {
-    "prompt": ("messages", "prompt", "metadata"),
-    "completion": ("messages", "prompt", "completion", "metadata"),
-    "rating": ("messages", "prompt", "completion", "metadata"),
-    "preference": ("prompt", "chosen", "rejected", "metadata"),
+    "prompt": ("messages", "prompt", "tools", "metadata"),
+    "completion": ("messages", "prompt", "completion", "tools", "metadata"),
+    "rating": ("messages", "prompt", "completion", "label", "tools", "metadata"),
+    "preference": ("prompt", "chosen", "rejected", "tools", "metadata"),
 }
 """The roles of the columns that each use of a dataset reads."""
 
@@ -52,7 +57,7 @@ class SkippedRows:
 
 @dataclass
 class ReadPosition:
-    """How much of the files of a dataset has been read, in bytes."""
+    """How much of the files of a dataset has been read, in bytes of files, or in rows of a dataset of the hub."""
 
     read: int = 0
     total: int | None = None
@@ -64,7 +69,7 @@ class ReadPosition:
 
 
 def read_stored(
-    spec: FileDataset | PythonDataset,
+    spec: RowsSpec,
     *,
     kind: DatasetUse,
     skipped: SkippedRows | None = None,
@@ -78,7 +83,7 @@ def read_stored(
 
 
 def read_threads(
-    spec: FileDataset | PythonDataset, *, kind: DatasetUse = "prompt", skipped: SkippedRows | None = None
+    spec: RowsSpec, *, kind: DatasetUse = "prompt", skipped: SkippedRows | None = None
 ) -> Iterator[StringThread]:
     """Yield the threads of the source in its order, at most `spec.limit`.
 
@@ -89,12 +94,12 @@ def read_threads(
     yield from _read(spec, kind, skipped, lambda values, location: thread_from_row(values, location, spec, kind))
 
 
-def read_pairs(spec: FileDataset | PythonDataset, *, skipped: SkippedRows | None = None) -> Iterator[Pair]:
+def read_pairs(spec: RowsSpec, *, skipped: SkippedRows | None = None) -> Iterator[Pair]:
     """Yield the preference pairs of the source in its order, at most `spec.limit`. Raises as `read_threads` does."""
     yield from _read(spec, "preference", skipped, lambda values, location: pair_from_row(values, location, spec))
 
 
-def _check_columns(spec: FileDataset | PythonDataset, kind: DatasetUse) -> None:
+def _check_columns(spec: RowsSpec, kind: DatasetUse) -> None:
     """Raise DatasetError if the spec names a column that a dataset of this kind does not read."""
     if kind == "prompt" and "completion" in spec.columns:
         column = spec.columns["completion"]
@@ -105,7 +110,7 @@ def _check_columns(spec: FileDataset | PythonDataset, kind: DatasetUse) -> None:
 
 
 def _read(
-    spec: FileDataset | PythonDataset,
+    spec: RowsSpec,
     kind: DatasetUse,
     skipped: SkippedRows | None,
     convert: Callable[[dict[str, Any], RowLocation], T],
@@ -114,9 +119,7 @@ def _read(
 ) -> Iterator[T]:
     """Yield the converted rows of the source, without the skipped ones."""
     skipped = SkippedRows() if skipped is None else skipped
-    source_rows = (
-        _file_rows(spec, kind, position or ReadPosition()) if isinstance(spec, FileDataset) else raw_rows(spec)
-    )
+    source_rows = _source_rows(spec, kind, position or ReadPosition())
     yielded = 0
     for location, raw in source_rows:
         if yielded == spec.limit:
@@ -136,6 +139,22 @@ def _read(
         yielded += 1
 
 
+def _source_rows(spec: RowsSpec, kind: DatasetUse, position: ReadPosition) -> Iterator[tuple[RowLocation, Any]]:
+    """Yield the raw rows of a source with their locations. Moves the position on."""
+    if isinstance(spec, FileDataset):
+        return _file_rows(spec, kind, position)
+    if isinstance(spec, HubDataset):
+        return _hub_rows(spec, kind, position)
+    return raw_rows(spec)
+
+
+def _hub_rows(spec: HubDataset, kind: DatasetUse, position: ReadPosition) -> Iterator[tuple[RowLocation, Any]]:
+    """Yield the rows of a dataset of the hub, after a check that it has the required columns."""
+    for location, values, rows in hub_rows(spec, partial(_columns_of_table, spec, kind)):
+        position.read, position.total = location.row, rows
+        yield location, values
+
+
 def files_of(spec: FileDataset) -> list[Path]:
     """The files of a dataset, in reading order. Raises DatasetNotFound."""
     files: list[Path] = []
@@ -150,9 +169,9 @@ def unread_columns(spec: FileDataset, kind: DatasetUse) -> list[str]:
     return sorted(column_names(file, format_of(file, spec.format)) - _columns_to_read(spec, kind))
 
 
-def _columns_to_read(spec: FileDataset, kind: DatasetUse) -> set[str]:
+def _columns_to_read(spec: FileDataset | HubDataset, kind: DatasetUse) -> set[str]:
     declared = set(spec.columns.values()) | set(spec.metadata_columns)
-    return declared | {column_of(role, spec) for role in COLUMN_ROLES[kind]}
+    return declared | {CONVERSATIONS} | {column_of(role, spec) for role in COLUMN_ROLES[kind]}
 
 
 def _file_rows(
@@ -178,18 +197,25 @@ def _file_rows(
 
 def _parquet_rows(file: Path, spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Read the columns that `kind` needs, after a check that the file has the required ones."""
-    names = column_names(file, "parquet")
+    columns, required, any_of = _columns_of_table(spec, kind, column_names(file, "parquet"))
+    return parquet_rows(file, columns=columns, required=required, any_of=any_of)
 
-    def in_file(columns: set[str]) -> set[str]:
+
+def _columns_of_table(
+    spec: FileDataset | HubDataset, kind: DatasetUse, names: set[str]
+) -> tuple[set[str], set[str], set[str]]:
+    """(the columns to read of a table, those that it must have, those of which it must have one). `names`: those of the
+    columns that the table has."""
+
+    def in_table(columns: set[str]) -> set[str]:
         # A dotted name that is no column is a field of the column before the first dot.
         return {column if column in names else column.partition(".")[0] for column in columns}
 
-    # Columns that the spec names must exist. The others are read if the file has them.
-    declared = in_file(set(spec.columns.values()) | set(spec.metadata_columns))
-    columns = in_file(_columns_to_read(spec, kind))
+    # Columns that the spec names must exist. The others are read if the table has them.
+    declared = in_table(set(spec.columns.values()) | set(spec.metadata_columns))
+    columns = in_table(_columns_to_read(spec, kind))
     if kind == "preference":
-        answers = in_file({column_of(role, spec) for role in ("chosen", "rejected")})
-        return parquet_rows(file, columns=columns, required=declared | answers, any_of=answers)
+        answers = in_table({column_of(role, spec) for role in ("chosen", "rejected")})
+        return columns, declared | answers, answers
     # Either layout of a conversation will do.
-    conversations = in_file({column_of("messages", spec), column_of("prompt", spec)})
-    return parquet_rows(file, columns=columns, required=declared, any_of=conversations)
+    return columns, declared, in_table({column_of("messages", spec), column_of("prompt", spec), CONVERSATIONS})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import TypeVar
 
 from storage.errors import CorruptArtifact
@@ -12,7 +13,8 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore, read_json
 from tasks.datasets.errors import DatasetError, DatasetNotFound
-from tasks.datasets.spec import DatasetUse, RegisteredDataset
+from tasks.datasets.hub import pin_hub_dataset
+from tasks.datasets.spec import DatasetUse, HubDataset, RegisteredDataset
 
 S = TypeVar("S")
 
@@ -22,12 +24,23 @@ MOST_SHOWN = 5
 """Number of names or versions that an error message lists."""
 
 
-def resolve_version(store: ObjectStore, source: S, use: DatasetUse, *, run: str | None = None) -> S:
-    """Return the source with its full version if it is a registered dataset, and unchanged otherwise.
+def resolve_version(
+    store: ObjectStore,
+    source: S,
+    use: DatasetUse,
+    *,
+    run: str | None = None,
+    commits: Mapping[str, str] | None = None,
+) -> S:
+    """Return the source with its full version if it is a registered dataset, with its commit if it is one of the hub,
+    and unchanged otherwise.
 
-    With `run`, the version that the run has recorded is used, if there is one. Raises DatasetNotFound for an unknown
-    name or version, DatasetError for a dataset of another use.
+    With `run`, the version that the run has recorded is used, if there is one. `commits` are those that the run uses of
+    the hub's branches. Raises DatasetNotFound for an unknown name or version, DatasetError for a dataset of another
+    use, and HubError.
     """
+    if isinstance(source, HubDataset):
+        return pin_hub_dataset(source, commits or {})
     if not isinstance(source, RegisteredDataset):
         return source
     recorded = None if run is None else _pinned_key(store, run, source, use)

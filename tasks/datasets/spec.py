@@ -20,7 +20,7 @@ RowOrder = Literal["shuffled", "file", "curriculum"]
 
 _DATASET_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._\-]{0,127}(@[0-9a-f]{1,64})?", re.ASCII)
 
-ColumnRole = Literal["messages", "prompt", "completion", "chosen", "rejected", "metadata"]
+ColumnRole = Literal["messages", "prompt", "completion", "chosen", "rejected", "label", "tools", "metadata"]
 
 
 def _source_first(schema: dict[str, Any]) -> None:
@@ -62,7 +62,9 @@ class RowsDataset(OrderedDataset):
     """The settings of rows that all sources share.
 
     A row has either `messages`, or `prompt` and, with an answer, `completion`. A row of preferences has `chosen` and
-    `rejected`: whole conversations or, if it has a `prompt` too, answers to it.
+    `rejected`: whole conversations or, if it has a `prompt` too, answers to it. `conversations` in ShareGPT's layout
+    stand for `messages`, or for the prompt of preferences. `label` is the rating of an answer, a number or true or
+    false. `tools` are descriptions of tools, which are listed in the system turn.
     """
 
     model_config = ConfigDict(json_schema_extra=_source_first)
@@ -124,6 +126,29 @@ class PythonDataset(RowsDataset):
     def source(self) -> str:
         """The source of the rows, for error messages and provenance."""
         return self.path
+
+
+class HubDataset(RowsDataset):
+    """Rows of a dataset of the Hugging Face hub, or of a folder that the library datasets saved (save_to_disk)."""
+
+    kind: Literal["hub"] = "hub"
+    path: str = Field(min_length=1)
+    """Dataset of the hub, as owner/name, or a folder that datasets saved with save_to_disk. A folder has precedence;
+    hf://datasets/owner/name is always the hub's."""
+    name: str | None = None
+    """Configuration (subset) of the dataset. None: its only or its default one."""
+    split: str = Field("train", min_length=1)
+    """Split of the dataset: train, test, or a part such as train[:1000] or train[90%:]."""
+    revision: str | None = Field(None, min_length=1)
+    """Branch, tag or commit of the dataset. None: the default branch. A run keeps the commit that it began with."""
+    row_function: str | None = Field(None, pattern=import_paths.PATTERN)
+    """Function that makes a row with the usual columns of a row of the dataset, as package.module:name. None: the
+    rows are used as they are, with `columns`."""
+
+    @property
+    def source(self) -> str:
+        """The source of the rows, for error messages and provenance."""
+        return f"{self.path} ({self.split})"
 
 
 class ReasoningGymDataset(OrderedDataset):
@@ -219,15 +244,15 @@ class InlinePairs(Frozen):
 
 
 DatasetSpec = Annotated[
-    FileDataset | PythonDataset | ReasoningGymDataset | RegisteredDataset | InlineDataset | InlinePairs,
+    FileDataset | HubDataset | PythonDataset | ReasoningGymDataset | RegisteredDataset | InlineDataset | InlinePairs,
     Field(discriminator="kind"),
 ]
 
 DatasetSource = Annotated[
-    FileDataset | PythonDataset | ReasoningGymDataset | RegisteredDataset, Field(discriminator="kind")
+    FileDataset | HubDataset | PythonDataset | ReasoningGymDataset | RegisteredDataset, Field(discriminator="kind")
 ]
 """A dataset that a config can declare."""
-RowsSource = Annotated[FileDataset | PythonDataset | RegisteredDataset, Field(discriminator="kind")]
+RowsSource = Annotated[FileDataset | HubDataset | PythonDataset | RegisteredDataset, Field(discriminator="kind")]
 """A dataset of preferences or ratings that a config can declare."""
 
 

@@ -142,8 +142,8 @@ GOOD = {"prompt": "fine"}
         (b'{"prompt": "\xff"}', None, ["not UTF-8"]),
         (b'{"prompt": "x", "metadata": {"a": NaN}}', None, ["NaN", "Use null"]),
         (b'{"prompt": "\\ud800"}', "prompt", ["half a surrogate pair"]),
-        ({"text": "x"}, None, ["given the columns text", "expected 'messages' or 'prompt'", "columns={"]),
-        ({"prompt": None}, None, ["expected 'messages' or 'prompt', and not null"]),
+        ({"text": "x"}, None, ["given the columns text", "expected 'messages', 'conv", "columns={"]),
+        ({"prompt": None}, None, ["expected 'messages', 'conversations' or 'prompt', and not null"]),
         ({"prompt": ""}, "prompt", ["given ''", "not empty"]),
         ({"prompt": 5}, "prompt", ["given 5 (int)"]),
         ({"prompt": "a", "messages": [GOOD]}, None, ["both 'messages' and 'prompt'", "Choose with columns="]),
@@ -199,7 +199,7 @@ def test_parquet_errors_name_the_row_and_the_column(tmp_path: Path) -> None:
     with pytest.raises(BadRow, match=r"row 1, column 'metadata'.*Cast the column"):
         list(read_threads(FileDataset(path=path)))
     path = parquet(tmp_path, [{"text": "a"}])
-    with pytest.raises(DatasetError, match=r"no column 'messages' or 'prompt'; the file has text"):
+    with pytest.raises(DatasetError, match=r"no column 'conversations' or 'messages' or 'prompt'; the file has text"):
         list(read_threads(FileDataset(path=path)))
     with pytest.raises(DatasetError, match=r"no column 'gold'"):
         list(read_threads(FileDataset(path=path, columns={"prompt": "text"}, metadata_columns=("gold",))))

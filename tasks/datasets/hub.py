@@ -1,0 +1,191 @@
+"""Reads rows of a dataset of the Hugging Face hub, or of a folder that the library datasets saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from storage.registry.hub import SCHEME, HubError, HubRepo, explained, parse_hub_repo, pinned, resolve_commit
+from tasks.datasets.convert import RowLocation
+from tasks.datasets.errors import DatasetError, DatasetNotFound, ExtraNotInstalled
+from tasks.datasets.spec import HubDataset
+from tasks.import_paths import ImportPathError, load_object
+
+S = TypeVar("S")
+
+BATCH_ROWS = 512
+"""Rows that are in memory at a time."""
+SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""Files by which a folder that datasets saved is recognised: of one dataset, and of several splits."""
+
+
+ChooseColumns = Callable[[set[str]], tuple[set[str], set[str], set[str]]]
+"""The columns of a dataset -> (those to read, those that it must have, those of which it must have one)."""
+
+
+class HubRow(NamedTuple):
+    """A row with its place in the dataset."""
+
+    location: RowLocation
+    values: Any
+    rows: int
+    """Number of rows of the dataset."""
+
+
+def hub_repo(spec: HubDataset) -> HubRepo | None:
+    """The repository of the hub that a spec names. None: a folder of this machine. Raises DatasetError, HubError."""
+    if not spec.path.startswith(SCHEME) and saved_folder(spec) is not None:
+        return None
+    repo = parse_hub_repo(spec.path, "dataset")
+    if repo is None:
+        raise DatasetNotFound(
+            f"given path={spec.path!r}; expected owner/name of a dataset of the hub, or a folder that datasets saved "
+            f"with save_to_disk (in {Path.cwd()})"
+        )
+    if spec.revision is not None and repo.revision is not None:
+        raise DatasetError(f"given a revision in path={spec.path!r} and revision={spec.revision!r}; give it once")
+    return repo._replace(revision=spec.revision or repo.revision)
+
+
+def saved_folder(spec: HubDataset) -> Path | None:
+    """The folder that a path names. None: there is none. Raises DatasetError for a folder of other files."""
+    folder = Path(spec.path).expanduser()
+    if not folder.is_dir():
+        return None
+    if not (folder / SAVED_DATASET).is_file() and not (folder / SAVED_SPLITS).is_file():
+        raise DatasetError(
+            f"given path={spec.path!r}, which is a folder here without {SAVED_DATASET} or {SAVED_SPLITS}; expected a "
+            f"folder that datasets saved with save_to_disk. For the hub's dataset, give {SCHEME}datasets/{spec.path}"
+        )
+    return folder
+
+
+def pin_hub_dataset(source: S, commits: Mapping[str, str]) -> S:
+    """The source with a commit for a branch of the hub: the one in `commits`, or else the current one. Other sources
+    are unchanged. Raises DatasetError, HubError."""
+    if not isinstance(source, HubDataset):
+        return source
+    repo = hub_repo(source)
+    if repo is None or repo.is_pinned:
+        return source
+    commit = resolve_commit(pinned(repo, commits)).revision
+    return source.model_copy(update={"path": repo._replace(revision=None).uri, "revision": commit})
+
+
+def check_hub_dataset(spec: HubDataset) -> None:
+    """Raise DatasetError, HubError unless the path names a folder or a repository, and `row_function` a function.
+
+    The hub is not asked, so that a run whose datasets are in the store can be resumed without it."""
+    hub_repo(spec)
+    if spec.row_function is not None:
+        _row_function(spec.row_function)
+
+
+def hub_rows(spec: HubDataset, choose_columns: ChooseColumns) -> Iterator[HubRow]:
+    """Yield the rows of the dataset, with the chosen columns or, for a `row_function`, with all of them.
+
+    Raises HubError, and DatasetError if the dataset lacks one of the required columns.
+    """
+    dataset = _open(spec)
+    function = None if spec.row_function is None else _row_function(spec.row_function)
+    if function is None:
+        present = dataset.column_names
+        columns, required, any_of = choose_columns(set(present))
+        missing = sorted(required - set(present)) or ([] if any_of & set(present) else sorted(any_of))
+        if missing:
+            raise DatasetError(
+                f"{spec.source}: no column {' or '.join(map(repr, missing))}; the dataset has {', '.join(present)}. "
+                "Map the names with columns, for instance columns={'prompt': 'question'}, or give a row_function"
+            )
+        dataset = dataset.select_columns([name for name in present if name in columns])
+
+    # Stream the rows as Arrow holds them, a batch at a time.
+    row, rows = 0, len(dataset)
+    for batch in dataset.with_format("arrow").iter(batch_size=BATCH_ROWS):
+        for values in batch.to_pylist():
+            row += 1
+            location = RowLocation(spec.source, row)
+            yield HubRow(location, values if function is None else _converted(spec, function, values, location), rows)
+
+
+def _converted(spec: HubDataset, function: Any, values: dict[str, Any], location: RowLocation) -> Any:
+    try:
+        return function(values)
+    except Exception as error:  # the boundary to a user's code
+        raise DatasetError(f"{location.source}, row {location.row}: {spec.row_function!r} raised {error!r}") from error
+
+
+def _row_function(path: str) -> Any:
+    try:
+        function = load_object(path)
+    except ImportPathError as error:
+        raise DatasetError(f"row_function {error}") from error
+    if not callable(function):
+        raise DatasetError(f"row_function {path!r} is a {type(function).__name__}; expected a function of a row")
+    return function
+
+
+def _open(spec: HubDataset) -> Any:
+    """The `datasets.Dataset` of the spec. It is downloaded unless it is in the cache of the library."""
+    datasets = _library()
+    repo = hub_repo(spec)
+    if repo is None:
+        return _open_saved(datasets, spec)
+    repo = resolve_commit(repo)
+    builder = _builder(spec, repo)
+    with explained(repo), _named(repo):
+        builder.download_and_prepare()
+        return builder.as_dataset(split=spec.split)
+
+
+def _open_saved(datasets: Any, spec: HubDataset) -> Any:
+    dataset = datasets.load_from_disk(str(saved_folder(spec)))
+    if not isinstance(dataset, dict):
+        return dataset
+    if spec.split not in dataset:
+        raise DatasetError(f"{spec.path} has no split {spec.split!r}; it has {', '.join(dataset)}. Give one as split")
+    return dataset[spec.split]
+
+
+def _builder(spec: HubDataset, repo: HubRepo) -> Any:
+    """The `datasets.DatasetBuilder` of a commit. Data files and configuration are known, and nothing is downloaded."""
+    from huggingface_hub import HfApi
+
+    datasets = _library()
+    with explained(repo), _named(repo):
+        try:
+            builder = datasets.load_dataset_builder(repo.repo, spec.name, revision=repo.revision)
+        except FileNotFoundError:
+            # the library drops the hub's reason, which a request for access gives again
+            HfApi().auth_check(repo.repo, repo_type="dataset")
+            raise
+    # without the hub, the library gives the newest dataset of its cache, whatever its commit
+    if builder.hash != repo.revision:
+        raise HubError(f"the {repo} is not on this machine, and the hub cannot be reached; connect, or give a folder")
+    return builder
+
+
+class _named:
+    """Raises DatasetError in place of the library's errors about configurations, splits and files, which do not say of
+    which dataset they are."""
+
+    def __init__(self, repo: HubRepo) -> None:
+        self.repo = repo
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        # a missing file of the library is a ValueError or a FileNotFoundError; code in a repository a RuntimeError
+        if isinstance(error, ValueError | RuntimeError) or type(error).__name__ == "DataFilesNotFoundError":
+            lines = " ".join(str(error).split())
+            raise DatasetError(f"the {self.repo} cannot be loaded: {lines} (fields: name, split)") from error
+
+
+def _library() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ExtraNotInstalled("datasets of the hub need the package datasets; pip install 'ostinato[hub]'") from error
+    return datasets

@@ -37,7 +37,7 @@ GYM = {"kind": "reasoning_gym", "size": 3}
         ({"data__train": FILE}, "data.train: no file at 'none.jsonl'"),
         ({"data__heldout": {"kind": "file", "path": "held.jsonl"}}, "data.heldout: no file at 'held.jsonl'"),
         ({"data__train": FILE | {"path": __file__}}, "data.train: .*suffix '.py'; expected one of .jsonl"),
-        ({"model__key": "/no/such"}, "model.key: '/no/such' is not a model folder; give a folder, or the key"),
+        ({"model__key": "/no/such"}, "model.key: '/no/such' is not a model folder; give a folder, the key of"),
         ({"model__key": "nobody@1"}, "model.key: no model 'nobody@1': not a local folder, and not registered"),
         ({"grader__path": "no_such_module:f"}, "grader: 'no_such_module:f': no module 'no_such_module'"),
         ({"grader__arguments": {"speed": 2}}, r"grader: .* given the arguments \['speed'\]"),

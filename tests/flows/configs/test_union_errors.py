@@ -24,7 +24,7 @@ BODY: dict[str, Any] = {
     "algorithm": {"steps": 2},
     "optimizer": {"lr": 1e-3},
 }
-SOURCES = "file, python, reasoning_gym, registered"
+SOURCES = "file, hub, python, reasoning_gym, registered"
 
 
 def lines_of(model: type[BaseModel], body: dict[str, Any]) -> list[str]:

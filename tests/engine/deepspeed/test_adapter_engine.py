@@ -4,6 +4,7 @@ the torch trainer, and the published model is merged."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ SCORED = TokenSequence([10, 11, 12, 20, 21, 22], [0.0, 0.0, 0.0, 1.0, 1.0, 1.0])
 PROMPTS, SEEDS = [[10, 11, 12], [20, 21]], [1, 2]
 
 
-def engine_with(url: str, *, sampler: str = "torch", **trainer: object) -> LocalEngine:
-    keys = {"compute_dtype": "float32", "device": "cpu", "threads": 1, "trainer": trainer, "sampler": {"kind": sampler}}
+def engine_with(url: str, *, sampler: str = "torch", **trainer: Any) -> LocalEngine:
+    keys: dict[str, Any] = {"compute_dtype": "float32", "device": "cpu", "threads": 1, "trainer": trainer}
     if sampler == "vllm":
         keys["sampler"] = {"kind": "vllm", "kv_cache_gib": 0.25}
     return LocalEngine(url, LocalEngineSpec.model_validate(keys))
@@ -57,7 +58,8 @@ async def test_an_adapter_goes_from_the_ranks_to_the_torch_trainer_and_back(
     stage: int, spec: LoraSpec, tiny_folder: Path, tmp_path: Path
 ) -> None:
     url = f"file://{tmp_path}/store"
-    store, ranks = open_store(url), {"kind": "deepspeed", "ranks": 2, "zero_stage": stage}
+    store = open_store(url)
+    ranks: dict[str, Any] = {"kind": "deepspeed", "ranks": 2, "zero_stage": stage}
     engine = engine_with(url, **ranks)
     start = await new_policy(engine, tiny_folder, trainable=spec)
     first = await check_draws(engine, start)

@@ -1,6 +1,6 @@
 """Writes the demo's prompts, examples/data/sums-{train,heldout}.jsonl: one-digit additions in twelve wordings,
 sums-completions.jsonl, the training prompts with their answers, for SFT, and sums-preferences.jsonl, with a right and a
-wrong answer each, for DPO and reward models.
+wrong answer each, for DPO and reward models. Also products-train.jsonl, products of two digits, for a mixture.
 
 The held-out file has sums (unordered pairs of digits) that no training prompt has, in every wording:
 what it measures is the skill, not the memory of answers.
@@ -51,6 +51,9 @@ def main() -> None:
             answered = [{"prompt": row["prompt"], "completion": str(row["metadata"]["answer"])} for row in rows]
             write(folder / "sums-completions.jsonl", answered)
             write(folder / "sums-preferences.jsonl", [preference(row, Random(n)) for n, row in enumerate(rows)])
+    digits = range(1, 10)
+    products = [{"prompt": f"What is {a}*{b}?", "metadata": {"answer": a * b}} for a in digits for b in digits]
+    write(folder / "products-train.jsonl", products)
 
 
 def preference(row: dict[str, Any], source: Random) -> dict[str, str]:

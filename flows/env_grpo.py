@@ -82,7 +82,7 @@ class ENVGRPO(RolloutLoop):
             return episodes, episodes
 
         async with (
-            training_steps(self, total_steps) as steps,
+            training_steps(self, total_steps, data=data) as steps,
             self.lookahead(data, steps, play) as lookahead,
         ):
             async for step in steps:

@@ -87,7 +87,7 @@ class ENVPPO(RolloutLoop):
             return episodes, episodes
 
         async with (
-            training_steps(self, total_steps, further_models=[critic.model]) as steps,
+            training_steps(self, total_steps, further_models=[critic.model], data=data) as steps,
             self.lookahead(data, steps, play) as lookahead,
         ):
             async for step in steps:

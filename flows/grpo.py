@@ -77,7 +77,7 @@ class GRPO(RolloutLoop):
             )
 
         async with (
-            training_steps(self, total_steps) as steps,
+            training_steps(self, total_steps, data=data) as steps,
             self.lookahead(data, steps, sample_and_grade) as lookahead,
         ):
             async for step in steps:

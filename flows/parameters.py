@@ -24,14 +24,14 @@ from engine.text.threads import StringThread
 from storage.serialization import canonical_json
 from storage.store.tables import RowReader
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.spec import DatasetSource, DatasetUse
+from tasks.datasets.spec import DatasetUse, MixtureDataset, TrainingSource
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import build, grader_spec
 from tasks.load import load_prompts
 
 Kind = TypeVar("Kind")
 
-_SOURCE: TypeAdapter[DatasetSource] = TypeAdapter(DatasetSource)
+_SOURCE: TypeAdapter[TrainingSource] = TypeAdapter(TrainingSource)
 
 
 class Model(engine.handles.Model):
@@ -88,12 +88,14 @@ class Dataset(Generic[Kind]):
         return _dataset_of(kind)
 
     @property
-    def spec(self) -> DatasetSource:
+    def spec(self) -> TrainingSource:
         return _SOURCE.validate_json(self.source)
 
     async def load(self, ctx: HasWorkspace) -> list[Any]:
         """Reads all threads into memory; those of a Preference dataset are pairs (preferred, dispreferred). Raises
-        DatasetError."""
+        DatasetError, and TypeError for a mixture, whose shares a list does not have."""
+        if isinstance(self.spec, MixtureDataset):
+            raise TypeError("a mixture cannot be a list; give the training class the result of load_table(ctx)")
         table = await self.load_table(ctx)
         reader = RowReader(ctx.workspace.open_store(), table.ref)
         try:
@@ -121,7 +123,7 @@ class Dataset(Generic[Kind]):
 
         # a path, or a dataset spec
         shape = core_schema.union_schema(
-            [core_schema.str_schema(min_length=1), handler.generate_schema(DatasetSource)]
+            [core_schema.str_schema(min_length=1), handler.generate_schema(TrainingSource)]
         )
         return _schema_with_parser(shape, parse, lambda dataset: json.loads(dataset.source))
 

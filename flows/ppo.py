@@ -86,7 +86,7 @@ class PPO(RolloutLoop):
             )
 
         async with (
-            training_steps(self, total_steps, further_models=[critic.model]) as steps,
+            training_steps(self, total_steps, further_models=[critic.model], data=data) as steps,
             self.lookahead(data, steps, sample_and_grade) as lookahead,
         ):
             async for step in steps:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from flows.callbacks import Cadence
-from flows.configs.common import DatasetSource
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.display.terminal import TerminalProgress
 from flows.gspo import GSPO
@@ -24,7 +23,7 @@ from flows.training.finish import publish_and_report
 from flows.training.held_out import HeldoutEvaluator
 from flows.training.rollout_flow import reward_arguments
 from flows.training.supervised_flow import supervised_arguments
-from tasks.datasets.spec import DatasetUse
+from tasks.datasets.spec import DatasetUse, TrainingSource
 
 
 @checked_flow(name="sft_to_gspo", flow_run_name=flow_run_title)
@@ -36,7 +35,7 @@ async def sft_to_gspo(config: SFTToGSPOConfig) -> dict[str, Any]:
         config: the model, its conversations and prompts, and the grader.
     """
     logger = TerminalProgress()
-    further: dict[str, tuple[DatasetSource, DatasetUse]] = {"prompts": (config.data.prompts, "prompt")}
+    further: dict[str, tuple[TrainingSource, DatasetUse]] = {"prompts": (config.data.prompts, "prompt")}
     async with open_run("sft_to_gspo", config, logger, use="completion", further=further) as session:
         if session.result is not None:
             return session.result

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from engine.workspace import Workspace
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
-from tasks.datasets.load import LoadedDataset, LoadProgress, load_dataset
-from tasks.datasets.registered import pin_version, resolve_version
-from tasks.datasets.spec import DatasetSpec, DatasetUse
+from tasks.datasets.load import LoadedDataset, LoadProgress
+from tasks.datasets.mixture import load_training_data, pin_versions
+from tasks.datasets.registered import resolve_version
+from tasks.datasets.spec import DatasetSpec, DatasetUse, MixtureDataset
 from tasks.reports.clock import timed
 from tasks.sampling.stored_answers import store_answers
 from tasks.task_runs import durable_task
@@ -26,7 +27,7 @@ def load_answers(
 @durable_task("load", "load-{kind}s")
 def load_prompts(
     workspace: Workspace,
-    spec: DatasetSpec,
+    spec: DatasetSpec | MixtureDataset,
     kind: DatasetUse,
     on_progress: Callable[[LoadProgress], None] = lambda progress: None,
 ) -> LoadedDataset:
@@ -38,9 +39,9 @@ def load_prompts(
     store = workspace.open_store()
     with timed("storage"):
         source = resolve_version(store, spec, kind, run=workspace.run, commits=workspace.hub)
-        data = load_dataset(
+        data = load_training_data(
             store, source, kind=kind, provenance=workspace.provenance, on_progress=on_progress
         )
         if store.exists(keys.run_json(workspace.run)):
-            pin_version(store, workspace.run, spec, kind, data.ref)
+            pin_versions(store, workspace.run, spec, kind, data)
         return data

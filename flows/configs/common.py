@@ -35,7 +35,7 @@ from storage.store.keys import validate_name
 from tasks import import_paths
 from tasks.batches.rl import AdvantageEstimator, BatchPlan
 from tasks.batches.truncation import Cut, LengthPlan
-from tasks.datasets.spec import DatasetSource, HeldoutSource
+from tasks.datasets.spec import HeldoutSource, MixtureDataset, TrainingSource
 from tasks.graders.spec import Workers
 from tasks.sampling.completions import PromptShard, Truncation
 from tasks.sampling.grading import Grading
@@ -71,14 +71,13 @@ class ModelConfig(Frozen):
         try:
             return None if value is None else validate_name(value)
         except InvalidKey as error:
-            # refused now, and not when the training is over
             raise ValueError(str(error)) from error
 
 
 class DataConfig(Frozen):
     """The dataset to train on."""
 
-    train: DatasetSource
+    train: TrainingSource
     """Dataset to train on."""
 
 
@@ -279,7 +278,6 @@ class FlowConfig(FormConfig):
     def semantic(self) -> dict[str, Any]:
         """The part of the config that decides the result. Names, time limits and retries are left out."""
         body = self.model_dump(mode="json", include=set(SEMANTIC))
-        # the name of the published model
         for model in (body["model"], body.get("value_model", {})):
             model.pop("publish_as", None)
         body["data"].pop("heldout", None)
@@ -322,6 +320,13 @@ class TrainingConfig(FlowConfig):
         @property
         def title(self) -> str: ...
 
+    @model_validator(mode="after")
+    def _batch_holds_the_mixture(self) -> Self:
+        algorithm = getattr(self, "algorithm", None)  # that of a stage is checked in the config of the stage
+        if algorithm is not None and isinstance(self.data.train, MixtureDataset):
+            self.data.train.check_batch(algorithm.samples_per_batch // getattr(algorithm, "completions_per_sample", 1))
+        return self
+
 
 class GRPOConfig(TrainingConfig):
     """`ostinato run grpo`: reinforcement learning from graded rollouts."""
@@ -355,8 +360,7 @@ def check_sampled_run(
     sampling: SamplingParams,
     evaluation: EvaluationConfig,
 ) -> None:
-    """Raises ValueError for a run without an end in which something depends on its progress, and for a temperature at
-    which the completions of a group would be equal."""
+    """Raises ValueError for a run without an end in which something depends on its progress, and for temperature 0."""
     endless = algorithm.steps is None and algorithm.epochs is None
     # schedules over the run, and checkpoints by its fractions, need an end
     if endless and not optimizer.endless:

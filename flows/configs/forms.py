@@ -58,7 +58,7 @@ FLOW_FIELDS_SHOWN = frozenset({
 """Fields of a flow's config that a form shows unfolded, although they have a default."""
 GROUP_FIELDS_SHOWN = frozenset({
     "kind", "heldout", "max_new_tokens", "algorithm", "steps", "samples_per_batch", "completions_per_sample",
-    "optimizer", "lr",
+    "optimizer", "lr", "weight",
 })  # fmt: skip
 """Fields of groups that a form shows unfolded, although they have a default."""
 FURTHER = "further settings"

@@ -13,7 +13,7 @@ from flows.configs.titles import training_title
 from flows.configs.validation import ValidationConfig
 from storage.number_types import MAX_RATE, Divisor
 from tasks.batches.truncation import check_uncut
-from tasks.datasets.spec import HeldoutRowsSource, RowsSource
+from tasks.datasets.spec import HeldoutRowsSource, RowsTrainingSource
 
 
 class PreferenceOptimizer(OptimizerConfig):
@@ -26,7 +26,7 @@ class PreferenceOptimizer(OptimizerConfig):
 class PreferenceDataConfig(DataConfig):
     """The preferences to train on, and held-out preferences for the validation loss."""
 
-    train: RowsSource
+    train: RowsTrainingSource
     """Preferences to train on. Rows have `chosen` and `rejected`: messages, or texts together with a `prompt`."""
     heldout: HeldoutRowsSource | None = None
     """Preferences of the validation loss, on which the model is never trained. None: no validation loss."""
@@ -35,7 +35,7 @@ class PreferenceDataConfig(DataConfig):
 class RewardDataConfig(DataConfig):
     """The preferences or ratings to train on, and held-out ones for the validation loss."""
 
-    train: RowsSource
+    train: RowsTrainingSource
     """Dataset to train on. Rows have `chosen` and `rejected`, or are rated conversations."""
     heldout: HeldoutRowsSource | None = None
     """Rows of the validation loss, of the same kind as train. The model is never trained on them. None: no validation

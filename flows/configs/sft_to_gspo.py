@@ -22,7 +22,7 @@ from flows.configs.gspo import GSPOAlgorithm, GSPOConfig
 from flows.configs.reinforcement import BatchRules, Regularisation
 from flows.configs.titles import training_title
 from storage.serialization import Frozen
-from tasks.datasets.spec import DatasetSource
+from tasks.datasets.spec import TrainingSource
 
 STAGES = ("sft", "gspo")
 
@@ -30,9 +30,9 @@ STAGES = ("sft", "gspo")
 class SFTToGSPODataConfig(PromptDataConfig):
     """The conversations of the first stage, the prompts of the second, and held-out prompts for the evaluation."""
 
-    train: DatasetSource
+    train: TrainingSource
     """Conversations that the first stage trains on."""
-    prompts: DatasetSource
+    prompts: TrainingSource
     """Prompts that the second stage answers; the answers are graded."""
 
 

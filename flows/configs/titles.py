@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from tasks.datasets.spec import DatasetSource, HubDataset, PythonDataset, ReasoningGymDataset, RegisteredDataset
+from tasks.datasets.spec import (
+    HubDataset,
+    MixtureDataset,
+    PythonDataset,
+    ReasoningGymDataset,
+    RegisteredDataset,
+    TrainingSource,
+)
 
 VERSION_LETTERS = 8
 
@@ -18,9 +25,12 @@ def model_title(key: str) -> str:
     return f"{name}{separator}{version}" or key
 
 
-def dataset_title(source: DatasetSource) -> str:
+def dataset_title(source: TrainingSource) -> str:
     """The name of a dataset: of its generator or function, of the registered dataset, or of its file without folder and
-    ending (for a pattern, of the folder). For several files it is the first one's, with the number of the others."""
+    ending (for a pattern, of the folder). For several files, and for a mixture, it is the first one's, with the number
+    of the others."""
+    if isinstance(source, MixtureDataset):
+        return f"{dataset_title(source.parts[0].dataset)} and {len(source.parts) - 1} more"
     if isinstance(source, RegisteredDataset):
         return model_title(source.key)
     if isinstance(source, ReasoningGymDataset):
@@ -37,6 +47,6 @@ def dataset_title(source: DatasetSource) -> str:
     return name
 
 
-def training_title(flow: str, key: str, source: DatasetSource, seed: int) -> str:
+def training_title(flow: str, key: str, source: TrainingSource, seed: int) -> str:
     """The name of a training run: `grpo smollm2-135m on chain_sum, seed 3`."""
     return f"{flow} {model_title(key)} on {dataset_title(source)}, seed {seed}"

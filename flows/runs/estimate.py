@@ -29,6 +29,8 @@ from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import RowReader
 from tasks.datasets.load import THREAD_COLUMNS, LoadedDataset
+from tasks.datasets.load_order import load_order
+from tasks.datasets.order import DataCursor
 
 N = TypeVar("N", int, Durations)
 
@@ -313,10 +315,16 @@ def count_steps(config: TrainingConfig, rows: int) -> int | None:
 
 
 def _mean_row_tokens(store: ObjectStore, data: LoadedDataset) -> int:
-    """Approximate mean length of the first rows in tokens. A preference pair counts both of its conversations."""
+    """Approximate mean length in tokens of the first rows of the table or, of a mixture, those that are read first.
+
+    A preference pair counts both of its conversations.
+    """
+    indices = list(range(min(SAMPLED_ROWS, data.rows)))
+    if data.parts:
+        indices, _ = load_order(store, data, seed=0).take(DataCursor(), SAMPLED_ROWS)
     reader = RowReader(store, data.ref)
     try:
-        rows = reader.rows(range(min(SAMPLED_ROWS, data.rows)))
+        rows = reader.rows(indices)
     finally:
         reader.close()
     # characters instead of tokens, because no tokenizer is loaded here

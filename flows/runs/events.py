@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL
 from storage.registry.decisions import CHAMPION, Decision
 from storage.store import keys
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.spec import DatasetSpec, DatasetUse, RowsDataset
+from tasks.datasets.spec import DatasetSpec, DatasetUse, MixtureDataset, RowsDataset
 
 MODEL_PROMOTED = "ostinato.model.promoted"
 RUN_STALLED = "ostinato.run.stalled"
@@ -38,7 +38,7 @@ def announce_promotion(decision: Decision) -> None:
     )
 
 
-def announce_dataset(data: LoadedDataset, spec: DatasetSpec, use: DatasetUse) -> None:
+def announce_dataset(data: LoadedDataset, spec: DatasetSpec | MixtureDataset, use: DatasetUse) -> None:
     """Sends `ostinato.dataset.registered` if this load committed a new version of the dataset."""
     if not data.new:
         return

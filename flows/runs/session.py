@@ -47,8 +47,9 @@ from storage.store.objects import read_json
 from storage.worklog import log_work
 from tasks.datasets.load import LoadedDataset, load_dataset
 from tasks.datasets.load_order import load_order
-from tasks.datasets.registered import pin_version, resolve_version
-from tasks.datasets.spec import DatasetSource, DatasetUse, RegisteredDataset
+from tasks.datasets.mixture import pin_versions
+from tasks.datasets.registered import resolve_version
+from tasks.datasets.spec import DatasetUse, RegisteredDataset, TrainingSource
 from tasks.graders.running.shared_graders import tear_down_idle_graders
 from tasks.load import load_prompts
 
@@ -117,7 +118,7 @@ async def open_run(
     logger: TerminalProgress,
     *,
     use: DatasetUse,
-    further: Mapping[str, tuple[DatasetSource, DatasetUse]] | None = None,
+    further: Mapping[str, tuple[TrainingSource, DatasetUse]] | None = None,
 ) -> AsyncIterator[RunSession]:
     """Loads the inputs, creates or reopens the run, and holds its lease within the block.
 
@@ -212,11 +213,11 @@ def _check_config(workspace: Workspace, config: TrainingConfig, use: DatasetUse,
 
 
 def _record_versions(
-    workspace: Workspace, sources: Mapping[str, tuple[DatasetSource, DatasetUse]], data: Mapping[str, LoadedDataset]
+    workspace: Workspace, sources: Mapping[str, tuple[TrainingSource, DatasetUse]], data: Mapping[str, LoadedDataset]
 ) -> None:
     """Records which versions of registered datasets the run uses."""
     for name, (source, use) in sources.items():
-        pin_version(workspace.open_store(), workspace.run, source, use, data[name].ref)
+        pin_versions(workspace.open_store(), workspace.run, source, use, data[name])
 
 
 def _heldout_use(config: TrainingConfig, use: DatasetUse) -> DatasetUse:
@@ -225,7 +226,7 @@ def _heldout_use(config: TrainingConfig, use: DatasetUse) -> DatasetUse:
 
 
 def _load(
-    workspace: Workspace, source: DatasetSource, use: DatasetUse, logger: TerminalProgress
+    workspace: Workspace, source: TrainingSource, use: DatasetUse, logger: TerminalProgress
 ) -> LoadedDataset:
     """Loads a dataset and its order, announces it if it is new, and notes the version of a registered one."""
     title = dataset_title(source)

@@ -15,7 +15,7 @@ from flows.configs.training import AnyTraining, DPOTraining, RewardModelTraining
 from storage.registry.hub import resolve_commit
 from storage.store.objects import ObjectStore
 from tasks.datasets.registered import resolve_version
-from tasks.datasets.spec import DatasetSource, DatasetUse
+from tasks.datasets.spec import DatasetUse, TrainingSource
 
 
 def import_flow(kind: str) -> Flow[..., Coroutine[Any, Any, Any]]:
@@ -39,7 +39,7 @@ def with_full_versions(store: ObjectStore, training: AnyTraining) -> AnyTraining
     return training.model_copy(update={"config": config})
 
 
-def training_inputs(training: AnyTraining) -> dict[str, tuple[DatasetSource, DatasetUse]]:
+def training_inputs(training: AnyTraining) -> dict[str, tuple[TrainingSource, DatasetUse]]:
     """The datasets of a training with the use of each, by the name that the run gives them. "dataset" is the first."""
     config: TrainingConfig = training.config
     use: DatasetUse = "prompt"
@@ -49,7 +49,7 @@ def training_inputs(training: AnyTraining) -> dict[str, tuple[DatasetSource, Dat
         use = "preference"
     elif isinstance(training, RewardModelTraining):
         use = training.config.data.use
-    inputs: dict[str, tuple[DatasetSource, DatasetUse]] = {"dataset": (config.data.train, use)}
+    inputs: dict[str, tuple[TrainingSource, DatasetUse]] = {"dataset": (config.data.train, use)}
     if isinstance(config, SFTToGSPOConfig):
         inputs["prompts"] = (config.data.prompts, "prompt")
     return inputs

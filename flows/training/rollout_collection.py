@@ -22,7 +22,8 @@ from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
 from tasks.batches.rl import count_informative_prompts
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.order import DataCursor, DataOrder, repetitions
+from tasks.datasets.load_order import RunOrder
+from tasks.datasets.order import DataCursor, repetitions
 from tasks.sampling.completions import PromptShard, Truncation
 
 
@@ -57,7 +58,7 @@ class PromptSource:
     prompts_per_step: int
     completions_per_prompt: int
     prompts_per_shard: int
-    order: DataOrder
+    order: RunOrder
     max_prompt_tokens: int | None
     truncation: Truncation
 

@@ -36,8 +36,7 @@ from tasks.batches.rl import BatchPlan
 from tasks.credit.kl_controllers import AdaptiveKL, FixedKL
 from tasks.credit.rewards import Overlong, RewardKL
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.load_order import load_order
-from tasks.datasets.order import DataOrder
+from tasks.datasets.load_order import RunOrder, load_order
 from tasks.datasets.spec import InlineDataset
 from tasks.load import load_prompts
 from tasks.sampling.long_prompts import rows_that_fit
@@ -76,7 +75,7 @@ class RolloutLoop(TrainingLoop):
     ) -> None:
         super().__init__(model, options, lr=lr)
         self.dataset = dataset
-        self.order: DataOrder | None = None
+        self.order: RunOrder | None = None
         """The order of the rows. `load_dataset` prepares it."""
         # the length of the run
         self.max_steps = whole_number(self.length, max_steps)

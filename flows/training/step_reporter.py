@@ -24,6 +24,7 @@ from storage.errors import ObjectNotFound
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.worklog import log_work
+from tasks.datasets.load import LoadedPart
 from tasks.datasets.order import DataCursor
 from tasks.evaluation.validation_curve import Validation, describe_size, read_validations, validation_of
 from tasks.loggers.base import LoggedRun, SentLog
@@ -60,6 +61,8 @@ class StepReporter:
         self.chain = Chain.of(self.store, policy)
         self.logger, self.total_steps = logger, total_steps
         self.model, self.loss, self.reference = model, loss, reference
+        self.parts: Sequence[LoadedPart] = ()
+        """The parts of the mixture that the steps take their rows from. Empty for a single dataset."""
         self._resumed = policy.step > 0
         self.last_record: CommitRecord | None = None
         """The record of the last committed step of this stage; None before the first."""
@@ -95,6 +98,7 @@ class StepReporter:
             graded,
             total_steps=self.total_steps,
             seconds=self.clock.lap(),
+            parts=self.parts,
         ).model_copy(update={"resumed": self._resumed})
         self._resumed = False
         # store the metrics before they are shown, so that nothing is shown that a crash could lose

@@ -59,7 +59,7 @@ class SupervisedLoop(TrainingLoop):
         size = min(self.samples_per_batch, data.rows)
         # rounded up: the last batch may contain rows of one further epoch
         total_steps = self.max_steps or -(-self.epochs * data.rows // size)
-        async with training_steps(self, total_steps, loss=self.loss, reference=reference) as steps:
+        async with training_steps(self, total_steps, loss=self.loss, reference=reference, data=data) as steps:
             async for step in steps:
                 cursor = steps.cursor
                 # the next rows of the dataset, and their batch

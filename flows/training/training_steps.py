@@ -26,6 +26,7 @@ from flows.training.step_reporter import StepReporter, kind_of_work
 from flows.training.time_left import TimeLeft
 from flows.training.training_loop import TrainingLoop
 from storage.chain.records import CommitRecord, PolicyRef
+from tasks.datasets.load import LoadedDataset
 from tasks.datasets.order import DataCursor
 
 CHECKPOINT = "checkpoint"
@@ -135,6 +136,7 @@ async def training_steps(
     further_models: Sequence[TrainingModel] = (),
     loss: LossSpec | None = None,
     reference: PolicyRef | None = None,
+    data: LoadedDataset | None = None,
 ) -> AsyncIterator[TrainingSteps]:
     """The steps of an open stage, from the last committed one to `total_steps` (None: without an end).
 
@@ -143,6 +145,7 @@ async def training_steps(
         further_models: models that are trained together with `loop.model`. A step is complete when all have taken it.
         loss: what a validation loss measures, for a loop that trains on a dataset.
         reference: the policy that `loss` compares with.
+        data: the dataset that the cursor is in. The metrics of a mixture say what a step took from each part.
     """
     # resume after the last step that all models have committed
     models = (loop.model, *further_models)
@@ -166,6 +169,7 @@ async def training_steps(
             time_left=time_left,
         ) as reporter,
     ):
+        reporter.parts = data.parts if data else ()
         steps = TrainingSteps(loop, models, policies, total_steps, checkpoints, reporter)
         await steps.begin()
         yield steps

@@ -87,6 +87,10 @@ def rows_consumed(record: CommitRecord, rows: int) -> int | None:
     before, after = record.request.cursor_in, record.request.cursor_out
     if not before or not after or rows < 1:
         return None
+    # the cursor of a mixture counts what was drawn of each part
+    drawn = [name for name in after if name.startswith("drawn_")]
+    if drawn:
+        return sum(after[name] - before.get(name, 0) for name in drawn)
     return (after["epoch"] - before["epoch"]) * rows + after["index"] - before["index"]
 
 

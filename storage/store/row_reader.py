@@ -82,6 +82,13 @@ class RowReader:
                 table = self._read_group(group, [name])
             yield from table.column(name).to_pylist()
 
+    def blocks(self) -> Iterator[pa.Table]:
+        """Yields the table in blocks that follow one another, each a row group."""
+        for group in range(self._file.num_row_groups):
+            with self._lock:
+                table = self._read_group(group)
+            yield table
+
     def close(self) -> None:
         self._source.close()
 

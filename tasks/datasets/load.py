@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from engine.text.threads import StringThread
 from storage.errors import CorruptArtifact, InvalidKey
@@ -55,6 +55,17 @@ ID_CHARACTERS = 32
 """Hex digits of an id: 128 bits of sha256."""
 
 
+class LoadedPart(OrderedDataset):
+    """A part of a mixture. The table of the mixture holds the rows of its parts, one part after the other."""
+
+    name: str
+    """Name of the part in metrics."""
+    ref: ArtifactRef
+    """The part as a dataset of its own."""
+    rows: int
+    weight: float
+
+
 class LoadedDataset(OrderedDataset):
     """A dataset in the store, and the order in which training reads it."""
 
@@ -66,6 +77,8 @@ class LoadedDataset(OrderedDataset):
     """Number of rows that were left out because they cannot be used."""
     skipped_reasons: tuple[str, ...] = ()
     """Errors of the first few skipped rows."""
+    parts: tuple[LoadedPart, ...] = Field((), exclude_if=lambda parts: not parts)
+    """The parts of a mixture. Empty for any other dataset."""
 
 
 class LoadProgress(NamedTuple):

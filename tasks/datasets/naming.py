@@ -18,10 +18,17 @@ def row_name(store: ObjectStore, dataset: ArtifactRef, index: int) -> str:
     Rows are counted from 1, as in the errors of loading, over all files of the dataset. Rows that were skipped at
     loading have no index and are not counted.
     """
+    manifest = read_manifest(store, dataset.key)
+    # The rows of a mixture are counted within its parts, which are its parents.
+    for uri in manifest.parents:
+        part = read_manifest(store, uri.partition("#")[0]).ref
+        rows = part.rows or 0
+        if index < rows:
+            return row_name(store, part, index)
+        index -= rows
     # Generated and inline datasets have no file, so the name of the dataset stands for it.
-    extra = read_manifest(store, dataset.key).extra
-    spec = extra.get("spec")
+    spec = manifest.extra.get("spec")
     has_source = isinstance(spec, dict) and spec.get("kind") in ("file", "hub", "python")
-    source = extra["source"] if has_source else keys.dataset_of(dataset.key)[0]
-    skipped = ", where skipped rows are not counted" if extra.get("skipped") else ""
+    source = manifest.extra["source"] if has_source else keys.dataset_of(dataset.key)[0]
+    skipped = ", where skipped rows are not counted" if manifest.extra.get("skipped") else ""
     return f"row {index + 1} of {source}{skipped}"

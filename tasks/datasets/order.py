@@ -10,13 +10,19 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from storage.serialization import Frozen
 
 
 class DataCursor(Frozen):
-    """The position of a run: `index` rows of epoch `epoch` (from 0) are read. Always `index < rows`."""
+    """The position of a run: `index` rows of epoch `epoch` (from 0) are read. Always `index < rows`.
+
+    The cursor of a mixture has further numbers: see tasks.datasets.mixture_order.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, int]
 
     epoch: int = Field(default=0, ge=0)
     index: int = Field(default=0, ge=0)
@@ -73,9 +79,9 @@ class DataOrder:
         return DataOrder(len(rows), epoch_order)
 
 
-def shuffled(rows: int, *, seed: int) -> DataOrder:
-    """The order that is another seeded permutation in each epoch."""
-    return DataOrder(rows, partial(_permutation_of_epoch, rows, seed))
+def shuffled(rows: int, *, seed: int, part: int = 0) -> DataOrder:
+    """The order that is another seeded permutation in each epoch. Each part of a mixture has its own ones."""
+    return DataOrder(rows, lru_cache(maxsize=2)(partial(_permute, rows, seed, part)))
 
 
 def same_in_each_epoch(indices: Sequence[int] | np.ndarray) -> DataOrder:
@@ -85,7 +91,7 @@ def same_in_each_epoch(indices: Sequence[int] | np.ndarray) -> DataOrder:
 
 def take(cursor: DataCursor, n: int, *, rows: int, seed: int) -> tuple[list[int], DataCursor]:
     """Return the next `n` row indices of a shuffled dataset, and the cursor after them. See `DataOrder.take`."""
-    return shuffled(rows, seed=seed).take(cursor, n)
+    return DataOrder(rows, lambda epoch: permutation(rows, seed=seed, epoch=epoch)).take(cursor, n)
 
 
 def repetitions(rows: list[int]) -> list[int]:
@@ -98,10 +104,6 @@ def repetitions(rows: list[int]) -> list[int]:
     return earlier_counts
 
 
-def _permutation_of_epoch(rows: int, seed: int, epoch: int) -> np.ndarray:
-    return permutation(rows, seed=seed, epoch=epoch)
-
-
 @lru_cache(maxsize=2)
 def permutation(rows: int, *, seed: int, epoch: int) -> np.ndarray:
     """A permutation of range(rows), int64, read-only. It depends on (rows, seed, epoch) only.
@@ -109,9 +111,14 @@ def permutation(rows: int, *, seed: int, epoch: int) -> np.ndarray:
     It sorts the raw 64-bit stream of Philox, which numpy promises never to change. The stream of
     `Generator.permutation` may change between numpy versions, so an upgrade could break a resumed run.
     """
-    # The hash gives each (seed, epoch) an unrelated key. A stable sort makes equal draws deterministic, too.
-    key = int.from_bytes(hashlib.sha256(f"data order {seed} {epoch}".encode()).digest()[:16], "big")
+    return _permute(rows, seed, 0, epoch)
+
+
+def _permute(rows: int, seed: int, part: int, epoch: int) -> np.ndarray:
+    # The hash gives each (seed, epoch, part) an unrelated key. A stable sort makes equal draws deterministic, too.
+    name = f"data order {seed} {epoch}" + (f" part {part}" if part else "")
+    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
     order = np.argsort(np.random.Philox(key=key).random_raw(rows), kind="stable").astype(np.int64)
-    # The cache returns the same array to all callers.
+    # The caches return the same array to all callers.
     order.flags.writeable = False
     return order

@@ -14,7 +14,7 @@ from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore, read_json
 from tasks.datasets.errors import DatasetError, DatasetNotFound
 from tasks.datasets.hub import pin_hub_dataset
-from tasks.datasets.spec import DatasetUse, HubDataset, RegisteredDataset
+from tasks.datasets.spec import DatasetUse, HubDataset, MixtureDataset, RegisteredDataset
 
 S = TypeVar("S")
 
@@ -33,12 +33,18 @@ def resolve_version(
     commits: Mapping[str, str] | None = None,
 ) -> S:
     """Return the source with its full version if it is a registered dataset, with its commit if it is one of the hub,
-    and unchanged otherwise.
+    and unchanged otherwise. The parts of a mixture are resolved alike.
 
     With `run`, the version that the run has recorded is used, if there is one. `commits` are those that the run uses of
     the hub's branches. Raises DatasetNotFound for an unknown name or version, DatasetError for a dataset of another
     use, and HubError.
     """
+    if isinstance(source, MixtureDataset):
+        parts = []
+        for part in source.parts:
+            dataset = resolve_version(store, part.dataset, use, run=run, commits=commits)
+            parts.append(part.model_copy(update={"dataset": dataset}))
+        return source.model_copy(update={"parts": tuple(parts)})
     if isinstance(source, HubDataset):
         return pin_hub_dataset(source, commits or {})
     if not isinstance(source, RegisteredDataset):

@@ -256,6 +256,44 @@ RowsSource = Annotated[FileDataset | HubDataset | PythonDataset | RegisteredData
 """A dataset of preferences or ratings that a config can declare."""
 
 
+class MixturePart(Frozen):
+    """A dataset of a mixture and its share."""
+
+    dataset: DatasetSource
+    """The dataset. It has its own order, and begins its next epoch when all its rows are read."""
+    weight: float = Field(1.0, ge=1e-6, le=1e6, allow_inf_nan=False)
+    """Weight of the dataset. Its share of the rows is its weight divided by the sum of the weights, of which six
+    decimals count. The size of the dataset has no influence."""
+
+
+class MixtureDataset(Frozen):
+    """Several datasets, of which every batch has fixed shares."""
+
+    kind: Literal["mixture"] = "mixture"
+    parts: tuple[MixturePart, ...] = Field(min_length=2)
+    """The datasets and their weights."""
+
+    def check_batch(self, rows: int) -> None:
+        """Raise ValueError if a batch of `rows` rows of the mixture is smaller than the number of its parts."""
+        if rows < len(self.parts):
+            raise ValueError(
+                f"a batch has {rows} rows, fewer than the {len(self.parts)} datasets of the mixture, so that a batch "
+                "would lack some of them; raise algorithm.samples_per_batch (divided by completions_per_sample where "
+                "completions are sampled), or leave datasets out"
+            )
+
+
+TrainingSource = Annotated[
+    FileDataset | HubDataset | PythonDataset | ReasoningGymDataset | RegisteredDataset | MixtureDataset,
+    Field(discriminator="kind"),
+]
+"""A dataset to train on."""
+RowsTrainingSource = Annotated[
+    FileDataset | HubDataset | PythonDataset | RegisteredDataset | MixtureDataset, Field(discriminator="kind")
+]
+"""A dataset of preferences or ratings to train on."""
+
+
 def _without_order(source: OrderedDataset) -> OrderedDataset:
     if source.order != "shuffled":
         raise ValueError(

@@ -82,6 +82,9 @@ def figures_of(metrics: StepMetrics) -> dict[str, float]:
             figures[f"train/{name}"] = value
     for source, mean in metrics.by_source.items():
         figures[f"reward/{source}"] = mean
+    for part, drawn in metrics.by_part.items():
+        figures[f"data/{part}/rows"] = drawn.rows
+        figures[f"data/{part}/epoch"] = drawn.epoch
     for name, value in metrics.seconds.items():
         figures[f"seconds/{name}"] = value
     return figures

@@ -2,13 +2,22 @@
 
 from collections.abc import Sequence
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from storage.serialization import Frozen
 from tasks.evaluation.statistics import mean_interval
 
 ACTIVITIES = ("rollout", "grade", "train", "sync", "storage", "orchestration")
 """Activities of a step in the order of the loop: the keys of `StepMetrics.seconds`."""
+
+
+class PartMetrics(Frozen):
+    """What a step took from one part of a mixture."""
+
+    rows: int
+    """Rows that the step drew from the part."""
+    epoch: float
+    """Passes over the part since the run began. Rows that are left out for their length count as rows of the part."""
 
 
 class StepMetrics(Frozen):
@@ -25,6 +34,8 @@ class StepMetrics(Frozen):
     reward_std: float | None = None
     by_source: dict[str, float] = {}
     """Mean reward per `data_source` of the prompts' metadata."""
+    by_part: dict[str, PartMetrics] = Field({}, exclude_if=lambda parts: not parts)
+    """What the step took from each part of a mixture, by its name. Empty for a single dataset."""
     kl_mean: float | None = None
     """Mean per-token KL to the reference, nats."""
     pair_accuracy: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -16,8 +16,9 @@ from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_step_table
 from tasks.batches.columns import LogprobGap
+from tasks.datasets.load import LoadedPart
 from tasks.evaluation.validation_curve import means_by_source
-from tasks.reports.metrics import StepMetrics
+from tasks.reports.metrics import PartMetrics, StepMetrics
 from tasks.sampling.shards import AHEAD, read_tables
 from tasks.sampling.trajectories import read_trajectories
 
@@ -32,8 +33,10 @@ def measure_step(
     *,
     total_steps: int | None,
     seconds: dict[str, float],
+    parts: Sequence[LoadedPart] = (),
 ) -> StepMetrics:
-    """The metrics of a step. Without rollouts (SFT) the fields of reinforcement learning are None."""
+    """The metrics of a step. Without rollouts (SFT) the fields of reinforcement learning are None. `parts`: those of
+    the mixture that the step took its rows from."""
     # The rewards: one per completion, or one per episode.
     if all(ref.kind == "graded" for ref in graded):
         rewards, masked = _grades(store, graded)
@@ -56,6 +59,7 @@ def measure_step(
         reward_mean=mean,
         reward_std=deviation,
         by_source=means_by_source(_for_each_shard(lambda ref: _sums_by_source(store, ref), graded)),
+        by_part=_rows_of_parts(record, parts),
         kl_mean=record.metrics.get("kl_mean"),
         pair_accuracy=record.metrics.get("accuracy_mean"),
         pair_margin=_margin(record.metrics),
@@ -73,6 +77,16 @@ def measure_step(
         tokens_per_second=tokens / wall_seconds if wall_seconds else 0.0,
         seconds=seconds,
     )
+
+
+def _rows_of_parts(record: CommitRecord, parts: Sequence[LoadedPart]) -> dict[str, PartMetrics]:
+    before, after = record.request.cursor_in, record.request.cursor_out
+    by_part = {}
+    for number, part in enumerate(parts):
+        drawn = after.get(f"drawn_{number}", 0)
+        rows = drawn - before.get(f"drawn_{number}", 0)
+        by_part[part.name] = PartMetrics(rows=rows, epoch=drawn / part.rows)
+    return by_part
 
 
 def _margin(metrics: Mapping[str, float]) -> float | None:

@@ -33,6 +33,8 @@ FIRST = {
     "env_grpo": IN_EPISODES, "env_gspo": IN_EPISODES, "env_ppo": IN_EPISODES,
 }  # fmt: skip
 """Flow -> where its first process is killed; the second is at IN_STEP, in all of them."""
+ON_A_MIXTURE = ("sft", "dpo", "gspo")
+"""Flows that train on a mixture here: one each of conversations, preferences and prompts."""
 
 
 @dataclass
@@ -89,7 +91,12 @@ def config_of(flow: str, path: Path, tiny_folder: Path) -> dict[str, Any]:
 
 def make_folder(flow: str, path: Path, tiny_folder: Path, server: str) -> Trained:
     path.mkdir()
-    (path / "config.yaml").write_text(yaml.safe_dump(config_of(flow, path, tiny_folder)))
+    config = config_of(flow, path, tiny_folder)
+    if flow in ON_A_MIXTURE:
+        dataset = config["data"]["train"]
+        parts = [{"dataset": dataset | {"order": "file"}, "weight": 3}, {"dataset": dataset, "weight": 1}]
+        config["data"]["train"] = {"kind": "mixture", "parts": parts}
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
     return Trained(path, server, flow)
 
 

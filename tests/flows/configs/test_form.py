@@ -167,7 +167,7 @@ def test_the_form_of_grpo() -> None:
     assert algorithm["kl_estimator"]["enum"] == ["k1", "abs", "k2", "k3"]
     assert schema["OptimizerConfig"]["properties"]["lr"]["title"] == "Learning rate"
     train = schema["PromptDataConfig"]["properties"]["train"]
-    kinds = ["FileDataset", "HubDataset", "PythonDataset", "ReasoningGymDataset", "RegisteredDataset"]
+    kinds = ["FileDataset", "HubDataset", "PythonDataset", "ReasoningGymDataset", "RegisteredDataset", "MixtureDataset"]
     assert [option["$ref"].rpartition("/")[2] for option in train["anyOf"]] == kinds
     assert schema["FileDataset"]["title"] == "File dataset"
     assert schema["FileDataset"]["properties"]["kind"]["enum"] == ["file"]

@@ -24,7 +24,9 @@ BODY: dict[str, Any] = {
     "algorithm": {"steps": 2},
     "optimizer": {"lr": 1e-3},
 }
-SOURCES = "file, hub, python, reasoning_gym, registered"
+OF_SUITES = "file, hub, python, reasoning_gym, registered"
+SOURCES = f"{OF_SUITES}, mixture"
+"""The kinds of datasets to train on. A suite takes no mixture."""
 
 
 def lines_of(model: type[BaseModel], body: dict[str, Any]) -> list[str]:
@@ -79,7 +81,7 @@ def test_a_value_that_does_not_fit_is_one_line(changes: dict[str, Any], line: st
 def test_a_list_with_a_wrong_item_is_not_called_empty() -> None:
     suite = {"datasets": [{"name": "a", "source": {"kind": "x"}}], "graders": [{"name": "b", "path": "a:b"}]}
     body = {"model": "m", "training": {"kind": "grpo", "config": BODY}, "suite": suite}
-    assert lines_of(RecurringConfig, body) == [f"suite.datasets.0.source: given kind='x'; give one of {SOURCES}"]
+    assert lines_of(RecurringConfig, body) == [f"suite.datasets.0.source: given kind='x'; give one of {OF_SUITES}"]
     suite["datasets"] = []
     (line,) = lines_of(RecurringConfig, body)
     assert line.startswith("suite.datasets: Tuple should have at least 1 item")

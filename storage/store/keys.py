@@ -337,8 +337,7 @@ def seen_file(digest: str) -> str:
 
 
 def loaded_files(digest: str) -> str:
-    """Key of the record of the dataset or model that was made of some files. `digest` is that of their contents, or of
-    the commit that names them."""
+    """Key of the record of the dataset or model made of some files. `digest` is that of their contents or commit."""
     return f"files/loaded/{_validate_sha256(digest)}.json"
 
 

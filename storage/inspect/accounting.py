@@ -77,7 +77,7 @@ def check_accounting(store: ObjectStore, record: CommitRecord) -> list[str]:
             return _EpisodeAccounting(store, record, inputs).check()
         if inputs.rollouts:
             return _CompletionAccounting(store, record, inputs).check()
-        return _check_dataset_rows(record, inputs)
+        return _check_dataset_rows(store, record, inputs)
     except (StorageError, KeyError, ValueError) as error:
         return [f"its prompts cannot be counted: {error}"]
 
@@ -91,6 +91,8 @@ def rows_consumed(record: CommitRecord, rows: int) -> int | None:
     drawn = [name for name in after if name.startswith("drawn_")]
     if drawn:
         return sum(after[name] - before.get(name, 0) for name in drawn)
+    # an epoch may leave out rows of the dataset
+    rows = after.get("rows", rows)
     return (after["epoch"] - before["epoch"]) * rows + after["index"] - before["index"]
 
 
@@ -102,12 +104,20 @@ def _artifact_of_uri(store: ObjectStore, uri: str) -> ArtifactRef:
     return manifest.ref
 
 
-def _check_dataset_rows(record: CommitRecord, inputs: StepInputs) -> list[str]:
+def _check_dataset_rows(store: ObjectStore, record: CommitRecord, inputs: StepInputs) -> list[str]:
     """Checks a step that was trained on completions of the dataset."""
     for dataset in inputs.datasets:
         consumed = rows_consumed(record, dataset.rows or 0)
-        if consumed is not None and consumed != inputs.batch.rows:
-            return [f"the cursor passed {consumed} rows of {dataset.key}, the batch has {inputs.batch.rows}"]
+        if consumed is None:
+            continue
+        # a batch that left nothing out has no such count
+        manifest = read_manifest(store, inputs.batch.key)
+        dropped = _count(manifest, "dropped") if "dropped" in manifest.extra else 0
+        if consumed != (inputs.batch.rows or 0) + dropped:
+            return [
+                f"the cursor passed {consumed} rows of {dataset.key}, the batch has {inputs.batch.rows} and left out "
+                f"{dropped}"
+            ]
     return []
 
 

@@ -18,7 +18,8 @@ from storage.serialization import Frozen
 class DataCursor(Frozen):
     """The position of a run: `index` rows of epoch `epoch` (from 0) are read. Always `index < rows`.
 
-    The cursor of a mixture has further numbers: see tasks.datasets.mixture_order.
+    Where rows are left out, it has `rows`, the rows of an epoch. The cursor of a mixture has further numbers: see
+    tasks.datasets.mixture_order.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -38,6 +39,8 @@ class DataOrder:
 
     rows: int
     epoch_order: EpochOrder
+    leaves_out_rows: bool = False
+    """Whether the dataset has more rows than these. The cursor then says how many an epoch has, for the audit."""
 
     def take(self, cursor: DataCursor, n: int) -> tuple[list[int], DataCursor]:
         """Return the next `n` row indices and the cursor after them.
@@ -65,7 +68,8 @@ class DataOrder:
             index += len(chunk)
             if index == self.rows:
                 epoch, index = epoch + 1, 0
-        return taken, DataCursor(epoch=epoch, index=index)
+        further = {"rows": self.rows} if self.leaves_out_rows else {}
+        return taken, DataCursor(epoch=epoch, index=index, **further)
 
     def only(self, rows: Sequence[int]) -> "DataOrder":
         """Return this order without the row indices that are not in `rows`."""
@@ -76,7 +80,7 @@ class DataOrder:
             order = np.asarray(self.epoch_order(epoch))
             return order[kept[order]]
 
-        return DataOrder(len(rows), epoch_order)
+        return DataOrder(len(rows), epoch_order, leaves_out_rows=len(rows) < self.rows)
 
 
 def shuffled(rows: int, *, seed: int, part: int = 0) -> DataOrder:

@@ -1,4 +1,4 @@
-"""`max_batch_size` of a spawned model in the training classes: a longer sample is refused, or dropped and counted."""
+"""`max_batch_size` of a spawned model in the training classes: a longer sample is refused or left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from flows.grpo import GRPO
 from flows.recipe import RecipeContext
 from flows.reward_model import RewardModelling
 from flows.sft import SFT
-from storage.chain.records import PolicyRef
+from storage.chain.records import Chain, PolicyRef
+from storage.inspect.accounting import check_accounting
 from storage.store.objects import open_store
 from tasks.batches.truncation import LengthPlan
 from tasks.evaluation.validation_curve import read_validations
@@ -55,8 +56,13 @@ def trainer(kind: str, model: TrainingModel, truncation: str) -> SFT | DPO | Rew
     return GRPO(prompts, model, grader, max_num_grpo_steps=1, completions_per_sample=1, **options)
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "reward_model", "grpo"])
-async def test_a_longer_sample_is_refused_or_dropped_and_counted(tmp_path: Path, tiny_folder: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dropped"),
+    [("sft", 1), ("dpo", 1), ("reward_model", 1), ("grpo", 0)],  # prompts are left out before a batch is formed
+)
+async def test_a_longer_sample_is_refused_or_left_out(
+    tmp_path: Path, tiny_folder: Path, kind: str, dropped: int
+) -> None:
     with own_engines():
         model = await spawned(tmp_path / "error", tiny_folder, scalar=kind == "reward_model")
         with pytest.raises(SampleTooLong, match=r"row \d.*max_batch_size.*drop"):
@@ -66,7 +72,9 @@ async def test_a_longer_sample_is_refused_or_dropped_and_counted(tmp_path: Path,
         policy: PolicyRef = await trainer(kind, model, "drop").run()
     store = open_store(str(tmp_path / "drop" / "data"))
     (metrics,) = read_metrics(store, policy.run, policy.stage, steps=1)
-    assert (metrics.dropped, metrics.prompts) == (1, 3)
+    assert (metrics.dropped, metrics.prompts) == (dropped, 3)
+    record = Chain(store, policy.run, policy.stage, policy.model).record(1)
+    assert record is not None and check_accounting(store, record) == []
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward_model"])

@@ -10,7 +10,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict
 
 from storage.registry.hub import HubError
 from storage.store.artifacts import Provenance, read_manifest
@@ -22,6 +21,7 @@ from tasks.datasets.registered import resolve_version
 from tasks.datasets.spec import DatasetUse, FileDataset, HubDataset
 from tests.fixtures.servers.hub import Hub
 
+datasets = pytest.importorskip("datasets", reason="needs the package datasets, which the extra hub has")
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
 ROWS = [{"prompt": f"{n}+1", "metadata": {"answer": str(n + 1)}} for n in range(5)]
 
@@ -124,8 +124,9 @@ def test_a_download_that_breaks_off_is_resumed(hub: Hub, store: ObjectStore) -> 
 
 def test_folders_that_datasets_saved(store: ObjectStore, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    Dataset.from_list(ROWS).save_to_disk(one)
-    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:2])).save_to_disk(two)
+    train, test = datasets.Dataset.from_list(ROWS), datasets.Dataset.from_list(ROWS[:2])
+    train.save_to_disk(one)
+    datasets.DatasetDict(train=train, test=test).save_to_disk(two)
     data = [
         load_dataset(store, HubDataset(path=str(path), split=split), provenance=PROVENANCE)
         for path, split in ((one, "train"), (two, "train"), (two, "test"))

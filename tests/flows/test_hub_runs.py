@@ -39,6 +39,7 @@ def sft_config(folder: Path, **changes: Any) -> SFTConfig:
     return SFTConfig.model_validate(body | changes)
 
 
+@pytest.mark.slow  # Prefect's server answers 503 to new flow runs for seconds at a time: up to 150 s
 async def test_a_resumed_run_keeps_its_commit_and_needs_no_hub(
     hub: Hub, tmp_path: Path, tiny_folder: Path, prefect_server: str
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, ValidationError, model_serializer
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.json_schema import SkipJsonSchema
 
 from engine.errors import BadSpec
@@ -27,27 +27,13 @@ and the scores of reward models (`Engine.values`). The number of a position depe
 position."""
 
 
-_LATER_DEFAULTS = {"head": "lm", "use_dora": False}
-"""Fields that were added after the first stored states, and their defaults."""
-
-
 class _Headed(Frozen):
     """Base class of the trainable parts, which all have a head."""
 
-    head: SkipJsonSchema[Head] = "lm"
+    head: SkipJsonSchema[Head] = Field("lm", exclude_if=lambda head: head == "lm")  # absent from older states
     """Output layer of the model: lm (a language head) or scalar. A new scalar head is initialised from the root's
     `init_seed`. With an adapter, the scalar head is trained as a whole, as peft's `modules_to_save` does. Forms do not
     show this field, because each training class sets the head that it trains."""
-
-    @model_serializer(mode="wrap")
-    def _without_later_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves the defaults of later fields out of the dump. The state of a chain hashes the dump, so changing this
-        would change all states."""
-        fields: dict[str, Any] = handler(self)
-        for name, default in _LATER_DEFAULTS.items():
-            if name in fields and fields[name] == default:
-                del fields[name]
-        return fields
 
 
 class FullSpec(_Headed):
@@ -73,7 +59,7 @@ class LoraSpec(_Headed):
     use_rslora: bool = False
     """Use rank-stabilised LoRA (arXiv:2312.03732): multiply the adapter's output by alpha / sqrt(rank) instead of
     alpha / rank."""
-    use_dora: bool = False
+    use_dora: bool = Field(False, exclude_if=lambda value: not value)  # absent from older states
     """Use DoRA (arXiv:2402.09353): train the length of each row of a layer's weight on its own, besides the matrices,
     which then change only the direction of the row. It often learns more at a low rank, and each step takes longer."""
 

@@ -25,6 +25,7 @@ from engine.backends.deepspeed.sharded_model import named_parameters, rank_model
 from engine.backends.deepspeed.shards import frozen_shards, gather_when_called, gathered, split_parameters
 from engine.backends.deepspeed.trainer import ZeroTrainer
 from engine.backends.deepspeed.ulysses import SequenceGroup
+from engine.backends.read_only import UPDATE_REFUSED
 from engine.backends.torch.lora import replace_linears
 from engine.backends.torch.packing import Packed
 from engine.backends.torch.scalar_lm import HEAD_NAME, new_head, with_scalar_head
@@ -153,10 +154,10 @@ class BaseModel:
         return self.evaluate(lambda model: model.logprobs(packed, temperature=temperature))
 
     def backward(self, loss: Tensor) -> None:
-        raise BadSpec("the frozen base of adapters cannot be updated; train an adapter on it instead")
+        raise BadSpec(UPDATE_REFUSED)
 
     def step(self, optimizer: OptimizerSpec) -> tuple[float, bool]:
-        raise BadSpec("the frozen base of adapters cannot be updated; train an adapter on it instead")
+        raise BadSpec(UPDATE_REFUSED)
 
     def drop_gradients(self) -> None:
         """Does nothing: the base has no gradients."""

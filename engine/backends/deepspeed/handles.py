@@ -5,15 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
 from engine.backends.deepspeed.memory import adapter_bytes, state_bytes
 from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.read_only import ReadOnlyPolicy
 from engine.backends.torch.batch_checks import check_gives
-from engine.errors import BadSpec, WorkerDied
+from engine.errors import WorkerDied
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
 from engine.specs.adapters import LoraSpec
@@ -181,7 +182,7 @@ class DeepSpeedAdapter(DeepSpeedTrainer):
         return self.base.weights_nbytes + super().weights_nbytes
 
 
-class DeepSpeedBasePolicy(DeepSpeedTrainer):
+class DeepSpeedBasePolicy(ReadOnlyPolicy, DeepSpeedTrainer):
     """The base of adapters itself, which can only be read: logprobs, digest and export."""
 
     def __init__(self, backend: DeepSpeedBackend, number: int, info: dict[str, Any], base: DeepSpeedBase) -> None:
@@ -191,12 +192,3 @@ class DeepSpeedBasePolicy(DeepSpeedTrainer):
     def nbytes(self, *, training: bool = True) -> int:
         """0: the weights are those of the base."""
         return 0
-
-    def update(self, *_: Any, **__: Any) -> NoReturn:
-        raise BadSpec("the frozen base of adapters cannot be updated; train an adapter on it instead")
-
-    def write_checkpoint(self, folder: Path) -> NoReturn:
-        raise BadSpec("the frozen base of adapters has no checkpoint; it is a registered model: use that")
-
-    def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> NoReturn:
-        raise BadSpec("a checkpoint cannot be read into the frozen base of adapters; read it into an adapter")

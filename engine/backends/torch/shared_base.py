@@ -15,12 +15,13 @@ import copy
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.backends.protocol import is_sampled_on_base
+from engine.backends.read_only import ReadOnlyPolicy
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy
 from engine.backends.torch.lora import (
     ADAPTER_CONFIG_FILE,
@@ -194,21 +195,11 @@ class AdapterTrainer(SharedTrainer):
         return {ADAPTER_CONFIG_FILE: config_file, ADAPTER_FILE: adapter_file}
 
 
-class AdapterOff(SharedTrainer):
-    """The base itself, which can only be read: logprobs, digest and export. Every call that would change or save it
-    raises BadSpec."""
+class AdapterOff(ReadOnlyPolicy, SharedTrainer):
+    """The base itself, which can only be read: logprobs, digest and export."""
 
     def __init__(self, base: SharedBase) -> None:
         super().__init__(base, {})
 
     def weights_digest(self) -> tuple[str, dict[str, str]]:
         return self.base.digest, self.base.digests
-
-    def update(self, *_: Any, **__: Any) -> NoReturn:
-        raise BadSpec("the frozen base of adapters cannot be updated; train an adapter on it instead")
-
-    def write_checkpoint(self, folder: Path) -> NoReturn:
-        raise BadSpec("the frozen base of adapters has no checkpoint; it is a registered model: use that")
-
-    def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> NoReturn:
-        raise BadSpec("a checkpoint cannot be read into the frozen base of adapters; read it into an adapter")

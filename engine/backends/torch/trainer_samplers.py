@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from engine.backends.torch.attention import IMPLEMENTATION, register_attention
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy, master_dtype_of
 from engine.backends.torch.decoding.lean_decoder import LeanModel, can_be_lean, packed_nbytes
 from engine.backends.torch.lora import (
-    LoraLinear,
     LoraPairs,
     lora_layers,
     read_pairs,
@@ -34,7 +34,8 @@ from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.weight_files.staging import staging_folder
 from engine.backends.weight_files.tensor_files import check_shapes, read_into, shapes_of, shapes_of_tensors
 from engine.errors import BadSpec, SamplerOutOfSync
-from engine.protocol import ActorCount, Completion
+from engine.models.images import Images
+from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, TokenIds
 from engine.specs.engine import LocalEngineSpec
 
 
@@ -138,14 +139,32 @@ class WholeModelSampler(TorchSampler):
         return packed + (self.model.weights_nbytes() if self._has_copy else 0)
 
 
-class AdapterSampler(TorchSampler):
+class _PairsSampler(TorchSampler):
+    """Samples with the pairs of an adapter in the LoraLinear layers of the model."""
+
+    def __init__(self, model: CausalLM, **limits: int) -> None:
+        super().__init__(model, **limits)
+        self._layers = lora_layers(model.module)
+        self._pairs: LoraPairs = {}
+
+    def sample(
+        self,
+        prompts: Sequence[TokenIds],
+        seeds: Sequence[int],
+        params: SamplingParams,
+        on_token: OnToken | None = None,
+        images: Sequence[Images] | None = None,
+    ) -> list[Completion]:
+        with use_pairs(self._layers, self._pairs):
+            return super().sample(prompts, seeds, params, on_token, images)
+
+
+class AdapterSampler(_PairsSampler):
     """Samples with a shared base model and the adapter of the trainer that `sync` got last."""
 
     def __init__(self, trainer: SharedTrainer, **limits: int) -> None:
         super().__init__(trainer.base.sampling_model(), **limits)
         self.base = trainer.base
-        self.pairs: LoraPairs = {}
-        self._layers = lora_layers(self.model.module)
 
     def sync(self, trainer: Trainer, state: str) -> None:
         """Raises BadSpec unless the trainer is on this sampler's base."""
@@ -154,29 +173,26 @@ class AdapterSampler(TorchSampler):
             raise BadSpec("this sampler needs a trainer on its own base model; make a new sampler for this trainer")
         # In the master precision, the trainer's own matrices are used. DoRA's norms are computed once per sync.
         if self.model is trainer.model and not (trainer.adapter and trainer.adapter.use_dora):
-            self.pairs = trainer.pairs
+            self._pairs = trainer.pairs
         else:
-            self.pairs = sampling_pairs(trainer.pairs, self._layers, self.model.dtype)
+            self._pairs = sampling_pairs(trainer.pairs, self._layers, self.model.dtype)
         self.loaded_state = state
-
-    def sample(self, *args: Any, **kwargs: Any) -> list[Completion]:
-        with use_pairs(self._layers, self.pairs):
-            return super().sample(*args, **kwargs)
 
     def nbytes(self) -> int:
         return 0
 
 
-class StagedFilesSampler(TorchSampler):
+class StagedFilesSampler(_PairsSampler):
     """Samples with a model of its own in the compute precision, whose weights come from the files that a trainer in
     other processes stages. If the trainer has an adapter, a sync reads only the adapter, once the base is here."""
 
     def __init__(self, trainer: Trainer, compute_dtype: torch.dtype, device: torch.device, **limits: int) -> None:
         with tempfile.TemporaryDirectory(prefix="ostinato-config-") as folder:
             trainer.write_config(Path(folder))
-            super().__init__(_uninitialised_model(Path(folder), compute_dtype, device), **limits)
-        self._layers: dict[str, LoraLinear] = replace_linears(self.model) if is_sampled_on_base(trainer) else {}
-        self._pairs: LoraPairs = {}
+            model = _uninitialised_model(Path(folder), compute_dtype, device)
+        if is_sampled_on_base(trainer):
+            replace_linears(model)
+        super().__init__(model, **limits)
         self._base_digest: str | None = None
         """Digest of the base whose weights the model has."""
 
@@ -211,10 +227,6 @@ class StagedFilesSampler(TorchSampler):
                 raise SamplerOutOfSync(f"{error} (policy state {state[:12]})") from error
             for path in files:
                 read_into(path, target.__getitem__)
-
-    def sample(self, *args: Any, **kwargs: Any) -> list[Completion]:
-        with use_pairs(self._layers, self._pairs):
-            return super().sample(*args, **kwargs)
 
     def nbytes(self) -> int:
         return self.model.weights_nbytes()

@@ -150,12 +150,10 @@ async def open_run(
             logger.note(f"a new store is created at {store.url}")
 
         # refuse a run that does not fit before anything of it is written
-        expected = await _with_imported_value_model(workspace, config)
-        notes = await _check_fit(workspace, expected, base, data, further_data, use, logger, resumed=resumed)
+        notes = await _check_fit(workspace, config, base, data, further_data, use, logger, resumed=resumed)
 
         # create the run, or check that a resumed one has the same inputs
-        input_digests = _input_digests(data, further_data) | {"model": base.sha256}
-        warnings = _create_or_check_run(workspace, flow_name, config, input_digests)
+        warnings = _create_or_check_run(workspace, flow_name, config, _input_digests(base, data, further_data))
         sources = {"dataset": (config.data.train, use), **(further or {})}
         _record_versions(workspace, sources, {"dataset": data, **further_data})
         # from here on, this process alone acts for the run
@@ -258,6 +256,7 @@ async def _check_fit(
     heldout = _load_heldout(workspace, config, use, logger)
     store, info = workspace.open_store(), await workspace.connect().info()
     committed = tuple(committed_steps(store, workspace.run).values())
+    config = await _with_imported_value_model(workspace, config)
     expected = estimate(
         store, config, base, data, info, further, heldout=heldout, speed=measure_store(store), committed=committed
     )
@@ -278,9 +277,9 @@ def _load_heldout(
     return load_dataset(store, source, kind=heldout_use, provenance=workspace.provenance, on_progress=on_progress)
 
 
-def _input_digests(data: LoadedDataset, further: Mapping[str, LoadedDataset]) -> dict[str, str]:
+def _input_digests(base: ArtifactRef, data: LoadedDataset, further: Mapping[str, LoadedDataset]) -> dict[str, str]:
     further_digests = {name: dataset.ref.sha256 for name, dataset in further.items()}
-    return {"dataset": data.ref.sha256} | further_digests
+    return {"dataset": data.ref.sha256} | further_digests | {"model": base.sha256}
 
 
 def take_lease(workspace: Workspace) -> Workspace:

@@ -17,15 +17,7 @@ def _clip(verl: Verl, key: str, value: Any) -> Any:
     return value
 
 
-def _clip_low(verl: Verl, key: str, value: Any) -> Any:
-    if not verl.is_given(key) and _only_clip_ratio(verl):
-        return Unused("clip_ratio is given")
-    if value is None:
-        return verl.get(ACTOR + "clip_ratio")
-    return value
-
-
-def _clip_high(verl: Verl, key: str, value: Any) -> Any:
+def _clip_side(verl: Verl, key: str, value: Any) -> Any:
     if not verl.is_given(key) and _only_clip_ratio(verl):
         return Unused("clip_ratio is given")
     if value is None:
@@ -84,21 +76,15 @@ def _value_norm(verl: Verl, key: str, value: Any) -> Any:
     return PathValues(paths)
 
 
-def _value_scale(verl: Verl, key: str, value: Any) -> Any:
-    if verl.get("critic.loss_agg_mode") != "seq-mean-token-sum-norm":
-        return Unused("only loss_agg_mode=seq-mean-token-sum-norm reads it")
-    if value is None:
-        return Unused("data.max_response_length decides")
-    return value
-
-
 def _value_grad_norm(verl: Verl, key: str, value: Any) -> Any:
     """verl's value loss is half of ours, and so is its gradient, which AdamW's steps do not depend on otherwise."""
     return value / VALUE_LOSS_FACTOR
 
 
 def _loss_scale(verl: Verl, key: str, value: Any) -> Any:
-    if verl.get(ACTOR + "loss_agg_mode") != "seq-mean-token-sum-norm" or flow_of(verl) == "gspo":
+    """verl's actor and critic have this key, each with its own loss_agg_mode."""
+    mode = verl.get(key.replace("loss_scale_factor", "loss_agg_mode"))
+    if mode != "seq-mean-token-sum-norm" or flow_of(verl) == "gspo":
         return Unused("only loss_agg_mode=seq-mean-token-sum-norm reads it")
     if value is None:
         return Unused("data.max_response_length decides")
@@ -170,8 +156,7 @@ and how much epsilon counts."""
 LOSS_CONVERSIONS: dict[str, Conversion] = {
     "bypass": _bypass,
     "clip": _clip,
-    "clip_high": _clip_high,
-    "clip_low": _clip_low,
+    "clip_side": _clip_side,
     "importance": _importance,
     "importance_cap": _importance_cap,
     "kl_controller": _kl_controller,
@@ -182,5 +167,4 @@ LOSS_CONVERSIONS: dict[str, Conversion] = {
     "loss_scale": _loss_scale,
     "value_grad_norm": _value_grad_norm,
     "value_norm": _value_norm,
-    "value_scale": _value_scale,
 }  # fmt: skip

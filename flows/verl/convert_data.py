@@ -9,6 +9,7 @@ from typing import Any
 from engine.text.images import takes_images
 from flows.verl.convert_length import steps_per_epoch
 from flows.verl.read import Verl
+from flows.verl.train_files import train_files
 from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused, local_path
 from tasks.datasets.verl import IMAGE_ROWS, ROWS
 
@@ -70,26 +71,9 @@ def _prompt_column(verl: Verl, key: str, value: Any) -> Any:
 def _metadata_columns(verl: Verl, key: str, value: Any) -> Any:
     """The columns that verl passes to a reward function. `extra_info` is optional, so every file must have it."""
     columns = [value, "reward_model"]
-    files = verl.get("data.train_files")
-    if not isinstance(files, list):
-        files = [files]
-    if all("extra_info" in _parquet_columns(Path(str(file)).expanduser()) for file in files):
+    if all(file and "extra_info" in file.columns for file in train_files(verl)):
         columns.append("extra_info")
     return columns
-
-
-def _parquet_columns(path: Path) -> list[str]:
-    if path.suffix != ".parquet" or not path.is_file():
-        return []
-    # imported here, because only configs with Parquet files need it
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return list(pq.read_schema(path).names)
-    except (OSError, pa.ArrowInvalid):
-        # the run reports what is wrong with the file
-        return []
 
 
 def _evaluation_metadata(verl: Verl, key: str, value: Any) -> Any:
@@ -122,9 +106,7 @@ def _reads_images(verl: Verl) -> bool:
     model = Path(local_path(verl.get("actor_rollout_ref.model.path")))
     if (model / "config.json").is_file():
         return takes_images(model)
-    files = verl.get("data.train_files")
-    files = files if isinstance(files, list) else [files]
-    return any(verl.get("data.image_key") in _parquet_columns(Path(str(file)).expanduser()) for file in files)
+    return any(file and verl.get("data.image_key") in file.columns for file in train_files(verl))
 
 
 def _images(verl: Verl, key: str, value: Any) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from flows.verl.read import Verl
+from flows.verl.train_files import train_files
 from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused
 
 # -- steps and epochs ------------------------------------------------------------------------------------------
@@ -17,32 +17,15 @@ def _rows(verl: Verl) -> int | None:
         deciders = ("data.filter_overlong_prompts", "data.custom_cls.path", "algorithm.filter_groups.enable")
         if any(verl.get(key) for key in deciders):
             return None
-    files = verl.get("data.train_files")
     rows = 0
-    for file in files if isinstance(files, list) else [files]:
-        rows_of_file = _parquet_rows(file)
-        if rows_of_file is None:
+    for file in train_files(verl):
+        if file is None:
             return None
-        rows += rows_of_file
+        rows += file.rows
     limit = verl.get("data.train_max_samples")
     if limit is not None and limit > 0:
         return min(rows, limit)
     return rows
-
-
-def _parquet_rows(file: Any) -> int | None:
-    path = Path(str(file)).expanduser()
-    if path.suffix != ".parquet" or not path.is_file():
-        return None
-    # imported here, because only configs whose files are on this machine need it
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return int(pq.read_metadata(path).num_rows)
-    except (OSError, pa.ArrowInvalid):
-        # the run reports what is wrong with the file
-        return None
 
 
 def steps_per_epoch(verl: Verl) -> int | None:

@@ -2,10 +2,10 @@
 
 import glob
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +18,21 @@ PARQUET_BATCH_ROWS = 512
 """Rows of a Parquet file that are in memory at a time."""
 PARQUET_BUFFER_BYTES = 1 << 20
 """Bytes of a column of a Parquet file that are read at a time."""
+
+
+class TableColumns(NamedTuple):
+    """The columns that a use of a dataset needs of a table."""
+
+    read: set[str]
+    """Those that are read if the table has them."""
+    required: set[str]
+    """Those that it must have."""
+    any_of: set[str]
+    """Those of which it must have one. Empty: no such rule."""
+
+
+ChooseColumns = Callable[[set[str]], TableColumns]
+"""The columns that a table has -> those that are needed of it."""
 
 
 class _NotInJSON(Exception):
@@ -136,30 +151,39 @@ def _open_parquet(file: Path) -> pq.ParquetFile:
         raise DatasetError(f"{file}: given a file that is not Parquet ({error}); expected a Parquet file") from error
 
 
-def parquet_rows(
-    file: Path, *, columns: set[str], required: set[str], any_of: set[str]
-) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield (row number from 1, number of rows of the file, values of the row). Only `columns` are read.
+def columns_to_read(
+    choose_columns: ChooseColumns, present: list[str], *, source: str, table: str = "file", instead: str = ""
+) -> list[str]:
+    """The columns to read of a table, in its order. `present`: its columns. `source`, `table` and `instead`, what to do
+    other than to map names, are for the message.
 
-    Raises DatasetError if the file is not Parquet, lacks one of the `required` columns, or has none of `any_of`.
+    Raises DatasetError if the table lacks a required column.
+    """
+    columns = choose_columns(set(present))
+    missing = sorted(columns.required - set(present))
+    if not missing and not columns.any_of & set(present):
+        missing = sorted(columns.any_of)
+    if missing:
+        raise DatasetError(
+            f"{source}: no column {' or '.join(map(repr, missing))}; the {table} has {', '.join(present) or 'none'}. "
+            f"Map the names with columns, for instance columns={{'prompt': 'question'}}{instead}."
+        )
+    return [name for name in present if name in columns.read]
+
+
+def parquet_rows(file: Path, choose_columns: ChooseColumns) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield (row number from 1, number of rows of the file, values of the row). Only the chosen columns are read.
+
+    Raises DatasetError if the file is not Parquet, or lacks a required column.
     """
     with _open_parquet(file) as parquet:
         # Check the schema before any row is read.
-        present = parquet.schema_arrow.names
-        missing = sorted(required - set(present))
-        if not missing and not any_of & set(present):
-            missing = sorted(any_of)
-        if missing:
-            raise DatasetError(
-                f"{file}: no column {' or '.join(map(repr, missing))}; the file has {', '.join(present) or 'none'}. "
-                f"Map the names with columns, for instance columns={{'prompt': 'question'}}."
-            )
+        columns = columns_to_read(choose_columns, parquet.schema_arrow.names, source=str(file))
 
         # Stream the rows, a batch at a time.
         number, rows = 0, parquet.metadata.num_rows
-        present_columns = [name for name in present if name in columns]
         try:
-            for batch in parquet.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=present_columns):
+            for batch in parquet.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=columns):
                 for values in batch.to_pylist():
                     number += 1
                     yield number, rows, values

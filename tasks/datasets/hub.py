@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from storage.registry.hub import SCHEME, HubError, HubRepo, explained, parse_hub_repo, pinned, resolve_commit
 from tasks.datasets.convert import RowLocation
 from tasks.datasets.errors import DatasetError, DatasetNotFound, ExtraNotInstalled
+from tasks.datasets.file_formats import ChooseColumns, columns_to_read
 from tasks.datasets.spec import HubDataset
 from tasks.import_paths import ImportPathError, load_object
 
@@ -18,10 +20,6 @@ BATCH_ROWS = 512
 """Rows that are in memory at a time."""
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """Files by which a folder that datasets saved is recognised: of one dataset, and of several splits."""
-
-
-ChooseColumns = Callable[[set[str]], tuple[set[str], set[str], set[str]]]
-"""The columns of a dataset -> (those to read, those that it must have, those of which it must have one)."""
 
 
 class HubRow(NamedTuple):
@@ -90,15 +88,11 @@ def hub_rows(spec: HubDataset, choose_columns: ChooseColumns) -> Iterator[HubRow
     dataset = _open(spec)
     function = None if spec.row_function is None else _row_function(spec.row_function)
     if function is None:
-        present = dataset.column_names
-        columns, required, any_of = choose_columns(set(present))
-        missing = sorted(required - set(present)) or ([] if any_of & set(present) else sorted(any_of))
-        if missing:
-            raise DatasetError(
-                f"{spec.source}: no column {' or '.join(map(repr, missing))}; the dataset has {', '.join(present)}. "
-                "Map the names with columns, for instance columns={'prompt': 'question'}, or give a row_function"
-            )
-        dataset = dataset.select_columns([name for name in present if name in columns])
+        names = dataset.column_names
+        columns = columns_to_read(
+            choose_columns, names, source=spec.source, table="dataset", instead=", or give a row_function"
+        )
+        dataset = dataset.select_columns(columns)
 
     # Stream the rows as Arrow holds them, a batch at a time.
     row, rows = 0, len(dataset)
@@ -166,21 +160,18 @@ def _builder(spec: HubDataset, repo: HubRepo) -> Any:
     return builder
 
 
-class _named:
+@contextmanager
+def _named(repo: HubRepo) -> Iterator[None]:
     """Raises DatasetError in place of the library's errors about configurations, splits and files, which do not say of
     which dataset they are."""
-
-    def __init__(self, repo: HubRepo) -> None:
-        self.repo = repo
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    try:
+        yield
+    except Exception as error:
         # a missing file of the library is a ValueError or a FileNotFoundError; code in a repository a RuntimeError
-        if isinstance(error, ValueError | RuntimeError) or type(error).__name__ == "DataFilesNotFoundError":
-            lines = " ".join(str(error).split())
-            raise DatasetError(f"the {self.repo} cannot be loaded: {lines} (fields: name, split)") from error
+        if not isinstance(error, ValueError | RuntimeError) and type(error).__name__ != "DataFilesNotFoundError":
+            raise
+        lines = " ".join(str(error).split())
+        raise DatasetError(f"the {repo} cannot be loaded: {lines} (fields: name, split)") from error
 
 
 def _library() -> Any:

@@ -13,6 +13,7 @@ from engine.text.threads import StringThread
 from tasks.datasets.convert import RowLocation, column_of, thread_from_row
 from tasks.datasets.errors import BadRow, DatasetError
 from tasks.datasets.file_formats import (
+    TableColumns,
     column_names,
     find_files,
     format_of,
@@ -185,7 +186,7 @@ def _file_rows(
     for file, size in zip(files, sizes, strict=True):
         name, start = str(file), position.read
         if format_of(file, spec.format) == "parquet":
-            for row, rows, values in _parquet_rows(file, spec, kind):
+            for row, rows, values in parquet_rows(file, partial(_columns_of_table, spec, kind)):
                 position.read = start + size * row // rows
                 yield RowLocation(name, row), values
         else:
@@ -195,17 +196,8 @@ def _file_rows(
         position.read = start + size
 
 
-def _parquet_rows(file: Path, spec: FileDataset, kind: DatasetUse) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Read the columns that `kind` needs, after a check that the file has the required ones."""
-    columns, required, any_of = _columns_of_table(spec, kind, column_names(file, "parquet"))
-    return parquet_rows(file, columns=columns, required=required, any_of=any_of)
-
-
-def _columns_of_table(
-    spec: FileDataset | HubDataset, kind: DatasetUse, names: set[str]
-) -> tuple[set[str], set[str], set[str]]:
-    """(the columns to read of a table, those that it must have, those of which it must have one). `names`: those of the
-    columns that the table has."""
+def _columns_of_table(spec: FileDataset | HubDataset, kind: DatasetUse, names: set[str]) -> TableColumns:
+    """The columns that a use of a dataset needs of a table. `names`: the columns that the table has."""
 
     def in_table(columns: set[str]) -> set[str]:
         # A dotted name that is no column is a field of the column before the first dot.
@@ -216,6 +208,7 @@ def _columns_of_table(
     columns = in_table(_columns_to_read(spec, kind))
     if kind == "preference":
         answers = in_table({column_of(role, spec) for role in ("chosen", "rejected")})
-        return columns, declared | answers, answers
+        return TableColumns(columns, declared | answers, answers)
     # Either layout of a conversation will do.
-    return columns, declared, in_table({column_of("messages", spec), column_of("prompt", spec), CONVERSATIONS})
+    conversations = in_table({column_of("messages", spec), column_of("prompt", spec), CONVERSATIONS})
+    return TableColumns(columns, declared, conversations)

@@ -72,7 +72,7 @@ def measure(spec: dict[str, Any], store_url: str, *, resumed: bool = False) -> d
     from storage.store.objects import open_store
     from storage.store.tables import read_rows
     from tasks.datasets.load import load_dataset
-    from tasks.datasets.order import DataCursor, take
+    from tasks.datasets.order import DataCursor, shuffled
     from tasks.datasets.spec import DatasetSource
 
     imported, imported_kib = time.time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -85,7 +85,7 @@ def measure(spec: dict[str, Any], store_url: str, *, resumed: bool = False) -> d
     _mean_row_tokens(store, data)
     # a new run begins with the first rows, a resumed one continues where its last step ended
     cursor = DataCursor(epoch=1, index=data.rows // 2) if resumed else DataCursor()
-    rows, _ = take(cursor, PROMPTS, rows=data.rows, seed=0)
+    rows, _ = shuffled(data.rows, seed=0).take(cursor, PROMPTS)
     first_prompts = read_rows(store, data.ref, rows)
     finished, peak_kib = time.time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert len(first_prompts) == PROMPTS

@@ -44,7 +44,7 @@ from storage.serialization import canonical_json
 from storage.store.artifacts import ArtifactRef, Provenance
 from tasks.batches.rl import BatchPlan, rollout_batch
 from tasks.datasets.load import load_dataset
-from tasks.datasets.order import DataCursor, repetitions, take
+from tasks.datasets.order import DataCursor, repetitions, shuffled
 from tasks.datasets.spec import FileDataset
 from tasks.graders.spec import grader_spec
 from tasks.reports.step_metrics import measure_step, write_metrics
@@ -130,7 +130,7 @@ class Simulation:
         # the prompt ids belong to the workers' memory
         del ids, setup
         self.plan = BatchPlan(reference=self.policy)
-        self.cursor = DataCursor()
+        self.order, self.cursor = shuffled(size.rows, seed=42), DataCursor()
 
     def close(self) -> None:
         self.pipe.send(None)
@@ -141,7 +141,7 @@ class Simulation:
         # plan the shards
         phases: list[Phase] = []
         with self._phase("plan", phases):
-            rows, cursor_out = take(self.cursor, self.size.prompts, rows=self.size.rows, seed=42)
+            rows, cursor_out = self.order.take(self.cursor, self.size.prompts)
             shards = self._shards(rows)
         # the workers sample and grade
         self.pipe.send({"policy": self.policy, "shards": shards, "step": step, "start": self.world.clock.now})

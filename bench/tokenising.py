@@ -37,7 +37,7 @@ from storage.store.schemas import table_schema
 from storage.store.tables import commit_table, read_rows
 from tasks.batches.rl import sequence_row
 from tasks.datasets.load import load_dataset
-from tasks.datasets.order import DataCursor, take
+from tasks.datasets.order import DataCursor, shuffled
 from tasks.datasets.spec import FileDataset
 
 ROWS_PER_TURN = 1000
@@ -94,12 +94,13 @@ def measure(folder: Path, model: Path, tokens: int, batch_rows: int) -> dict[str
     renderer = Renderer(load_tokenizer(model))
     # what the bench compares with
     library: Any = renderer.tokenizer._tokenizer.backend_tokenizer
+    order = shuffled(data.rows, seed=0)
     times, cursor, counted = CpuTimes(), DataCursor(), 0
     for turn in range(max(1, data.rows // ROWS_PER_TURN)):
         # read the rows of some batches
         batches = []
         for _ in range(0, ROWS_PER_TURN, batch_rows):
-            rows, cursor = take(cursor, batch_rows, rows=data.rows, seed=0)
+            rows, cursor = order.take(cursor, batch_rows)
             with times.of("read"):
                 batches.append(read_rows(store, data.ref, rows))
         # the tokenizer remembers words, so the first of the two ways is slower: they take turns

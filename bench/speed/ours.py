@@ -36,7 +36,7 @@ from storage.store.tables import read_rows, read_table
 from tasks.batches.pairs import pair_batch
 from tasks.batches.rl import rollout_batch, sft_batch
 from tasks.datasets.load import load_dataset
-from tasks.datasets.order import DataCursor, take
+from tasks.datasets.order import DataCursor, shuffled
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs
 from tasks.graders.base import BaseGrader, Grade
 from tasks.sampling.completions import PromptShard, sample_shard
@@ -310,7 +310,7 @@ def dataset(setting: Setting, turns: Turns) -> None:
     def load(path: Path, folder: Path, chosen: int) -> tuple[int, int]:
         store = open_store(str(folder))
         data = load_dataset(store, FileDataset(path=str(path)), provenance=PROVENANCE)
-        rows, _ = take(DataCursor(), chosen, rows=data.rows, seed=0)
+        rows, _ = shuffled(data.rows, seed=0).take(DataCursor(), chosen)
         return data.rows, len(read_rows(store, data.ref, rows))
 
     load_in_turns(setting, turns, load)

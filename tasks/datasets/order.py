@@ -93,11 +93,6 @@ def same_in_each_epoch(indices: Sequence[int] | np.ndarray) -> DataOrder:
     return DataOrder(len(indices), lambda epoch: indices)
 
 
-def take(cursor: DataCursor, n: int, *, rows: int, seed: int) -> tuple[list[int], DataCursor]:
-    """Return the next `n` row indices of a shuffled dataset, and the cursor after them. See `DataOrder.take`."""
-    return DataOrder(rows, lambda epoch: permutation(rows, seed=seed, epoch=epoch)).take(cursor, n)
-
-
 def repetitions(rows: list[int]) -> list[int]:
     """For each row, the number of times that it stands earlier in the list."""
     count_of: Counter[int] = Counter()

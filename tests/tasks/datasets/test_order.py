@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.datasets.order import DataCursor, permutation, same_in_each_epoch, shuffled, take
+from tasks.datasets.order import DataCursor, permutation, same_in_each_epoch, shuffled
 
 
 def test_each_epoch_is_a_permutation_and_epochs_differ() -> None:
-    rows, cursor = take(DataCursor(), 100, rows=50, seed=7)
+    rows, cursor = shuffled(50, seed=7).take(DataCursor(), 100)
     first, second = rows[:50], rows[50:]
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
@@ -16,7 +16,7 @@ def test_each_epoch_is_a_permutation_and_epochs_differ() -> None:
 
 
 def test_wraps_in_the_middle_of_a_request() -> None:
-    rows, cursor = take(DataCursor(epoch=0, index=3), 4, rows=5, seed=0)
+    rows, cursor = shuffled(5, seed=0).take(DataCursor(epoch=0, index=3), 4)
     assert rows[:2] == permutation(5, seed=0, epoch=0)[3:].tolist()
     assert rows[2:] == permutation(5, seed=0, epoch=1)[:2].tolist()
     assert cursor == DataCursor(epoch=1, index=2)
@@ -42,11 +42,12 @@ def test_the_order_is_pinned() -> None:
 @settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 20), chunks=st.lists(st.integers(0, 30), max_size=5), seed=st.integers(-5, 2**70))
 def test_any_split_of_the_requests_takes_the_same_rows(rows: int, chunks: list[int], seed: int) -> None:
-    at_once, end = take(DataCursor(), sum(chunks), rows=rows, seed=seed)
+    order = shuffled(rows, seed=seed)
+    at_once, end = order.take(DataCursor(), sum(chunks))
     piecewise: list[int] = []
     cursor = DataCursor()
     for n in chunks:
-        taken, cursor = take(cursor, n, rows=rows, seed=seed)
+        taken, cursor = order.take(cursor, n)
         piecewise += taken
     assert piecewise == at_once and cursor == end
     for epoch in range(len(at_once) // rows):
@@ -61,8 +62,8 @@ def test_an_order_that_is_the_same_in_each_epoch() -> None:
 
 
 def test_one_row_and_no_rows() -> None:
-    assert take(DataCursor(), 3, rows=1, seed=0) == ([0, 0, 0], DataCursor(epoch=3, index=0))
-    assert take(DataCursor(), 0, rows=4, seed=0) == ([], DataCursor())
+    assert shuffled(1, seed=0).take(DataCursor(), 3) == ([0, 0, 0], DataCursor(epoch=3, index=0))
+    assert shuffled(4, seed=0).take(DataCursor(), 0) == ([], DataCursor())
 
 
 @pytest.mark.parametrize(
@@ -75,4 +76,4 @@ def test_one_row_and_no_rows() -> None:
 )
 def test_nonsense_is_refused(cursor: DataCursor, n: int, rows: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        take(cursor, n, rows=rows, seed=0)
+        shuffled(rows, seed=0).take(cursor, n)

@@ -73,7 +73,8 @@ class ENVGRPO(RolloutLoop):
         # begin or resume the stage
         start = await self.open()
         data = self.load_dataset()
-        total_steps = self.count_steps(data)
+        order = self.prepare_order(data)
+        total_steps = self.count_steps(order)
 
         async def play(policy: PolicyRef, shards: list[PromptShard], step: int) -> RolloutsAndGrades:
             sampling = self.model.sampling
@@ -83,7 +84,7 @@ class ENVGRPO(RolloutLoop):
 
         async with (
             training_steps(self, total_steps, data=data) as steps,
-            self.lookahead(data, steps, play) as lookahead,
+            self.lookahead(data, order, steps, play) as lookahead,
         ):
             async for step in steps:
                 # episodes: calls play, with max_staleness for later steps as well

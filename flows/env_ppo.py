@@ -77,7 +77,8 @@ class ENVPPO(RolloutLoop):
         start = await self.open()
         await critic.open(start, self.model.chain_of(start), restarted=self.restart_from is not None)
         data = self.load_dataset()
-        total_steps = self.count_steps(data)
+        order = self.prepare_order(data)
+        total_steps = self.count_steps(order)
         value_only_steps = critic.value_only_steps(total_steps)
 
         async def play(policy: PolicyRef, shards: list[PromptShard], step: int) -> RolloutsAndGrades:
@@ -88,7 +89,7 @@ class ENVPPO(RolloutLoop):
 
         async with (
             training_steps(self, total_steps, further_models=[critic.model], data=data) as steps,
-            self.lookahead(data, steps, play) as lookahead,
+            self.lookahead(data, order, steps, play) as lookahead,
         ):
             async for step in steps:
                 policy, value = step.policies

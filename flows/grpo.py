@@ -69,7 +69,8 @@ class GRPO(RolloutLoop):
         # begin or resume the stage
         start = await self.open()
         data = self.load_dataset()
-        total_steps = self.count_steps(data)
+        order = self.prepare_order(data)
+        total_steps = self.count_steps(order)
 
         async def sample_and_grade(policy: PolicyRef, shards: list[PromptShard], step: int) -> RolloutsAndGrades:
             return await sample_and_grade_shards(
@@ -78,7 +79,7 @@ class GRPO(RolloutLoop):
 
         async with (
             training_steps(self, total_steps, data=data) as steps,
-            self.lookahead(data, steps, sample_and_grade) as lookahead,
+            self.lookahead(data, order, steps, sample_and_grade) as lookahead,
         ):
             async for step in steps:
                 # sampling and grading: calls sample_and_grade, with max_staleness for later steps as well

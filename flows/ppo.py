@@ -77,7 +77,8 @@ class PPO(RolloutLoop):
         start = await self.open()
         await critic.open(start, self.model.chain_of(start), restarted=self.restart_from is not None)
         data = self.load_dataset()
-        total_steps = self.count_steps(data)
+        order = self.prepare_order(data)
+        total_steps = self.count_steps(order)
         value_only_steps = critic.value_only_steps(total_steps)
 
         async def sample_and_grade(policy: PolicyRef, shards: list[PromptShard], step: int) -> RolloutsAndGrades:
@@ -87,7 +88,7 @@ class PPO(RolloutLoop):
 
         async with (
             training_steps(self, total_steps, further_models=[critic.model], data=data) as steps,
-            self.lookahead(data, steps, sample_and_grade) as lookahead,
+            self.lookahead(data, order, steps, sample_and_grade) as lookahead,
         ):
             async for step in steps:
                 policy, value = step.policies

@@ -224,6 +224,7 @@ async def _grpo(setting: Setting, turns: Turns) -> None:
         completions_per_sample=setting.completions, kl_beta=0.0, lr_scheduler=LR, checkpoint_frequency=None,
     )  # fmt: skip
     data = load_dataset(workspace.open_store(), InlineDataset.of(threads), provenance=PROVENANCE)
+    order = loop.prepare_order(data)
     start = policy = await loop.open()
 
     async def sample_and_grade(policy: PolicyRef, shards: list[PromptShard], step: int) -> RolloutsAndGrades:
@@ -237,7 +238,8 @@ async def _grpo(setting: Setting, turns: Turns) -> None:
             )
         return rollouts, graded
 
-    async with loop.lookahead(data, Steps(DataCursor(), None), sample_and_grade) as lookahead:  # type: ignore[arg-type]
+    steps = Steps(DataCursor(), None)
+    async with loop.lookahead(data, order, steps, sample_and_grade) as lookahead:  # type: ignore[arg-type]
         while turns.begin():
             collected = await lookahead.rollouts_for(policy)
             plan = loop.batch_plan(start, 0.0)

@@ -75,8 +75,6 @@ class RolloutLoop(TrainingLoop):
     ) -> None:
         super().__init__(model, options, lr=lr)
         self.dataset = dataset
-        self.order: RunOrder | None = None
-        """The order of the rows. `load_dataset` prepares it."""
         # the length of the run
         self.max_steps = whole_number(self.length, max_steps)
         self.epochs = whole_number("epochs", options.get("epochs"))
@@ -119,31 +117,34 @@ class RolloutLoop(TrainingLoop):
             self.epochs, self.ends_with_the_data = 1, True
 
     def load_dataset(self) -> LoadedDataset:
-        """Returns the dataset, and prepares its order. A list of prompts is stored first. Prompts that are dropped for
-        their length are left out here, so that every batch is full."""
-        workspace, data = self.model.workspace, self.dataset
-        if not isinstance(data, LoadedDataset):
-            data = load_prompts(workspace, InlineDataset.of(data), "prompt")
-        self.order = load_order(workspace.open_store(), data, seed=self.data_seed)
-        if self.truncation == "drop" and self.prompts_are_rows:
-            rows = rows_that_fit(
-                workspace,
-                data,
-                self.model.base,
-                max_prompt_tokens=self.max_prompt_tokens,
-                sampling=self.model.sampling,
-            )
-            self.order = self.order.only(rows)
-            self.logger.note(f"{data.rows - len(rows)} of {data.rows} prompts are too long and left out")
-        return data
+        """Returns the dataset. A list of prompts is stored first."""
+        if isinstance(self.dataset, LoadedDataset):
+            return self.dataset
+        return load_prompts(self.model.workspace, InlineDataset.of(self.dataset), "prompt")
 
-    def count_steps(self, data: LoadedDataset) -> int | None:
+    def prepare_order(self, data: LoadedDataset) -> RunOrder:
+        """Returns the order of the rows. Prompts that are dropped for their length are left out here, so that every
+        batch is full."""
+        workspace = self.model.workspace
+        order = load_order(workspace.open_store(), data, seed=self.data_seed)
+        if self.truncation != "drop" or not self.prompts_are_rows:
+            return order
+        rows = rows_that_fit(
+            workspace,
+            data,
+            self.model.base,
+            max_prompt_tokens=self.max_prompt_tokens,
+            sampling=self.model.sampling,
+        )
+        self.logger.note(f"{data.rows - len(rows)} of {data.rows} prompts are too long and left out")
+        return order.only(rows)
+
+    def count_steps(self, order: RunOrder) -> int | None:
         """The number of steps of the run, or None for a run without an end. Notes derived settings on the terminal."""
         total_steps = self.max_steps
         # rounded up: the last batch may contain rows of one further epoch
         if self.epochs is not None:
-            rows = data.rows if self.order is None else self.order.rows
-            total_steps = -(-self.epochs * rows // self.prompts_per_batch)
+            total_steps = -(-self.epochs * order.rows // self.prompts_per_batch)
         # notes on settings that have no effect or follow from others
         if self.minibatches.size is None and self.minibatches.epochs == 1:
             self.logger.note("one update per batch: every ratio is 1, so clip_range cannot act")
@@ -155,18 +156,17 @@ class RolloutLoop(TrainingLoop):
         return total_steps
 
     def lookahead(
-        self, data: LoadedDataset, steps: TrainingSteps, sample_and_grade: SampleAndGrade
+        self, data: LoadedDataset, order: RunOrder, steps: TrainingSteps, sample_and_grade: SampleAndGrade
     ) -> RolloutLookahead:
-        """Creates the object that collects the rollouts of the steps, in the order of the dataset, with dynamic
+        """Creates the object that collects the rollouts of the steps, in this order of the dataset's rows, with dynamic
         sampling and staleness."""
-        assert self.order is not None, "load_dataset prepares the order"
         source = PromptSource(
             model=self.model,
             data=data,
             prompts_per_step=self.prompts_per_batch,
             completions_per_prompt=self.algorithm.completions_per_sample,
             prompts_per_shard=self.algorithm.prompts_per_shard,
-            order=self.order,
+            order=order,
             max_prompt_tokens=self.max_prompt_tokens,
             truncation=self.truncation,
         )

@@ -39,34 +39,43 @@ def sft_config(folder: Path, **changes: Any) -> SFTConfig:
     return SFTConfig.model_validate(body | changes)
 
 
-@pytest.mark.slow  # Prefect's server answers 503 to new flow runs for seconds at a time: up to 150 s
-async def test_a_resumed_run_keeps_its_commit_and_needs_no_hub(
+async def test_a_resumed_run_keeps_its_commits_and_needs_no_hub(
     hub: Hub, tmp_path: Path, tiny_folder: Path, prefect_server: str
 ) -> None:
+    def config_of(**changes: Any) -> SFTConfig:
+        data = {"train": {"kind": "hub", "path": "ada/chats"}}
+        return sft_config(tmp_path, **{"data": data, "algorithm": {"samples_per_batch": 4, "steps": 2}} | changes)
+
+    def chats(completion: str) -> dict[str, bytes]:
+        rows = [{"prompt": str(i), "completion": completion * 6} for i in range(8)]
+        return {"train.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode()}
+
     first = hub.commit_folder("model", "ada/tiny", tiny_folder)
-    config, store = sft_config(tmp_path), open_store(tmp_path / "data")
+    first_data = hub.commit("dataset", "ada/chats", chats("a"))
+    config, store = config_of(), open_store(tmp_path / "data")
     assert config.title.startswith("sft tiny on chats")
     result = await sft(config)
     recorded = read_run(store, "tuned")
-    assert recorded.other["hub"] == {"hf://ada/tiny": first}
+    assert recorded.other["hub"] == {"hf://ada/tiny": first, "hf://datasets/ada/chats": first_data}
     assert read_config(store, "tuned").values["model"]["key"] == "ada/tiny"
-    # the branch moves: a new run gets the new commit, and the old one keeps its own
+    # the branches move: a new run gets the new commits, and the old one keeps its own
     files = {path.name: path.read_bytes() for path in tiny_folder.iterdir()}
     second = hub.commit("model", "ada/tiny", files | {"LICENSE": b"free"})
-    await sft(sft_config(tmp_path, run="new"))
-    assert read_run(store, "new").other["hub"] == {"hf://ada/tiny": second}
+    second_data = hub.commit("dataset", "ada/chats", chats("b"))
+    await sft(config_of(run="new"))
+    assert read_run(store, "new").other["hub"] == {"hf://ada/tiny": second, "hf://datasets/ada/chats": second_data}
     # without the hub, the run is opened as before, and ends in the same result
     hub.stop()
     store.delete(keys.result_json("tuned"))
     assert await sft(config) == result
     assert read_run(store, "tuned") == recorded
-    # so is a fork
+    # so is a fork, which takes its second step from the rows of its own
     fork_run(store, "tuned", "forked", step=1, code_version="test")
-    await sft(sft_config(tmp_path, run="forked"))
+    await sft(config_of(run="forked"))
     assert read_run(store, "forked").semantic["inputs"] == recorded.semantic["inputs"]
     # another revision is another run
     with pytest.raises(SemanticMismatch, match=r"model\.key: the run has .ada/tiny., given .ada/tiny@" + second):
-        await sft(sft_config(tmp_path, model={"key": f"ada/tiny@{second}"}))
+        await sft(config_of(model={"key": f"ada/tiny@{second}"}))
 
 
 async def test_models_that_the_hub_does_not_give_are_refused_at_once(

@@ -20,6 +20,7 @@ from storage.errors import ObjectNotFound
 from storage.store import keys
 from storage.store.objects import ObjectStore
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE
+from tests.fixtures.servers.hub import Hub
 from tests.fixtures.servers.scripted_engine import ScriptedEngine
 from tests.fixtures.servers.unreliable_line import URL, UnreliableLine, client_over
 
@@ -50,6 +51,23 @@ async def test_a_folder_of_the_client_becomes_the_model_that_the_embedded_engine
     assert engine.done["import_folder"] == 1
     assert list(store.list("uploads/")) == []
     assert (tiny_folder / "config.json").is_file()
+
+
+async def test_a_model_of_the_hub_is_downloaded_by_the_client_and_uploaded_once(
+    hub: Hub, line: UnreliableLine, engine: ScriptedEngine, store: ObjectStore, tiny_folder: Path, tmp_path: Path
+) -> None:
+    commit = hub.commit_folder("model", "ada/tiny", tiny_folder)
+    model = await client_over(line, store).import_model("ada/tiny", provenance=PROVENANCE)
+    elsewhere = LocalEngine(f"file://{tmp_path}/elsewhere", DETERMINISTIC)
+    assert await elsewhere.import_model("ada/tiny", provenance=PROVENANCE) == model
+    await elsewhere.close()
+    assert list(store.list("uploads/")) == []
+    # the store knows the commit: neither the hub nor the server is asked again
+    hub.stop()
+    line.seen.clear()
+    assert await client_over(line, store).import_model(f"ada/tiny@{commit}", provenance=PROVENANCE) == model
+    assert engine.done["import_folder"] == 1
+    assert not line.seen
 
 
 async def test_an_upload_that_another_server_imported_first_is_the_model_it_became(

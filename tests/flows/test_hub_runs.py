@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +18,19 @@ from storage.chain.run_record import read_run
 from storage.errors import SemanticMismatch
 from storage.store import keys
 from storage.store.objects import open_store
+from tests.fixtures.runs.sft_runs import sft_config, write_chats
 from tests.fixtures.servers.hub import Hub
-
-
-def sft_config(folder: Path, **changes: Any) -> SFTConfig:
-    file = folder / "chats.jsonl"
-    rows = [{"prompt": str(i % 10), "completion": "a" * 6} for i in range(8)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    body: dict[str, Any] = {
-        "run": "tuned",
-        "model": {"key": "ada/tiny"},
-        "data": {"train": {"kind": "file", "path": str(file)}},
-        "algorithm": {"samples_per_batch": 4, "steps": 1},
-        "optimizer": {"lr": 1e-3, "schedule": "constant"},
-        "checkpoints": {"frequency": None},
-        "engine": {"deterministic": True, "threads": 1},
-        "storage": {"url": str(folder / "data")},
-    }
-    return SFTConfig.model_validate(body | changes)
 
 
 async def test_a_resumed_run_keeps_its_commits_and_needs_no_hub(
     hub: Hub, tmp_path: Path, tiny_folder: Path, prefect_server: str
 ) -> None:
-    def config_of(**changes: Any) -> SFTConfig:
-        data = {"train": {"kind": "hub", "path": "ada/chats"}}
-        return sft_config(tmp_path, **{"data": data, "algorithm": {"samples_per_batch": 4, "steps": 2}} | changes)
+    def config_of(key: str = "ada/tiny", **changes: Any) -> SFTConfig:
+        train = {"kind": "hub", "path": "ada/chats"}
+        return sft_config(tmp_path, key, train, algorithm={"samples_per_batch": 4, "steps": 2}, **changes)
 
-    def chats(completion: str) -> dict[str, bytes]:
-        rows = [{"prompt": str(i), "completion": completion * 6} for i in range(8)]
-        return {"train.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode()}
+    def chats(letter: str) -> dict[str, bytes]:
+        return {"train.jsonl": write_chats(tmp_path / "chats.jsonl", 8, letter).read_bytes()}
 
     first = hub.commit_folder("model", "ada/tiny", tiny_folder)
     first_data = hub.commit("dataset", "ada/chats", chats("a"))
@@ -75,17 +57,18 @@ async def test_a_resumed_run_keeps_its_commits_and_needs_no_hub(
     assert read_run(store, "forked").semantic["inputs"] == recorded.semantic["inputs"]
     # another revision is another run
     with pytest.raises(SemanticMismatch, match=r"model\.key: the run has .ada/tiny., given .ada/tiny@" + second):
-        await sft(config_of(model={"key": f"ada/tiny@{second}"}))
+        await sft(config_of(f"ada/tiny@{second}"))
 
 
 async def test_models_that_the_hub_does_not_give_are_refused_at_once(
     hub: Hub, tmp_path: Path, tiny_folder: Path, prefect_server: str
 ) -> None:
     hub.commit_folder("model", "ada/gated", tiny_folder, access="gated")
+    train = {"kind": "file", "path": str(write_chats(tmp_path / "chats.jsonl", 8))}
     with pytest.raises(ConfigError, match=r"^model\.key: http.* has no model 'ada/tiny', or it is private"):
-        await sft(sft_config(tmp_path))
+        await sft(sft_config(tmp_path, "ada/tiny", train))
     with pytest.raises(ConfigError, match=r"^model\.key: the model 'ada/gated' .* is gated"):
-        await sft(sft_config(tmp_path, model={"key": "ada/gated"}))
+        await sft(sft_config(tmp_path, "ada/gated", train))
     assert not list(open_store(tmp_path / "data").list(keys.runs_prefix()))
 
 

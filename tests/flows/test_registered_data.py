@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +24,25 @@ from tasks.datasets.errors import DatasetError
 from tasks.datasets.load import LoadedDataset, load_dataset
 from tasks.datasets.registered import resolve_version
 from tasks.datasets.spec import DatasetUse, FileDataset, RegisteredDataset
+from tests.fixtures.runs.sft_runs import sft_config, write_chats
 from tests.fixtures.toy import toy_config
 
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
 
 
 def add(store: ObjectStore, folder: Path, rows: int, use: DatasetUse = "completion") -> LoadedDataset:
-    file = folder / "chats.jsonl"
-    file.write_text("".join(json.dumps({"prompt": str(i % 10), "completion": "a" * 6}) + "\n" for i in range(rows)))
+    file = write_chats(folder / "chats.jsonl", rows)
     return load_dataset(store, FileDataset(path=str(file)), kind=use, provenance=PROVENANCE)
 
 
-def sft_config(folder: Path, tiny_folder: Path, key: str = "chats", **changes: Any) -> SFTConfig:
-    body = {
-        "run": "tuned",
-        "model": {"key": str(tiny_folder)},
-        "data": {"train": {"kind": "registered", "key": key}},
-        "algorithm": {"samples_per_batch": 4, "steps": 1},
-        "optimizer": {"lr": 1e-3, "schedule": "constant"},
-        "checkpoints": {"frequency": None},
-        "engine": {"deterministic": True, "threads": 1},
-        "storage": {"url": str(folder / "data")},
-    }
-    return SFTConfig.model_validate(body | changes)
+def registered_config(folder: Path, tiny_folder: Path, key: str = "chats", **changes: Any) -> SFTConfig:
+    return sft_config(folder, str(tiny_folder), {"kind": "registered", "key": key}, **changes)
 
 
 async def test_a_resumed_run_keeps_its_version(tmp_path: Path, tiny_folder: Path, prefect_server: str) -> None:
     store = open_store(tmp_path / "data")
     first = add(store, tmp_path, 8)
-    config = sft_config(tmp_path, tiny_folder)
+    config = registered_config(tmp_path, tiny_folder)
     assert config.title.endswith("on chats, seed 0")
     result = await sft(config)
     assert read_run(store, "tuned").semantic["inputs"]["dataset"] == first.ref.sha256  # type: ignore[index, call-overload]
@@ -67,7 +56,7 @@ async def test_a_resumed_run_keeps_its_version(tmp_path: Path, tiny_folder: Path
     assert resolve_version(store, source, "completion", run="forked").version == keys.dataset_of(first.ref.key)[1]
     # a config that names the newer one is another config
     with pytest.raises(SemanticMismatch, match=r"data\.train\.key"):
-        await sft(sft_config(tmp_path, tiny_folder, f"chats@{keys.dataset_of(second.ref.key)[1][:8]}"))
+        await sft(registered_config(tmp_path, tiny_folder, f"chats@{keys.dataset_of(second.ref.key)[1][:8]}"))
 
 
 async def test_wrong_datasets_are_refused_before_a_model_loads(
@@ -76,19 +65,19 @@ async def test_wrong_datasets_are_refused_before_a_model_loads(
     store = open_store(tmp_path / "data")
     add(store, tmp_path, 8, "prompt")
     with pytest.raises(DatasetError, match="used for completions.*ostinato data add FILE --use completion"):
-        await sft(sft_config(tmp_path, tiny_folder))
+        await sft(registered_config(tmp_path, tiny_folder))
     with pytest.raises(ConfigError, match=r"data\.train: no dataset 'chat' .*did you mean 'chats'"):
-        await sft(sft_config(tmp_path, tiny_folder, "chat"))
+        await sft(registered_config(tmp_path, tiny_folder, "chat"))
     # the held-out data is checked as early as the training data
     prompts = next(version for version in list_datasets(store))
     add(store, tmp_path, 8)
     data = {"train": {"kind": "registered", "key": "chats"}}
     with pytest.raises(ConfigError, match=r"data\.heldout: no dataset 'absent'"):
         heldout = {"kind": "registered", "key": "absent"}
-        await sft(sft_config(tmp_path, tiny_folder, data=data | {"heldout": heldout}))
+        await sft(registered_config(tmp_path, tiny_folder, data=data | {"heldout": heldout}))
     with pytest.raises(DatasetError, match=f"'{prompts.key}' is used for completions"):
         heldout = {"kind": "registered", "key": prompts.key}
-        await sft(sft_config(tmp_path, tiny_folder, data=data | {"heldout": heldout}))
+        await sft(registered_config(tmp_path, tiny_folder, data=data | {"heldout": heldout}))
     assert not list(store.list(keys.runs_prefix()))
 
 
@@ -97,7 +86,7 @@ def test_child_runs_get_full_versions(tmp_path: Path, tiny_folder: Path) -> None
     prompts, answers = add(store, tmp_path, 8, "prompt"), add(store, tmp_path, 8)
     registered = {"kind": "registered", "key": "chats"}
     data = {"train": registered, "heldout": registered}
-    config = sft_config(tmp_path, tiny_folder, data=data)
+    config = registered_config(tmp_path, tiny_folder, data=data)
     full: Any = with_full_versions(store, SFTTraining(config=config)).config.data
     expected = keys.dataset_of(answers.ref.key)[1]
     assert (full.train.version, full.heldout.version) == (expected, expected)

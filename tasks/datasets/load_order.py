@@ -76,8 +76,8 @@ def _number(store: ObjectStore, dataset: ArtifactRef, index: int, column: str, m
             number = math.inf
         if math.isfinite(number):
             return number
-    given = f"{value!r:.{MAX_VALUE_LETTERS}}" if column in metadata else f"metadata without {column!r}"
+    value_text = f"{value!r:.{MAX_VALUE_LETTERS}}" if column in metadata else f"metadata without {column!r}"
     raise DatasetError(
-        f"{row_name(store, dataset, index)}: given {given}; expected a number in the metadata's {column!r}, by which "
-        f"order='curriculum' sorts. If it is a column of the file, name it in metadata_columns: [{column}]"
+        f"{row_name(store, dataset, index)}: given {value_text}; expected a number in the metadata's {column!r}, by "
+        f"which order='curriculum' sorts. If it is a column of the file, name it in metadata_columns: [{column}]"
     )

@@ -69,9 +69,9 @@ def _split(row: dict[str, Any], column: str | None, name_row: NameRow) -> tuple[
         return StringThread(thread.turns[:-1], thread.metadata), [thread.last_content()]
     metadata = dict(thread.metadata)
     value = metadata.pop(column, None)
-    given = value if isinstance(value, list) else [value]
-    answers = [answer for answer in given if isinstance(answer, str)]
-    if not answers or len(answers) < len(given):
+    values = value if isinstance(value, list) else [value]
+    answers = [answer for answer in values if isinstance(answer, str)]
+    if not answers or len(answers) < len(values):
         raise DatasetError(
             f"{name_row(row['index'])}: the column {column!r} is {value!r:.80}; expected an answer, which is a text, "
             "or a list of at least one"

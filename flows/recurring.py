@@ -29,10 +29,10 @@ from flows.promotion.approval import request_approval
 from flows.promotion.gate import GateVerdict, judge
 from flows.promotion.model_card import commit_card, find_card
 from flows.runs.checked_flow import checked_flow
+from flows.runs.child_runs import import_flow, training_inputs, with_full_versions
 from flows.runs.events import announce_promotion
 from flows.runs.input_checks import check_inputs
 from flows.runs.session import workspace_of
-from flows.training.child_runs import import_flow, training_inputs, with_full_versions
 from storage.errors import AliasMoved
 from storage.inspect.lineage import training_datasets
 from storage.registry.decisions import (

@@ -20,9 +20,9 @@ from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.run_names import flow_run_title
 from flows.ops.termination import reraise_termination
 from flows.runs.checked_flow import checked_flow
+from flows.runs.child_runs import import_flow, with_full_versions
 from flows.runs.code_version import code_version
 from flows.runs.input_checks import check_inputs
-from flows.training.child_runs import import_flow, with_full_versions
 from storage.chain.run_record import create_or_check_run
 from storage.serialization import canonical_json, digest
 from storage.store import keys

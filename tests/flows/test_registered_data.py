@@ -11,8 +11,8 @@ from flows.configs.common import SFTConfig
 from flows.configs.overrides import ConfigError
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.configs.training import SFTToGSPOTraining, SFTTraining
+from flows.runs.child_runs import with_full_versions
 from flows.sft import sft
-from flows.training.child_runs import with_full_versions
 from storage.chain.fork import fork_run
 from storage.chain.run_record import read_run
 from storage.errors import SemanticMismatch

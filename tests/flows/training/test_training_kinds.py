@@ -15,8 +15,8 @@ from flows.configs.recurring import RecurringConfig
 from flows.configs.sweep import SweepConfig
 from flows.configs.training import AnyTraining
 from flows.recurring import recurring
+from flows.runs.child_runs import import_flow, training_inputs
 from flows.sweep import sweep
-from flows.training.child_runs import import_flow, training_inputs
 from storage.chain.records import Chain
 from storage.inspect.lineage import training_datasets
 from storage.store.objects import open_store

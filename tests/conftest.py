@@ -7,7 +7,7 @@ import pytest
 pytest.register_assert_rewrite("tests.fixtures")
 
 pytest_plugins = [
-    "tests.fixtures.charts",
+    "tests.fixtures.runs.charts",
     "tests.fixtures.models",
     "tests.fixtures.servers.hub",
     "tests.fixtures.stores.postgres",

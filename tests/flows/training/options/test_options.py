@@ -26,7 +26,7 @@ from flows.reward_model import RewardModelling
 from flows.sft import SFT
 from flows.training import options
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 EVERY = {
     "logger", "stage_notifier", "callbacks", "lr_scheduler", "max_grad_norm", "skip_nan_gradients",

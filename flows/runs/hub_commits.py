@@ -19,7 +19,7 @@ from storage.chain.run_record import find_run
 from storage.registry.hub import HubError, HubRepo, resolve_commit
 from storage.store.objects import ObjectStore
 from tasks.datasets.errors import DatasetError
-from tasks.datasets.hub import hub_repo
+from tasks.datasets.sources.hub import hub_repo
 from tasks.datasets.spec import HubDataset
 
 

@@ -29,10 +29,10 @@ from storage.registry.decisions import resolve_model
 from storage.registry.hub import pinned
 from storage.store.objects import ObjectStore
 from tasks.datasets.errors import DatasetError
-from tasks.datasets.file_formats import find_files, format_of
 from tasks.datasets.gym import create_procedural
-from tasks.datasets.hub import check_hub_dataset
 from tasks.datasets.registered import check_dataset_exists
+from tasks.datasets.sources.file_formats import find_files, format_of
+from tasks.datasets.sources.hub import check_hub_dataset
 from tasks.datasets.spec import FileDataset, HubDataset, PythonDataset, ReasoningGymDataset, RegisteredDataset
 from tasks.environments.spec import EnvironmentSpecError, environment_spec
 from tasks.graders.spec import GraderSpecError, grader_spec

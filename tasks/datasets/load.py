@@ -23,13 +23,13 @@ from storage.store.tables import TableWriter, table_schema
 from tasks.datasets import known_files
 from tasks.datasets.convert import RowLocation, check_rating
 from tasks.datasets.errors import BadRow, DatasetError, EmptyDataset
-from tasks.datasets.file_formats import format_of
 from tasks.datasets.gym import generate_threads
-from tasks.datasets.hub import hub_repo, pin_hub_dataset
 from tasks.datasets.preferences import Pair, checked_pair
 from tasks.datasets.read import ReadPosition, RowsSpec, SkippedRows, files_of, read_stored
 from tasks.datasets.registered import select_version
 from tasks.datasets.repetition_counter import RepetitionCounter
+from tasks.datasets.sources.file_formats import format_of
+from tasks.datasets.sources.hub import hub_repo, pin_hub_dataset
 from tasks.datasets.spec import (
     DatasetUse,
     FileDataset,

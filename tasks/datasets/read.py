@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 from engine.text.threads import StringThread
 from tasks.datasets.convert import RowLocation, column_of, thread_from_row
 from tasks.datasets.errors import BadRow, DatasetError
-from tasks.datasets.file_formats import (
+from tasks.datasets.layouts import CONVERSATIONS
+from tasks.datasets.preferences import Pair, pair_from_row
+from tasks.datasets.sources.file_formats import (
     TableColumns,
     column_names,
     find_files,
@@ -21,10 +23,8 @@ from tasks.datasets.file_formats import (
     parquet_rows,
     parse_json_line,
 )
-from tasks.datasets.hub import hub_rows
-from tasks.datasets.layouts import CONVERSATIONS
-from tasks.datasets.preferences import Pair, pair_from_row
-from tasks.datasets.python import raw_rows
+from tasks.datasets.sources.hub import hub_rows
+from tasks.datasets.sources.python import raw_rows
 from tasks.datasets.spec import ColumnRole, DatasetUse, FileDataset, HubDataset, PythonDataset
 from tasks.datasets.stored import StoredItem, stored_row
 

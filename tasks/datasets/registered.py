@@ -13,7 +13,7 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore, read_json
 from tasks.datasets.errors import DatasetError, DatasetNotFound
-from tasks.datasets.hub import pin_hub_dataset
+from tasks.datasets.sources.hub import pin_hub_dataset
 from tasks.datasets.spec import DatasetUse, HubDataset, MixtureDataset, RegisteredDataset
 
 S = TypeVar("S")

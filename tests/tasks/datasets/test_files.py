@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from tasks.datasets import file_formats, read
+from tasks.datasets import read
 from tasks.datasets.errors import BadRow, DatasetError, DatasetNotFound
 from tasks.datasets.read import SkippedRows, read_threads
+from tasks.datasets.sources import file_formats
 from tasks.datasets.spec import FileDataset
 
 

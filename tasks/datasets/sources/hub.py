@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from storage.registry.hub import SCHEME, HubError, HubRepo, explained, parse_hub_repo, pinned, resolve_commit
 from tasks.datasets.convert import RowLocation
 from tasks.datasets.errors import DatasetError, DatasetNotFound, ExtraNotInstalled
-from tasks.datasets.file_formats import ChooseColumns, columns_to_read
+from tasks.datasets.sources.file_formats import ChooseColumns, columns_to_read
 from tasks.datasets.spec import HubDataset
 from tasks.import_paths import ImportPathError, load_object
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 pytest.register_assert_rewrite("tests.fixtures")
@@ -17,3 +19,10 @@ pytest_plugins = [
     "tests.fixtures.vision",
     "tests.fixtures.worklog",
 ]
+
+
+def pytest_collection_finish() -> None:
+    """Takes what importing all tests made, some 650,000 objects, out of the garbage collector, which would else look at
+    them again and again in an eighth of the CPU time."""
+    gc.collect()
+    gc.freeze()

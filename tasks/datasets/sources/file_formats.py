@@ -151,13 +151,13 @@ def _open_parquet(file: Path) -> pq.ParquetFile:
         raise DatasetError(f"{file}: given a file that is not Parquet ({error}); expected a Parquet file") from error
 
 
-def columns_to_read(
+def checked_columns(
     choose_columns: ChooseColumns, present: list[str], *, source: str, table: str = "file", instead: str = ""
 ) -> list[str]:
-    """The columns to read of a table, in its order. `present`: its columns. `source`, `table` and `instead`, what to do
-    other than to map names, are for the message.
+    """The columns to read of a table with the columns `present`, in its order.
 
-    Raises DatasetError if the table lacks a required column.
+    Raises DatasetError if the table lacks a required column. The other arguments are for its message: `source` and
+    `table` say which table that is, and `instead` what a user can do other than to map names.
     """
     columns = choose_columns(set(present))
     missing = sorted(columns.required - set(present))
@@ -178,7 +178,7 @@ def parquet_rows(file: Path, choose_columns: ChooseColumns) -> Iterator[tuple[in
     """
     with _open_parquet(file) as parquet:
         # Check the schema before any row is read.
-        columns = columns_to_read(choose_columns, parquet.schema_arrow.names, source=str(file))
+        columns = checked_columns(choose_columns, parquet.schema_arrow.names, source=str(file))
 
         # Stream the rows, a batch at a time.
         number, rows = 0, parquet.metadata.num_rows

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from storage.registry.hub import SCHEME, HubError, HubRepo, explained, parse_hub_repo, pinned, resolve_commit
 from tasks.datasets.convert import RowLocation
 from tasks.datasets.errors import DatasetError, DatasetNotFound, ExtraNotInstalled
-from tasks.datasets.sources.file_formats import ChooseColumns, columns_to_read
+from tasks.datasets.sources.file_formats import ChooseColumns, checked_columns
 from tasks.datasets.spec import HubDataset
 from tasks.import_paths import ImportPathError, load_object
 
@@ -89,7 +89,7 @@ def hub_rows(spec: HubDataset, choose_columns: ChooseColumns) -> Iterator[HubRow
     function = None if spec.row_function is None else _row_function(spec.row_function)
     if function is None:
         names = dataset.column_names
-        columns = columns_to_read(
+        columns = checked_columns(
             choose_columns, names, source=spec.source, table="dataset", instead=", or give a row_function"
         )
         dataset = dataset.select_columns(columns)

@@ -94,7 +94,7 @@ $(VENV)/.docs: $(VENV)/.base
 
 # DeepSpeed comes as source: nothing is compiled at installation, and its build sees the torch that is here
 $(VENV)/.test: $(VENV)/.base
-	$(PIP) -e '.[dev,demo,gym,docs,loggers]'
+	$(PIP) -e '.[dev,demo,gym,docs,loggers,qlora]'
 	$(PIP) setuptools wheel ninja
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
 	touch $@

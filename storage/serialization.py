@@ -47,6 +47,19 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
+def left_out(values: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of nested mappings that `kept` does not have."""
+    rest: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in kept:
+            rest[name] = value
+        elif isinstance(value, dict) and isinstance(kept[name], dict):
+            inner = left_out(value, kept[name])
+            if inner:
+                rest[name] = inner
+    return rest
+
+
 def digest(obj: Any) -> str:
     """Returns the sha256 in hex of bytes, or of the canonical JSON of any other object."""
     data = bytes(obj) if isinstance(obj, bytes | bytearray | memoryview) else canonical_json(obj)

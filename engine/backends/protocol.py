@@ -262,8 +262,9 @@ class TrainerBackend(Protocol):
         """Raises BadModelFolder for a folder that `load` would reject with the head that the folder has."""
         ...
 
-    def load_base(self, folder: Path, *, key: str = "") -> FrozenBase:
-        """Loads a frozen model that adapters share. `key` is its registry key."""
+    def load_base(self, folder: Path, *, key: str = "", load_in_4bit: bool = False) -> FrozenBase:
+        """Loads a frozen model that adapters share. `key` is its registry key. With `load_in_4bit`, its linear layers
+        are held in 4 bits. Raises BadSpec if this backend or its device cannot."""
         ...
 
     def adapter(self, base: Any, spec: LoraSpec, *, init_seed: int) -> Trainer:

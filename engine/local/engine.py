@@ -37,6 +37,7 @@ from engine.models.folder import ModelFolder, local_folder, registered_model, re
 from engine.models.hub import hub_model, import_from_hub
 from engine.models.images import check_images_accepted
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
+from engine.specs.adapters import parse_trainable
 from engine.specs.engine import LocalEngineSpec
 from engine.text.tokenizers import load_tokenizer
 from storage.chain.leases import current_epoch
@@ -161,6 +162,7 @@ class LocalEngine:
         )
 
     async def create_policy(self, spec: PolicySpec) -> PolicyRef:
+        self.spec.check_trainable(parse_trainable(spec.root.trainable))
         return await self._compute(spec.run, partial(create_chain, self.store, spec))
 
     # -- reading -----------------------------------------------------------------------------------------------

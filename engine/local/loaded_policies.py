@@ -165,13 +165,14 @@ class LoadedPolicies:
             oldest.drop_sampler()
         return loaded
 
-    def shared_base(self, digest: str, load: Callable[[], FrozenBase]) -> FrozenBase:
-        """The shared base model with this digest. `load` loads it if it is not in memory."""
+    def shared_base(self, name: str, load: Callable[[], FrozenBase]) -> FrozenBase:
+        """The shared base model of this name: its digest, and its precision if it is held in 4 bits. `load` loads it if
+        it is not in memory."""
         self._drop_dead_policies()
-        if digest not in self._bases:
-            self._bases[digest] = load()
-        self._bases.move_to_end(digest)
-        return self._bases[digest]
+        if name not in self._bases:
+            self._bases[name] = load()
+        self._bases.move_to_end(name)
+        return self._bases[name]
 
     def drop(self, policy: PolicyRef) -> None:
         """Forgets the chain's training policy. Call it when its weights are not those of a committed policy."""

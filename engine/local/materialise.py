@@ -18,7 +18,7 @@ from engine.local.chains import check_committed, check_same_trainable
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy
 from engine.local.rebase import Rebaser, RedoStatus
 from engine.local.scratch import scratch
-from engine.models.size import parameter_count
+from engine.models.size import base_nbytes, parameter_count
 from engine.specs.adapters import LoraSpec, parse_trainable
 from storage.chain.rebase import checkpoints_up_to, rebase_in_effect, step_of_checkpoint
 from storage.chain.records import Chain, CommitRecord, PolicyRef, Root, base_model_of
@@ -107,7 +107,7 @@ class Materialiser:
         spec = parse_trainable(root.trainable)
         if spec.kind != "lora" or spec.head != "lm":
             return None
-        base = self._shared_base(root.base, run=policy.run)
+        base = self._shared_base(root.base, spec, run=policy.run)
         return LoadedPolicy(policy, self.backend.adapter_off(base), training=False)
 
     # -- restore and redo --------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class Materialiser:
 
         # An adapter adds little to its base model, which several chains may share.
         if isinstance(spec, LoraSpec):
-            shared = self._shared_base(base, run=run)
+            shared = self._shared_base(base, spec, run=run)
             need = int(ADAPTER_SHARE_ESTIMATE * weights_bytes * copies)
             self.loaded_policies.make_room(need, run=run, what=f"an adapter on {base.key}", keep=shared)
             return self.backend.adapter(shared, spec, init_seed=root.init_seed)
@@ -249,14 +249,21 @@ class Materialiser:
         with self.model_folder(base) as folder:
             return self.backend.load(folder, head=spec.head, init_seed=root.init_seed)
 
-    def _shared_base(self, base: ArtifactRef, *, run: str) -> FrozenBase:
+    def _shared_base(self, base: ArtifactRef, spec: LoraSpec, *, run: str) -> FrozenBase:
         def load() -> FrozenBase:
-            need = parameter_count(self.store, base) * self.backend.compute_dtype.itemsize
+            need = base_nbytes(
+                self.store,
+                base,
+                compute_bytes=self.backend.compute_dtype.itemsize,
+                master_bytes=self.backend.master_dtype.itemsize,
+                load_in_4bit=spec.load_in_4bit,
+            )
             self.loaded_policies.make_room(need, run=run, what=f"the base model {base.key}")
             with self.model_folder(base) as folder:
-                return self.backend.load_base(folder, key=base.key)
+                return self.backend.load_base(folder, key=base.key, load_in_4bit=spec.load_in_4bit)
 
-        return self.loaded_policies.shared_base(base.sha256, load)
+        name = f"{base.sha256} in 4 bits" if spec.load_in_4bit else base.sha256
+        return self.loaded_policies.shared_base(name, load)
 
     @contextlib.contextmanager
     def model_folder(self, base: ArtifactRef) -> Iterator[Path]:

@@ -99,7 +99,7 @@ def fresh_trainer(store: ObjectStore, backend: TrainerBackend, root: Root) -> Tr
         model_folder = files["config.json"].parent
         spec = parse_trainable(root.trainable)
         if isinstance(spec, LoraSpec):
-            base = backend.load_base(model_folder, key=root.base.key)
+            base = backend.load_base(model_folder, key=root.base.key, load_in_4bit=spec.load_in_4bit)
             return backend.adapter(base, spec, init_seed=root.init_seed)
         return backend.load(model_folder, head=spec.head, init_seed=root.init_seed)
 

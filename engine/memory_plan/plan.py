@@ -25,6 +25,7 @@ from engine.memory_plan.records import (
 )
 from engine.memory_plan.sampler import SamplerMemory, count_sequences, torch_sampler, vllm_sampler
 from engine.memory_plan.trainer import TrainingSetup, trainer_memory
+from engine.specs.adapters import LoraSpec
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.sampler import VllmSpec
 
@@ -36,7 +37,10 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
 def plan_memory(spec: LocalEngineSpec, work: Workload, machine: Machine) -> MemoryPlan:
-    """Returns the plan for one policy in training and its sampler. Raises BadSpec if there are not enough GPUs."""
+    """Returns the plan for one policy in training and its sampler. Raises BadSpec if there are not enough GPUs, or if
+    the engine has no base in 4 bits."""
+    if work.load_in_4bit:
+        spec.check_trainable(LoraSpec(load_in_4bit=True))
     # Decide what runs where.
     setup = setup_of(spec, machine)
     machines = place_processes(spec, machine)

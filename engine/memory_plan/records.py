@@ -32,6 +32,8 @@ class Workload:
     """Tokens of prompt and completion together."""
     lora_rank: int | None = None
     """Rank of the LoRA adapter. None: all weights are trained."""
+    load_in_4bit: bool = False
+    """Whether the linear layers of the adapter's base are held in 4 bits."""
     frozen: int = 1
     """Number of reference and past policies in memory. In a LoRA run the first of them is the base, which needs no
     memory of its own."""

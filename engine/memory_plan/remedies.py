@@ -110,6 +110,9 @@ def _candidates(scenario: Scenario) -> Iterator[Remedy]:
     if work.lora_rank is None:
         description = f"a LoRA adapter (model.adapter={{}}, --lora-rank {LORA_RANK})"
         yield Remedy("lora", description, _with_adapter)
+    if not work.load_in_4bit:
+        description = "an adapter on a base in 4 bits (model.adapter.load_in_4bit=true, --load-in-4bit)"
+        yield Remedy("lora", description, _with_base_in_4bit)
 
     # the hardware
     yield from _larger_devices(scenario.machine)
@@ -160,6 +163,11 @@ def _vllm_changes(vllm: VllmSpec) -> Iterator[Remedy]:
 
 def _with_adapter(scenario: Scenario) -> Scenario:
     return replace(scenario, work=replace(scenario.work, lora_rank=LORA_RANK))
+
+
+def _with_base_in_4bit(scenario: Scenario) -> Scenario:
+    rank = scenario.work.lora_rank or LORA_RANK
+    return replace(scenario, work=replace(scenario.work, lora_rank=rank, load_in_4bit=True))
 
 
 def _without_frozen(scenario: Scenario) -> Scenario:

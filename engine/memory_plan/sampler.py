@@ -53,7 +53,7 @@ def torch_sampler(spec: LocalEngineSpec, work: Workload, machine: Machine, setup
             if compute < MASTER_BYTES:
                 copied += compute * (shape.layers * shape.layer_linear + shape.language_head)
     else:
-        # Copy the adapter, and the part of the base that is not held in the compute dtype already.
+        # Copy the adapter, and the part of the base that it cannot share.
         others = shape.parameters - compute_dtype_elements(work)
         copied = compute * (others + shape.lora(work.lora_rank))
 

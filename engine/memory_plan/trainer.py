@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from engine.backends.deepspeed.memory import StateBytes, adapter_bytes, state_bytes
 from engine.memory_plan.formulas import MASTER_BYTES, activations, autocast_weights, head_activations, torch_states
 from engine.memory_plan.records import PHASES, Machine, MemoryPart, Phase, ProcessMemory, Workload
+from engine.models.size import BYTES_IN_4BIT
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
 
@@ -50,8 +51,8 @@ def trainer_memory(spec: LocalEngineSpec, work: Workload, machine: Machine, setu
 
 
 def compute_dtype_elements(work: Workload) -> int:
-    """Returns the elements of a shared base that are held in the compute dtype: the linear layers, and the head if it
-    is not the embedding (engine.backends.torch.shared_base)."""
+    """Returns the elements of a shared base that are held in the compute dtype or in 4 bits: the linear layers, and the
+    head if it is not the embedding (engine.backends.torch.shared_base)."""
     shape = work.shape
     return shape.layers * shape.layer_linear + shape.own_head
 
@@ -84,6 +85,8 @@ class _TorchStates:
     weights_source: str
     base: float
     """The frozen base under an adapter."""
+    dequantised: float
+    """The largest weight of the base that is held in 4 bits, in the compute dtype."""
     casts: float
     """Autocast's copies of weights in the compute dtype."""
     tied_gradient: float
@@ -109,6 +112,8 @@ def _torch_memory(spec: LocalEngineSpec, work: Workload, machine: Machine, setup
 
     # The parts on the device. Those with a phase are held only then.
     base_source = "linear layers in the compute dtype, the rest in float32"
+    if work.load_in_4bit:
+        base_source = "linear layers in 4 bits, the rest in float32"
     moments_source = f"2 * {master} * {sizes.trained:,}"
     casts_source = "a copy of each matrix until the backward pass ends"
     logits_source = "logits of at most 512 MiB at once"
@@ -120,6 +125,7 @@ def _torch_memory(spec: LocalEngineSpec, work: Workload, machine: Machine, setup
         constant("moments", "AdamW moments", states.optimizer, moments_source, AFTER_FIRST_STEP),
         constant("gradients", "gradients", states.gradients, f"{master} * {sizes.trained:,}", TRAINING),
         constant("casts", "autocast's weights", sizes.casts, casts_source, ("backward",)),
+        constant("casts", "dequantised weight", sizes.dequantised, "one layer at a time", ("backward", "sampling")),
         constant("activations", "activations", saved, f"{tokens} tokens, {shape.layers} layers", ("backward",)),
         constant("logits", "logits and their gradient", logits, logits_source, ("backward",)),
         constant("tied", "gradient of the tied head", sizes.tied_gradient, "waits for the embedding's", ("backward",)),
@@ -134,6 +140,10 @@ def _torch_memory(spec: LocalEngineSpec, work: Workload, machine: Machine, setup
     host: tuple[MemoryPart, ...] = (inputs,)
     if machine.device != "cpu":
         host = (*process.host, inputs, loading)
+    elif work.lora_rank is not None:
+        # On the CPU, the base is read in master precision before its linear layers take less.
+        in_addition = max(0.0, read_bytes - sizes.base)
+        device.append(constant("loading", "loading the model", in_addition, "read in float32", ("start",)))
     return ProcessMemory((*process.device, *device), host)
 
 
@@ -147,6 +157,7 @@ def _full_states(work: Workload, setup: TrainingSetup) -> _TorchStates:
         trained=shape.parameters,
         weights_source=weights_source,
         base=0.0,
+        dequantised=0.0,
         casts=autocast_weights(shape, compute, master=master),
         tied_gradient=master * (shape.language_head - shape.own_head),
         frozen=master * shape.parameters * work.frozen,
@@ -162,10 +173,15 @@ def _adapter_states(work: Workload, lora_rank: int, setup: TrainingSetup) -> _To
     casts = 0.0
     if compute != master:
         casts = compute * (trained + shape.language_head - shape.own_head)
+    base, dequantised = float(compute * lowered + master * (shape.parameters - lowered)), 0.0
+    if work.load_in_4bit:
+        base -= (compute - BYTES_IN_4BIT) * shape.layers * shape.layer_linear
+        dequantised = compute * max(inputs * outputs for inputs, outputs in shape.linears)
     return _TorchStates(
         trained=trained,
         weights_source=f"{master}A, A = {trained:,} parameters of the adapter",
-        base=compute * lowered + master * (shape.parameters - lowered),
+        base=base,
+        dequantised=dequantised,
         casts=casts,
         tied_gradient=0,
         frozen=master * trained * max(0, work.frozen - 1),

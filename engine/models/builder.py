@@ -84,14 +84,22 @@ class ModelBuilder:
         *,
         use_rslora: bool = False,
         use_dora: bool = False,
+        load_in_4bit: bool = False,
     ) -> Self:
         """Returns a builder whose models train a LoRA adapter (arXiv:2106.09685) in peft's format.
 
         The weights of the base model are in memory once for all runs that adapt it. `targets` are names of linear
         layers, such as "q_proj". `use_rslora` scales the adapter by alpha / sqrt(rank) (arXiv:2312.03732), `use_dora`
-        also trains the length of each row of a weight (arXiv:2402.09353)."""
-        names = targets if isinstance(targets, str) else tuple(targets)
-        fields = {"rank": rank, "alpha": alpha, "target_modules": names, "use_rslora": use_rslora, "use_dora": use_dora}
+        also trains the length of each row of a weight (arXiv:2402.09353). `load_in_4bit` holds the linear layers of the
+        base model in 4 bits (QLoRA, arXiv:2305.14314)."""
+        fields = {
+            "rank": rank,
+            "alpha": alpha,
+            "target_modules": targets if isinstance(targets, str) else tuple(targets),
+            "use_rslora": use_rslora,
+            "use_dora": use_dora,
+            "load_in_4bit": load_in_4bit,
+        }
         return self.training(parse_trainable({"kind": "lora", **fields}))
 
     def training(self, trainable: FullSpec | LoraSpec) -> Self:

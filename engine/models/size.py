@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -17,16 +17,30 @@ METADATA = "__metadata__"
 """The only key of a header that does not name a tensor."""
 MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors library."""
+BYTES_IN_4BIT = 4.5 / 8
+"""Bytes of a weight in NF4: 4 bits, and a float32 number for each block of 64 weights."""
 
 
 def parameter_count(store: ObjectStore, model: ArtifactRef) -> int:
     """Number of elements of all tensors of a registered model. Raises CorruptArtifact."""
-    count = 0
-    for entry in read_manifest(store, model.key).files:
-        if entry.name.endswith(SUFFIX) and "/" not in entry.name:
-            with store.open(entry.key) as file:
-                count += _elements(file, entry.key)
-    return count
+    return sum(prod(shape) for _, shape in _stored_shapes(store, model))
+
+
+def base_nbytes(
+    store: ObjectStore, model: ArtifactRef, *, compute_bytes: int, master_bytes: int, load_in_4bit: bool
+) -> int:
+    """Estimated bytes of a registered model as the frozen base of adapters: `compute_bytes` per weight. With
+    `load_in_4bit` its linear layers take `BYTES_IN_4BIT` per weight, the others `master_bytes`. Raises CorruptArtifact.
+    """
+    if not load_in_4bit:
+        return parameter_count(store, model) * compute_bytes
+    linear, others = 0, 0
+    for name, shape in _stored_shapes(store, model):
+        if len(shape) == 2 and "embed" not in name and "head" not in name:
+            linear += prod(shape)
+        else:
+            others += prod(shape)
+    return int(linear * BYTES_IN_4BIT + others * master_bytes)
 
 
 def folder_parameter_count(files: Mapping[str, Path]) -> int:
@@ -46,6 +60,14 @@ def tensor_names(folder: Path) -> list[str]:
         with path.open("rb") as file:
             names += _shapes(file, path.name)
     return names
+
+
+def _stored_shapes(store: ObjectStore, model: ArtifactRef) -> Iterator[tuple[str, list[int]]]:
+    """(name, shape) of every tensor of a registered model."""
+    for entry in read_manifest(store, model.key).files:
+        if entry.name.endswith(SUFFIX) and "/" not in entry.name:
+            with store.open(entry.key) as file:
+                yield from _shapes(file, entry.key).items()
 
 
 def _elements(file: BinaryIO, name: str) -> int:

@@ -62,6 +62,9 @@ class LoraSpec(_Headed):
     use_dora: bool = Field(False, exclude_if=lambda value: not value)  # absent from older states
     """Use DoRA (arXiv:2402.09353): train the length of each row of a layer's weight on its own, besides the matrices,
     which then change only the direction of the row. It often learns more at a low rank, and each step takes longer."""
+    load_in_4bit: bool = Field(False, exclude_if=lambda value: not value)  # absent from older states
+    """Hold the linear layers of the frozen base model in 4 bits (QLoRA, arXiv:2305.14314): 4.5 bits per weight in
+    bitsandbytes' NF4 instead of 16 or 32. Each step takes longer. Needs the torch trainer and the torch sampler."""
 
     @property
     def scale(self) -> float:
@@ -92,5 +95,5 @@ def parse_trainable(trainable: Mapping[str, Any]) -> FullSpec | LoraSpec:
         raise BadSpec(
             f"trainable {dict(trainable)} was given: {problems}. Expected {{'kind': 'full'}}, or {{'kind': 'lora'}} "
             "with rank >= 1 (16), alpha > 0 (32), target_modules ('all-linear' or names of layers), use_rslora "
-            "(false), use_dora (false); both with head 'lm' or 'scalar'"
+            "(false), use_dora (false), load_in_4bit (false); both with head 'lm' or 'scalar'"
         ) from error

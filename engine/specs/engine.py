@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from engine.errors import BadSpec
+from engine.specs.adapters import FullSpec, LoraSpec
 from engine.specs.cluster import ClusterSpec
 from engine.specs.sampler import SamplerSpec, TorchSamplerSpec, VllmSpec
 from engine.specs.trainer import DeepSpeedSpec, TorchTrainerSpec, TrainerSpec
@@ -95,6 +97,22 @@ class LocalEngineSpec(Frozen):
         if self.compute_dtype == "float64" and isinstance(self.sampler, VllmSpec):
             raise ValueError("vLLM computes in bfloat16 or float32; use compute_dtype='float32', or the torch sampler")
         return self
+
+    def check_trainable(self, trainable: FullSpec | LoraSpec) -> None:
+        """Raises BadSpec for an adapter whose base in 4 bits this engine cannot train, sample or compute with."""
+        if not isinstance(trainable, LoraSpec) or not trainable.load_in_4bit:
+            return
+        for name, part in (("trainer", self.trainer), ("sampler", self.sampler)):
+            if part.kind != "torch":
+                raise BadSpec(
+                    "load_in_4bit=true was given, which needs the torch trainer and the torch sampler, and "
+                    f"{name}.kind={part.kind!r} was given; set engine.{name}.kind='torch', or leave load_in_4bit out"
+                )
+        if self.compute_dtype == "float64":
+            raise BadSpec(
+                "load_in_4bit=true was given, and bitsandbytes computes in bfloat16 or float32, but engine."
+                "compute_dtype='float64' was given; set engine.compute_dtype='float32', or leave load_in_4bit out"
+            )
 
     @property
     def uses_ray(self) -> bool:

@@ -63,6 +63,9 @@ def plan(  # noqa: PLR0913 - the options of a command
     node_gib: Annotated[float, typer.Option(help="Memory of a machine in GiB. 0: not checked.", min=0)] = 0.0,
     context: Annotated[int, typer.Option(help="Tokens of prompt and completion together.", min=0)] = 0,
     lora_rank: Annotated[int, typer.Option(help="Rank of a LoRA adapter. 0: all weights.", min=0)] = 0,
+    load_in_4bit: Annotated[
+        bool, typer.Option("--load-in-4bit", help="Plan a LoRA adapter whose base is held in 4 bits (QLoRA).")
+    ] = False,
     scalar: Annotated[bool, typer.Option("--scalar", help="Plan a reward or value model, with a scalar head.")] = False,
     frozen: Annotated[int, typer.Option(help="Frozen policies in memory. -1: from the config.", min=-1)] = -1,
     storage: Annotated[str, typer.Option(help="Store of a registered model.")] = "",
@@ -76,6 +79,8 @@ def plan(  # noqa: PLR0913 - the options of a command
             spec, body = load_engine(config, sets or [])
             shape = find_shape(model or _model_of(body), storage or _storage_of(body))
             work = workload_of(body, spec, shape, context=context, lora_rank=lora_rank, frozen=frozen)
+            if load_in_4bit:
+                work = replace(work, load_in_4bit=True, lora_rank=work.lora_rank or default_of(LoraSpec, "rank"))
             if scalar:
                 head = work.shape.with_scalar_head(keep_language_head=work.lora_rank is not None)
                 work = replace(work, shape=head)
@@ -144,7 +149,9 @@ def workload_of(
     # a KL term needs a frozen copy of the initial policy
     if frozen < 0:
         frozen = 1 if algorithm.get("kl_beta", default_of(GRPOAlgorithm, "kl_beta")) else 0
-    return Workload(shape, context=context, lora_rank=rank, frozen=min(spec.frozen_policies, frozen))
+    in_4bit = bool(adapter and adapter.get("load_in_4bit"))
+    frozen = min(spec.frozen_policies, frozen)
+    return Workload(shape, context=context, lora_rank=rank, load_in_4bit=in_4bit, frozen=frozen)
 
 
 def find_machine(
@@ -169,6 +176,8 @@ def print_plan(memory_plan: MemoryPlan, work: Workload, proposals: list[str], cl
     to = console()
     shape = work.shape
     trained = "all weights" if work.lora_rank is None else f"LoRA rank {work.lora_rank}"
+    if work.load_in_4bit:
+        trained += " on a base in 4 bits"
     to.print(f"{shape.name}: {shape.parameters:,} parameters, {trained}, {work.context} tokens", markup=False)
     # what runs where
     for number, use in enumerate(memory_plan.machines, 1):

@@ -30,7 +30,7 @@ from storage.chain.records import OldLogprobs
 from storage.chain.retention import Retention
 from storage.errors import InvalidKey
 from storage.number_types import Coefficient, Positive
-from storage.serialization import Frozen
+from storage.serialization import Frozen, left_out
 from storage.store.keys import validate_name
 from tasks import import_paths
 from tasks.batches.rl import AdvantageEstimator, BatchPlan
@@ -290,20 +290,7 @@ class FlowConfig(FormConfig):
 
     def other(self) -> dict[str, Any]:
         """The part of the config that may change between attempts: all that `semantic` leaves out."""
-        return _left_out(self.model_dump(mode="json"), self.semantic())
-
-
-def _left_out(values: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """The entries of nested mappings that `kept` does not have."""
-    rest: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in kept:
-            rest[name] = value
-        elif isinstance(value, dict) and isinstance(kept[name], dict):
-            inner = _left_out(value, kept[name])
-            if inner:
-                rest[name] = inner
-    return rest
+        return left_out(self.model_dump(mode="json"), self.semantic())
 
 
 class TrainingConfig(FlowConfig):
@@ -325,6 +312,14 @@ class TrainingConfig(FlowConfig):
         algorithm = getattr(self, "algorithm", None)  # that of a stage is checked in the config of the stage
         if algorithm is not None and isinstance(self.data.train, MixtureDataset):
             self.data.train.check_batch(algorithm.samples_per_batch // getattr(algorithm, "completions_per_sample", 1))
+        return self
+
+    @model_validator(mode="after")
+    def _engine_trains_the_adapters(self) -> Self:
+        models = [self.model, getattr(self, "value_model", self.model)]
+        if isinstance(self.engine, LocalEngineSpec):  # a served engine checks for itself
+            for model in models:
+                self.engine.check_trainable(model.trainable)
         return self
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.models.folder import ModelFolder, local_folder, registered_model
-from engine.models.size import folder_parameter_count, parameter_count
+from engine.models.size import base_nbytes, folder_parameter_count, parameter_count
 from engine.protocol import EngineInfo
 from flows.callbacks import Cadence
 from flows.configs.common import CheckpointConfig, GRPOConfig, ModelConfig, TrainingConfig
@@ -154,7 +154,16 @@ def _estimate_stage(
         frozen = isinstance(config, DPOConfig)
         operations = parameters * stored_tokens * (6.0 + 2.0 * frozen)
     compute_bytes, samples = COMPUTE_BYTES[info.numerics.compute_dtype], not isinstance(config, RewardModelConfig)
-    memory = _memory(config.model, parameters, compute_bytes, frozen=frozen, samples=samples)
+
+    def base_bytes(model: ModelConfig) -> float:
+        """Bytes per parameter of the frozen base under an adapter."""
+        in_4bit = model.adapter is not None and model.adapter.load_in_4bit
+        sizes = {"compute_bytes": compute_bytes, "master_bytes": MASTER_BYTES}
+        return base_nbytes(store, base, **sizes, load_in_4bit=in_4bit) / parameters
+
+    memory = _memory(
+        config.model, parameters, compute_bytes, base_bytes(config.model), frozen=frozen, samples=samples
+    )  # fmt: skip
     steps_left = None if steps is None else max(0, steps - done)
     disk = None if steps_left is None else _disk(config, config.model, parameters, steps_left)
     loaded_parameters, saved_bytes = parameters * (1 + frozen), _checkpoint_bytes(config.model, parameters)
@@ -162,10 +171,12 @@ def _estimate_stage(
     # the value model of PPO reads every token, and is trained as often as the policy
     if isinstance(config, PPOConfig | ENVPPOConfig):
         value_model, value_parameters = config.value_model, _value_parameters(store, config, parameters)
-        memory += _memory(value_model, value_parameters, compute_bytes, frozen=False, samples=False)
-        if value_model.adapter is not None and config.model.adapter is not None and value_model.key is None:
+        of_value = base_bytes(value_model)
+        memory += _memory(value_model, value_parameters, compute_bytes, of_value, frozen=False, samples=False)
+        adapters = [model.adapter for model in (config.model, value_model) if model.adapter is not None]
+        if len(adapters) == 2 and adapters[0].load_in_4bit == adapters[1].load_in_4bit and value_model.key is None:
             # both adapters share one base model
-            memory -= parameters * compute_bytes
+            memory -= int(parameters * of_value)
         if steps_left is not None and disk is not None:
             disk += _disk(config, value_model, value_parameters, steps_left)
         loaded_parameters += value_parameters
@@ -259,15 +270,17 @@ def _grpo_step(config: GRPOConfig | ENVGRPOConfig, parameters: int, prompt_token
     return parameters * tokens * float(passes + 6 * algorithm.mini_epochs_per_batch), tokens
 
 
-def _memory(model: ModelConfig, parameters: int, compute_bytes: int, *, frozen: bool, samples: bool) -> int:
+def _memory(
+    model: ModelConfig, parameters: int, compute_bytes: int, base_bytes: float, *, frozen: bool, samples: bool
+) -> int:
     """Bytes of weights, gradients and moments, of the sampler's copy, and of the frozen reference model.
 
     The sampler has a copy in the compute precision. In float32, these are the packed matrices of a CPU; a GPU's sampler
-    shares the master weights then, and the estimate is too high. An adapter
-    shares one copy of its base model, in the compute precision, with the sampler and the reference.
+    shares the master weights then, and the estimate is too high. An adapter shares one copy of its base model, of
+    `base_bytes` per parameter, with the sampler and the reference.
     """
     if model.adapter is not None:
-        return int(parameters * (compute_bytes + ADAPTER_SHARE * MASTER_BYTES * (2 + MOMENTS)))
+        return int(parameters * (base_bytes + ADAPTER_SHARE * MASTER_BYTES * (2 + MOMENTS)))
     sampler_bytes = compute_bytes if samples and compute_bytes <= MASTER_BYTES else 0
     return parameters * (max(MASTER_BYTES, compute_bytes) * (2 + MOMENTS + frozen) + sampler_bytes)
 

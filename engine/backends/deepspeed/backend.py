@@ -162,8 +162,10 @@ class DeepSpeedBackend:
             with streamed_weights(meta_model):
                 probe(meta_model.model, folder)
 
-    def load_base(self, folder: Path, *, key: str = "") -> DeepSpeedBase:
-        """Loads the frozen base of adapters. Every rank reads the folder, so all nodes must have access to it."""
+    def load_base(self, folder: Path, *, key: str = "", load_in_4bit: bool = False) -> DeepSpeedBase:
+        """Loads the frozen base of adapters. Every rank reads the folder, so all nodes must have access to it. Raises
+        BadSpec for `load_in_4bit`."""
+        self.spec.check_trainable(LoraSpec(load_in_4bit=load_in_4bit))
         start_number = self.group.start()
         self.free_dropped()
         number = next(self._numbers)

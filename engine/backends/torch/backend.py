@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.backends import machine
 from engine.backends.torch.causal_lm import CausalLM, master_dtype_of
+from engine.backends.torch.four_bit import check_four_bit
 from engine.backends.torch.loading import load_model, load_with_head
 from engine.backends.torch.shared_base import AdapterOff, AdapterTrainer, SharedBase
 from engine.backends.torch.trainer import TorchTrainer
@@ -115,10 +116,12 @@ class TorchBackend:
         """
         self._load_on_cpu(folder)
 
-    def load_base(self, folder: Path, *, key: str = "") -> SharedBase:
+    def load_base(self, folder: Path, *, key: str = "", load_in_4bit: bool = False) -> SharedBase:
         """A frozen model that adapters share. `key` is its registry key, which exported adapters name."""
-        # Load on the CPU, so that the device only gets the linear layers in compute precision.
-        return SharedBase(self._load_on_cpu(folder), device=self.device, key=key)
+        if load_in_4bit:
+            check_four_bit(self.device, self.compute_dtype)
+        # Load on the CPU, so that the device only gets the linear layers in compute precision or in 4 bits.
+        return SharedBase(self._load_on_cpu(folder), device=self.device, key=key, load_in_4bit=load_in_4bit)
 
     def _load_on_cpu(self, folder: Path) -> CausalLM:
         return load_model(

@@ -216,10 +216,13 @@ def master_dtype_of(compute_dtype: torch.dtype) -> torch.dtype:
 
 def frozen_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of the module with every parameter in `dtype` and without gradients. Parameters that have this dtype
-    already are shared, not copied. Buffers keep their dtype, because rotary frequencies in bfloat16 would give tokens
-    far into a sequence wrong positions."""
+    already, and weights in 4 bits, are shared, not copied. Buffers keep their dtype, because rotary frequencies in
+    bfloat16 would give tokens far into a sequence wrong positions."""
     # `deepcopy` takes an object whose id is in its memo from there, and copies all others.
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+        if parameter.is_floating_point():
+            memo[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+        else:
+            memo[id(parameter)] = parameter
     return copy.deepcopy(module, memo)

@@ -80,7 +80,7 @@ class LoraLinear(nn.Linear):
         self.pair: LoraPair | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        output, pair = linear(input, self.weight, self.bias), self.pair
+        output, pair = self.base_output(input), self.pair
         if pair is None:
             return output
         added = pair.scale * linear(linear(input, pair.a_RI), pair.b_OR)
@@ -88,23 +88,33 @@ class LoraLinear(nn.Linear):
             return output + added
         # DoRA. As in section 4.3 of the paper, the norm has no gradient. A factor of 1 leaves the output as it is, to
         # the bit, so policy 0 is the base.
-        norm_O = pair.norm(self.weight) if pair.fixed_norm_O is None else pair.fixed_norm_O
+        norm_O = pair.norm(self.base_weight()) if pair.fixed_norm_O is None else pair.fixed_norm_O
         factor_O = pair.magnitude_O / norm_O
         without_bias = output if self.bias is None else output - self.bias
         return output + ((factor_O - 1) * without_bias + factor_O * added).to(output.dtype)
+
+    def base_output(self, input: Tensor) -> Tensor:
+        """The output without a pair."""
+        return linear(input, self.weight, self.bias)
+
+    def base_weight(self) -> Tensor:
+        """The weight (O, I) without a pair."""
+        return self.weight
 
 
 LoraPairs = Mapping[str, LoraPair]
 """The pairs of an adapter, by the name of the layer, sorted by name."""
 
 
-def replace_linears(model: CausalLM) -> dict[str, LoraLinear]:
-    """Replaces every linear layer but the head by a LoraLinear; returns the new layers by name, sorted."""
+def replace_linears(
+    model: CausalLM, new_layer: Callable[[nn.Linear], LoraLinear] = LoraLinear
+) -> dict[str, LoraLinear]:
+    """Replaces every linear layer but the head by `new_layer` of it; returns the new layers by name, sorted."""
     layers = {}
     for name, child in sorted(model.module.named_modules()):
         if type(child) is nn.Linear and child is not model.head:
             parent, _, attribute = name.rpartition(".")
-            layers[name] = LoraLinear(child)
+            layers[name] = new_layer(child)
             setattr(model.module.get_submodule(parent), attribute, layers[name])
     return layers
 
@@ -198,7 +208,7 @@ def new_pairs(
         )
         if spec.use_dora:
             with with_weight(layer):
-                pair = replace(pair, magnitude_O=nn.Parameter(pair.norm(layer.weight)))
+                pair = replace(pair, magnitude_O=nn.Parameter(pair.norm(layer.base_weight())))
         pairs[name] = pair
     return pairs
 
@@ -212,7 +222,7 @@ def sampling_pairs(pairs: LoraPairs, layers: Mapping[str, LoraLinear], dtype: to
         copied = LoraPair(a_RI, b_OR, pair.scale)
         if pair.magnitude_O is not None:
             # The norm of the weights in the trainer's precision, as in the trainer.
-            norm_O, magnitude_O = pair.norm(layers[name].weight), pair.magnitude_O.detach().clone()
+            norm_O, magnitude_O = pair.norm(layers[name].base_weight()), pair.magnitude_O.detach().clone()
             copied = replace(copied, magnitude_O=magnitude_O, fixed_norm_O=norm_O)
         copies[name] = copied
     return copies

@@ -7,6 +7,9 @@ model, bit for bit, in float32 and under bfloat16 autocast. Adapters are in the 
 
 A sampler in a lower precision shares the linear layers. It adds one copy of the other weights per base, whatever the
 number of adapters, and a copy of its adapter.
+
+With QLoRA (arXiv:2305.14314) the linear layers are held in 4 bits (engine.backends.torch.four_bit). Policy 0 then
+computes with the dequantised weights, as the sampler and merged exports do.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +27,12 @@ from torch import Tensor, nn
 from engine.backends.protocol import is_sampled_on_base
 from engine.backends.read_only import ReadOnlyPolicy
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy
+from engine.backends.torch.four_bit import LoraLinear4bit, four_bit_layer
 from engine.backends.torch.lora import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     PEFT_PREFIX,
+    LoraLinear,
     LoraPairs,
     new_pairs,
     pair_tensors,
@@ -47,17 +53,21 @@ from engine.specs.adapters import LoraSpec
 class SharedBase:
     """A frozen model whose linear layers take adapters. It takes over a freshly loaded model, and moves it to `device`.
 
-    `digest` is the digest of the weights as loaded, equal to that of a full trainer before its first update."""
+    `digest` is the digest of the weights as loaded, equal to that of a full trainer before its first update, also with
+    `load_in_4bit`."""
 
-    def __init__(self, model: CausalLM, *, device: torch.device, key: str = "") -> None:
+    def __init__(
+        self, model: CausalLM, *, device: torch.device, key: str = "", load_in_4bit: bool = False
+    ) -> None:
         self.key = key
         self.digest, self.digests = digest_tensors(model.named_weights())
         self._score = copy.deepcopy(model.head) if model.scalar else None  # in master precision
-        # Replace the linear layers by LoraLinear first, so that the frozen copy for samplers has them too.
-        self.layers = replace_linears(model)
         module = model.module.requires_grad_(False)
         for parameter in linear_parameters(module):
             parameter.data = parameter.data.to(model.compute_dtype)
+        # Replace the linear layers first, so that the frozen copy for samplers has the new ones.
+        new_layer = partial(four_bit_layer, device=device) if load_in_4bit else LoraLinear
+        self.layers = replace_linears(model, new_layer)
         self.model = model.with_module(
             module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype
         )
@@ -98,7 +108,8 @@ class SharedBase:
         for model in models:
             for _, tensor in model.named_weights():
                 sizes[tensor.data_ptr()] = tensor.nbytes
-        return sum(sizes.values())
+        in_4_bits = [layer for layer in self.layers.values() if isinstance(layer, LoraLinear4bit)]
+        return sum(sizes.values()) + sum(layer.scales_nbytes for layer in in_4_bits)
 
 
 def linear_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -135,26 +146,31 @@ class SharedTrainer(TorchTrainer):
         return use_pairs(self.base.layers, self.pairs)
 
     def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[Path]:
-        if is_sampled_on_base(self):
-            return super().stage_weights(folder, dtype=dtype)
-        merged: dict[str, Tensor] = {}
-        for name, tensor in self.model.exported_weights():
-            pair = self.pairs.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-            merged[name] = tensor if pair is None else pair.merged(tensor)
-        write_tensors(folder / STAGED_FILE, merged.items(), floating=dtype)
+        pairs = {} if is_sampled_on_base(self) else self.pairs
+        weights = ((name, self._merged(name, tensor, pairs)) for name, tensor in self.model.exported_weights())
+        write_tensors(folder / STAGED_FILE, weights, floating=dtype)
         return [folder / STAGED_FILE]
+
+    def _merged(self, name: str, tensor: Tensor, pairs: LoraPairs) -> Tensor:
+        """The model's tensor of this name, with the pair of its layer merged into it. A weight in 4 bits is dequantised
+        first."""
+        layer_name, _, kind = name.rpartition(".")
+        if kind != "weight" or layer_name not in self.base.layers:
+            return tensor
+        weight_OI = self.base.layers[layer_name].base_weight()
+        return pairs[layer_name].merged(weight_OI) if layer_name in pairs else weight_OI
 
     @torch.no_grad()
     def export_merged(self, folder: Path) -> dict[str, Path]:
-        """Writes W + scale * B @ A of every layer, in the master dtype, in the format of a fully trained model. While
+        """Writes W + scale * B @ A of every layer, in the master dtype, in the format of a fully trained model. With a
+        base in 4 bits, W is the dequantised weight, so that the written model computes what the policy computes. While
         it writes, it takes the memory of one whole model."""
         folder.mkdir(parents=True, exist_ok=True)
         module: Any = self.model.module
         # Compute the sum in a copy: the base's weights must not change.
-        state = {name: tensor.to(self.model.dtype) for name, tensor in module.state_dict().items()}
-        for name, pair in self.pairs.items():
-            weight = f"{name}.weight"
-            state[weight] = pair.merged(state[weight])
+        state: dict[str, Tensor] = {}
+        for name, tensor in module.state_dict().items():
+            state[name] = self._merged(name, tensor, self.pairs).to(self.model.dtype)
         module.save_pretrained(folder, state_dict=state, safe_serialization=True)
         return files_in(folder)
 

@@ -303,6 +303,23 @@ def test_an_adapter_takes_its_base_and_a_little() -> None:
     assert part(adapter, "gradients") < part(whole, "gradients") / 100
 
 
+def test_a_base_in_4_bits_takes_4_5_bits_per_weight_of_its_layers() -> None:
+    keys: dict[str, Any] = {"device": "cuda", "compute_dtype": "bfloat16"}
+    shape, machine = size("8B"), Machine.gpus("h100-80", 1)
+    plain, small = (planned(keys, machine, lora_rank=16, load_in_4bit=held).pools[0] for held in (False, True))
+    # q and o, k and v, gate, up and down of 32 layers
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert part(plain, "base") - part(small, "base") == matrices * (2 - 4.5 / 8)
+    # one of the largest matrices in bfloat16
+    assert part(small, "casts") - part(plain, "casts") == 2 * 4096 * 14336
+    # on a CPU, the weights are read in float32 first
+    (on_cpu,) = planned({"device": "cpu", "compute_dtype": "bfloat16"}, Machine.cpu(64 * GIB), lora_rank=16,
+                        load_in_4bit=True).pools  # fmt: skip
+    assert part(on_cpu, "loading", "start") + part(on_cpu, "base", "start") == 4 * shape.parameters
+    with pytest.raises(BadSpec, match="load_in_4bit=true was given.*'deepspeed'"):
+        planned(keys | {"trainer": {"kind": "deepspeed"}}, machine, lora_rank=16, load_in_4bit=True)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [({"trainer": {"kind": "deepspeed", "ranks": 9}}, "9 ranks do not fit, as this machine has 8 GPUs"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +12,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from engine.backends.protocol import Objective
 from engine.backends.torch.loading import load_model
 from engine.backends.torch.lora import LoraLinear, LoraPair
-from engine.backends.torch.shared_base import AdapterTrainer, SharedBase
-from engine.backends.torch.trainer import TorchTrainer
+from engine.backends.torch.shared_base import SharedBase
 from engine.errors import BadSpec, NonFiniteGradient
 from engine.losses.policy_gradient import GRPOSpec
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
 from engine.specs.adapters import FullSpec, LoraSpec, parse_trainable
 from storage.chain.records import OptimizerSpec
+from tests.engine.torch.peft_gradients import caught_gradients, gradient_of_peft, peft_model
 from tests.fixtures.adapters import (
     CE,
     DORA,
@@ -186,50 +183,6 @@ def test_a_root_without_dora_is_what_it_was_before_dora() -> None:
 # -- peft's maths ----------------------------------------------------------------------------------------------
 
 
-def peft_model(module: nn.Module, spec: LoraSpec, adapter: AdapterTrainer) -> nn.Module:
-    """peft on another load of the model, with the adapter's matrices."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=spec.rank,
-        lora_alpha=spec.alpha,
-        target_modules=spec.target_modules if spec.target_modules == "all-linear" else list(spec.target_modules),
-        use_rslora=spec.use_rslora,
-        use_dora=spec.use_dora,
-        task_type="CAUSAL_LM",
-    )
-    wrapped = get_peft_model(module, config, autocast_adapter_dtype=False)
-    theirs = peft_parameters(wrapped)
-    assert theirs.keys() == dict(adapter.trained_parameters()).keys()
-    with torch.no_grad():
-        for name, parameter in adapter.trained_parameters():
-            theirs[name].copy_(parameter)
-    return wrapped.eval()
-
-
-def peft_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    adapted = {name: p for name, p in module.named_parameters() if "lora_" in name}
-    names = {name: name.removeprefix("base_model.model.").replace(".default", "") for name in adapted}
-    # peft's files name a magnitude without the ".weight" of its module.
-    return {names[name].replace("vector.weight", "vector"): parameter for name, parameter in adapted.items()}
-
-
-@contextmanager
-def caught_gradients(trainer: TorchTrainer) -> Iterator[dict[str, Tensor]]:
-    """The gradients that the optimizer is given, by name."""
-    names = {id(p): name for name, p in trainer.trained_parameters()}
-    caught: dict[str, Tensor] = {}
-
-    def catch(adamw: torch.optim.Optimizer, *_: Any) -> None:
-        caught.update({names[id(p)]: p.grad.clone() for g in adamw.param_groups for p in g["params"]})
-
-    hook = register_optimizer_step_pre_hook(catch)
-    try:
-        yield caught
-    finally:
-        hook.remove()
-
-
 @pytest.mark.parametrize("max_tokens", [WHOLE, SPLIT])
 @pytest.mark.parametrize("spec", [LORA, SOME, DORA], ids=["all-linear", "some-rslora", "dora"])
 def test_the_gradient_is_pefts(tiny_folder: Path, spec: LoraSpec, max_tokens: int) -> None:
@@ -242,20 +195,13 @@ def test_the_gradient_is_pefts(tiny_folder: Path, spec: LoraSpec, max_tokens: in
     plain.set_attn_implementation("sdpa")  # type: ignore[operator]
     theirs = peft_model(plain, spec, adapter)
     batch = samples(100)
-    nats = []
-    for sample in batch:
-        ids = torch.tensor([sample.token_ids])
-        all_T = theirs(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
-        nats.append(all_T.squeeze(1)[torch.tensor(sample.loss_mask[1:]) > 0])
-    loss = -torch.cat(nats).mean()
-    loss.backward()
+    loss, expected = gradient_of_peft(theirs, batch)
     with caught_gradients(adapter) as gradients:
         report = adapter.update(batch, CE, OptimizerSpec(lr=0, max_grad_norm=1e9), max_tokens=max_tokens)
-    assert report.metrics["loss"] == pytest.approx(loss.item(), rel=1e-12)
-    expected = {name: p.grad for name, p in peft_parameters(theirs).items()}
+    assert report.metrics["loss"] == pytest.approx(loss, rel=1e-12)
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
-        assert expected[name] is not None and expected[name].abs().max() > 1e-6
+        assert expected[name].abs().max() > 1e-6
         torch.testing.assert_close(gradient, expected[name], rtol=1e-8, atol=1e-12)
 
 

@@ -56,6 +56,21 @@ def test_the_8b_adapter_of_the_one_gpu_example(tmp_path: Path) -> None:
     words = ["--config", str(example), "--model", "8B", "--gpu", "h100-80"]
     assert plan(*words).exit_code == 3
     assert plan(*words, "--lora-rank", "16", "--set", "max_tokens_per_forward=4096").exit_code == 0
+    # its sampler is vLLM, which has no base in 4 bits
+    refused = plan(*words, "--load-in-4bit")
+    assert (refused.exit_code, "load_in_4bit=true was given" in refused.output) == (2, True)
+
+
+def test_an_adapter_on_a_base_in_4_bits_is_planned_and_proposed(tmp_path: Path) -> None:
+    words = ["--config", written(tmp_path, {"device": "cuda"}), "--model", "8B", "--device-gib", "24"]
+    words += ["--context", "1024", "--set", "max_tokens_per_forward=1024", "--set", "max_rows=8", "--frozen", "0"]
+    adapter = plan(*words, "--lora-rank", "16")
+    assert adapter.exit_code == 3
+    proposal = "an adapter on a base in 4 bits (model.adapter.load_in_4bit=true, --load-in-4bit)"
+    assert f"would fit: {proposal}\n" in adapter.stdout
+    on_4_bits = plan(*words, "--load-in-4bit")
+    assert on_4_bits.exit_code == 0
+    assert "LoRA rank 16 on a base in 4 bits" in on_4_bits.stdout
 
 
 def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> None:
@@ -86,6 +101,9 @@ def test_a_runs_config_says_its_model_its_reference_and_its_adapter(tmp_path: Pa
     body["model"]["adapter"] = {"rank": 4}
     assert "frozen base" in names()
     assert "frozen policies" not in names()  # the base is the reference
+    assert "dequantised" not in names()
+    body["model"]["adapter"]["load_in_4bit"] = True
+    assert "dequantised weight" in names()
 
 
 async def test_a_registered_model_is_planned_by_its_key(tmp_path: Path, tiny_folder: Path) -> None:

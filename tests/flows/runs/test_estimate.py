@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.local.engine import LocalEngine
-from engine.models.size import parameter_count
+from engine.models.size import base_nbytes, parameter_count
 from engine.protocol import EngineInfo
 from engine.specs.engine import LocalEngineSpec
 from flows.configs.common import GRPOConfig
@@ -84,6 +84,13 @@ async def test_memory_counts_weights_gradients_moments_and_the_reference(world: 
     assert adapter < 1.5 * parameters * 4
     both = PPOConfig.model_validate(config | {"value_model": {"adapter": {}}})
     assert estimate(store, both, base, data, info()).memory_bytes < 2 * adapter - 0.9 * parameters * 4  # one base
+    # A base in 4 bits is smaller, and another one than the plain base.
+    config["model"]["adapter"] = {"load_in_4bit": True}
+    in_4bit = base_nbytes(store, base, compute_bytes=4, master_bytes=4, load_in_4bit=True)
+    small = estimate(store, GRPOConfig.model_validate(config), base, data, info()).memory_bytes
+    assert adapter - small == pytest.approx(parameters * 4 - in_4bit, abs=1)
+    mixed = PPOConfig.model_validate(config | {"value_model": {"adapter": {}}})
+    assert estimate(store, mixed, base, data, info()).memory_bytes == small + adapter
 
 
 async def test_time_is_steps_times_passes_over_tokens(world: Any) -> None:

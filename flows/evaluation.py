@@ -149,7 +149,7 @@ async def _run_evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     # publish the comparison
     comparison = read_comparison(workspace, table)
     for score in comparison.scores:
-        mean = "no grade" if score.mean is None else f"mean {score.mean:.3f}"
+        mean = score.why_no_mean or f"mean {score.mean:.3f}"
         logger.note(f"{score.model} on {score.dataset}, graded by {score.grader}: {mean}, {score.prompts} prompts")
     await put_table("evaluation", score_table(comparison), description=f"Evaluation `{run}`")
     await put_markdown("comparison", comparison_markdown(comparison))

@@ -21,6 +21,7 @@ from pydantic_core import CoreSchema, core_schema
 import engine.handles
 from engine.handles import HasWorkspace
 from engine.text.threads import StringThread
+from flows.configs.overrides import validation_lines
 from storage.serialization import canonical_json
 from storage.store.tables import RowReader
 from tasks.datasets.load import LoadedDataset
@@ -188,9 +189,8 @@ def _validated_source(body: Any) -> Any:
     try:
         return _SOURCE.dump_python(_SOURCE.validate_python(body), mode="json")
     except ValidationError as error:
-        # one problem in one line, because the message appears at a field of a form
-        first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, given {first['input']!r:.80}") from error
+        # in one line, because the message appears at a field of a form
+        raise ValueError("; ".join(validation_lines(error, TrainingSource, body, remedy="give it"))) from error
 
 
 def _schema_with_parser(shape: CoreSchema, parse: Any, dump: Any) -> CoreSchema:

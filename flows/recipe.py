@@ -19,12 +19,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, get_type_hints
 
 from prefect import Flow
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from engine.specs.engine import EngineSpec, LocalEngineSpec
 from flows.configs.common import StorageConfig
 from flows.configs.forms import FormConfig
+from flows.configs.overrides import ConfigError, describe_validation
+from flows.display.terminal import TerminalProgress
 from flows.ops.attempts import check_attempts
 from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.run_keys import current_run_key
@@ -33,7 +35,7 @@ from flows.runs.checked_flow import checked_flow
 from flows.runs.hub_commits import hub_commits
 from flows.runs.input_checks import check_inputs
 from flows.runs.recipe_context import RecipeContext
-from flows.runs.session import read_result, release_run, write_result
+from flows.runs.session import announce_ranks, announce_stored_result, read_result, release_run, write_result
 from storage.serialization import canonical_json
 from storage.store.objects import open_store
 from tasks.graders.setting import grading_in
@@ -41,7 +43,17 @@ from tasks.graders.setting import grading_in
 __all__ = ["InputConfig", "RecipeContext", "recipe_main"]
 
 
-class InputConfig(FormConfig):
+class _RefusedByName(type(BaseModel)):  # type: ignore[misc]
+    """Makes `Config(…)` raise ConfigError, whose message names the keys as the program wrote them."""
+
+    def __call__(cls, **values: Any) -> Any:
+        try:
+            return super().__call__(**values)
+        except ValidationError as error:
+            raise ConfigError(describe_validation(error, cls, values, remedy="give it")) from None
+
+
+class InputConfig(FormConfig, metaclass=_RefusedByName):
     """Fields that the config of every recipe has. Subclass it and add those of your recipe."""
 
     run: str = ""
@@ -91,8 +103,10 @@ def recipe_main(function: Recipe) -> Flow[..., Any]:
                 # a finished run returns what it returned
                 result = read_result(ctx.workspace)
                 if result is not None:
+                    announce_stored_result(ctx.workspace, TerminalProgress())
                     return result["returned"]
                 check_inputs(config, ctx.workspace.open_store(), hub)
+                announce_ranks(ctx.workspace, TerminalProgress())
                 with grading_in(ctx):
                     returned = await function(**{config_name: config} | ({ctx_name: ctx} if ctx_name else {}))
                 return write_result(ctx.workspace, {"run": key, "returned": _as_json(name, returned)})["returned"]

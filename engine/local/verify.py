@@ -106,7 +106,10 @@ def verify_run(
     all_chains = run_chains(store, run)
     chains = [chain for chain in all_chains if stage in (None, chain.stage) and model in (None, chain.model)]
     if not all_chains:
-        raise PermanentEngineError(f"run {run!r} has no chain in {store.url}; 'ostinato runs ls' lists the runs")
+        raise PermanentEngineError(
+            f"no run {run!r} with gradient steps in {store.url}; if the run is in another store, give it with "
+            "--storage ('ostinato runs ls' lists the runs)"
+        )
     if not chains:
         known = ", ".join(f"{chain.stage}/{chain.model}" for chain in all_chains)
         pattern = f"{stage or '*'}/{model or '*'}"

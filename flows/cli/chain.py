@@ -114,10 +114,10 @@ def _print_verification(report: Any, to: Console) -> None:
 
 def _compared(chain: Any) -> str:
     """What the redone weights of a chain were compared with."""
-    compared = f"checkpoints: {chain.checkpoints}, published models: {chain.models}, step digests: {chain.digests}"
+    compared = f"checkpoints: {chain.checkpoints}, published models: {chain.models}"
     if chain.digests:
-        return compared
-    return f"{compared} (none was recorded: a model over 256 MiB has one at every 10th step, see engine.digest_every)"
+        return f"{compared}, step digests: {chain.digests}"
+    return f"{compared}, which depend on every step (for digests of single steps, see engine.digest_every)"
 
 
 # -- replay ----------------------------------------------------------------------------------------------------

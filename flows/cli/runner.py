@@ -19,7 +19,6 @@ from uuid import uuid4
 
 from rich.console import Console
 
-from flows.cli.log_file import log_failure, log_file
 from flows.cli.output import print_plain
 from flows.configs.common import FlowConfig, GRPOConfig, SFTConfig
 from flows.configs.env_ppo import ENVPPOConfig
@@ -29,6 +28,7 @@ from flows.configs.overrides import ConfigError, parse_config
 from flows.configs.ppo import PPOConfig
 from flows.configs.preferences import DPOConfig, RewardModelConfig
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
+from flows.display.log_file import log_failure, log_file
 from flows.ops.local_server import ServerError, local_prefect_server, use_server
 from flows.runs.expected_errors import EXPECTED_ERRORS
 from storage.serialization import canonical_json, digest

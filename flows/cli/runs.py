@@ -93,14 +93,16 @@ def _print_run(view: RunDetails, to: Console) -> None:
     to.print(key_value_table("semantic config", flatten(view.semantic)))
 
     # its chains and metrics
-    chains = table("chains", "chain", "steps>", "state", "starts from", "checkpoints")
+    chains = table("chains", "chain", "steps>", "state", "trainer", "starts from", "checkpoints")
     to.print(add_rows(chains, map(_chain_row, view.chains)))
     for chain in view.chains:
         for rebase in chain.rebases:
             print_plain(to, f"{chain.stage}/{chain.model} is rebased at {rebase}")
     for stage, metrics in view.last_metrics.items():
-        plain_metrics = {name: value for name, value in metrics.items() if not isinstance(value, dict)}
-        to.print(key_value_table(f"last metrics of {stage}", plain_metrics))
+        # a metric that is not measured in this kind of training is left out; of the groups, only the mixture is shown
+        shown = {name: value for name, value in metrics.items() if value is not None and not isinstance(value, dict)}
+        shown |= flatten({name: metrics[name] for name in ("by_part",) if metrics.get(name)})
+        to.print(key_value_table(f"last metrics of {stage}", shown))
 
     # its leases, models and result
     leases = table("leases", "epoch>", "taken", "pid", "code version", "released")
@@ -119,7 +121,7 @@ def _chain_row(chain: ChainDetails) -> tuple[Any, ...]:
         text = "=".join((f"{step}", *chain.names.get(step, ())))
         checkpoints.append(text if step in chain.checkpoints else f"({text})")
     name = f"{chain.stage}/{chain.model}"
-    return name, chain.head, chain.state[:12], chain.starts_from, " ".join(checkpoints) or None
+    return name, chain.head, chain.state[:12], chain.trainer, chain.starts_from, " ".join(checkpoints) or None
 
 
 @runs_app.command("config")

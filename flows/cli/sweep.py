@@ -64,6 +64,7 @@ def evaluate(config: ConfigFile, sets: Sets = None, server: Server = "") -> None
                 add_rows(changes, [(each.dataset, each.grader, each.first, each.second, each.paired, each.verdict)])
             to.print(changes)
         to.print(f"table: {result['table']}", highlight=False, soft_wrap=True)
+        to.print('its rows: see "Scores per prompt" in docs/graders.md', highlight=False, soft_wrap=True)
 
     _run(EvaluationFlowConfig, config, sets, server, call, print_result, what="the evaluation")
 

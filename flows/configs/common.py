@@ -260,6 +260,12 @@ class StorageConfig(Frozen):
     url: str = "ostinato-data"
     """URL of the store: a folder, file:///folder, s3://bucket/prefix or memory://name."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_url(cls, value: Any) -> Any:
+        """A text is the url, as for the option --storage."""
+        return {"url": value} if isinstance(value, str) else value
+
 
 class FlowConfig(FormConfig):
     """Fields that the config of every flow has."""

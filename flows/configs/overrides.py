@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.validation_messages import field_keys
@@ -32,6 +32,8 @@ WHOLE = "the config as a whole"
 """Name of the field of a problem that no field alone has."""
 SHOWN_CHARACTERS = 200
 """Letters of a wrong value that an error shows."""
+MAX_KEYS_SHOWN = 12
+"""Most keys of a group that an error lists."""
 NOT_A_GROUP = ("union_tag_invalid", "union_tag_not_found", "dict_type", "model_type", "model_attributes_type")
 """Pydantic's names of the errors of a value that is no group of keys, or no group of a known kind."""
 
@@ -72,21 +74,27 @@ def parse_config(model: type[Model], path: Path | None = None, sets: Sequence[st
         raise ConfigError(describe_validation(error, model, config)) from error
 
 
-def describe_validation(error: ValidationError, model: type[BaseModel], config: Any = None) -> str:
+SET_KEY = "set it in the file or by {}=…"
+"""What to do about a missing key of a config file."""
+
+
+def describe_validation(
+    error: ValidationError, model: type[BaseModel], config: Any = None, *, remedy: str = SET_KEY
+) -> str:
     """A heading, and one line per wrong key (see `validation_lines`)."""
-    lines = validation_lines(error, model, config)
+    lines = validation_lines(error, model, config, remedy=remedy)
     noun = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     return f"{noun} in the {model.__name__} config:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def validation_lines(
-    error: ValidationError, model: type[BaseModel], config: Any = None, *, remedy: str = "set it in the file or by {}=…"
+    error: ValidationError, model: Any, config: Any = None, *, remedy: str = SET_KEY
 ) -> list[str]:
     """One line per wrong key: its dotted name, what was given and what is expected; for an unknown key, the nearest
-    known one.
+    known one of its group.
 
-    `config` is what was validated. Without it, a name within one of several kinds contains the kind. `remedy` says how
-    a missing key, {}, is given.
+    `config` is what was validated as a `model`, a class or a union of classes. Without it, a name within one of several
+    kinds contains the kind. `remedy` says how a missing key, {}, is given.
     """
     lines = []
     config = merge_further(config)
@@ -100,7 +108,7 @@ def validation_lines(
         if path and path[-1] == FURTHER:
             message = f"expected settings by name (given: {problem['input']!r:.{SHOWN_CHARACTERS}})"
         elif problem["type"] == "extra_forbidden":
-            message = f"unknown key{_nearest(path[-1], _key_names(model))}"
+            message = f"unknown key{_nearest(path[-1], _keys_of_group(model, path[:-1]))}"
         elif problem["type"] == "missing":
             message = f"missing; {remedy.format(where)}"
         elif problem["type"] in NOT_A_GROUP:
@@ -120,7 +128,7 @@ def _is_within(inner: ErrorDetails, outer: ErrorDetails) -> bool:
     return len(inner["loc"]) > depth and inner["loc"][:depth] == outer["loc"]
 
 
-def _describe_kind(problem: ErrorDetails, model: type[BaseModel], config: Any) -> str:
+def _describe_kind(problem: ErrorDetails, model: Any, config: Any) -> str:
     """What a group of several kinds was given as its kind, and the kinds that there are."""
     value = problem["input"]
     choices = problem.get("ctx", {}).get("expected_tags") or _choices(problem, model, config)
@@ -128,11 +136,14 @@ def _describe_kind(problem: ErrorDetails, model: type[BaseModel], config: Any) -
     if isinstance(value, dict) and "kind" in value:
         return f"given kind={value['kind']!r:.{SHOWN_CHARACTERS}}; give one of {choices}"
     shown = "no kind" if isinstance(value, dict) else f"{value!r:.{SHOWN_CHARACTERS}}"
-    kinds = f", with kind: one of {choices}" if choices else ""
-    return f"given {shown}; expected a group of keys{kinds}"
+    if choices:
+        return f"given {shown}; expected a group of keys, with kind: one of {choices}"
+    known = _keys_of_group(model, field_keys(problem, config))
+    keys = f" ({', '.join(known)})" if 0 < len(known) <= MAX_KEYS_SHOWN else ""
+    return f"given {shown}; expected a group of keys{keys}"
 
 
-def _choices(problem: ErrorDetails, model: type[BaseModel], config: Any) -> str:
+def _choices(problem: ErrorDetails, model: Any, config: Any) -> str:
     """The kinds of a group. Pydantic names them only for a wrong kind, so one is tried. Empty for a group of one
     kind."""
     path = field_keys(problem, config)
@@ -144,7 +155,7 @@ def _choices(problem: ErrorDetails, model: type[BaseModel], config: Any) -> str:
         target = target[int(part) if isinstance(target, list) else part]
     target[int(path[-1]) if isinstance(target, list) else path[-1]] = {"kind": ""}
     try:
-        model.model_validate(trial)
+        TypeAdapter(model).validate_python(trial)
     except ValidationError as error:
         for other in error.errors(include_url=False):
             if other["type"] == "union_tag_invalid" and field_keys(other, trial) == path:
@@ -359,14 +370,15 @@ def _scalar(text: str) -> Any:
         loader.dispose()
 
 
-def _key_names(model: type[BaseModel], seen: frozenset[type] = frozenset()) -> set[str]:
-    """Every field name of the model and of the models within its fields."""
-    names = set(model.model_fields)
-    for field in model.model_fields.values():
-        for inner in _models_in(field.annotation):
-            if inner not in seen:
-                names |= _key_names(inner, seen | {model, inner})
-    return names
+def _keys_of_group(model: Any, path: Sequence[str]) -> list[str]:
+    """The keys of the group at `path`: the fields of the model, or of all its kinds. Empty if it has no fixed keys."""
+    groups = _models_in(model)
+    for part in path:
+        if part.isdecimal():
+            continue  # the index of a list: the items have the type of the field
+        fields = [group.model_fields[part] for group in groups if part in group.model_fields]
+        groups = [inner for field in fields for inner in _models_in(field.annotation)]
+    return list(dict.fromkeys(name for group in groups for name in group.model_fields))
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -378,9 +390,10 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return models
 
 
-def _nearest(key: str, names: set[str]) -> str:
-    # without the key itself, which may be the name of a field in another group
-    near = difflib.get_close_matches(key, sorted(names - {key}), n=1)
-    if not near:
+def _nearest(key: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    if not known or len(known) > MAX_KEYS_SHOWN:
         return "; leave it out, or look at the fields in the docs"
-    return f"; did you mean {near[0]!r}?"
+    return f"; leave it out, or use one of {', '.join(known)}"

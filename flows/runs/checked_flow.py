@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from prefect.flows import Flow
 from prefect.logging.loggers import get_run_logger
@@ -21,6 +21,7 @@ from flows.configs.overrides import WHOLE, ConfigError, validation_lines
 from flows.ops.attempts import TooManyAttempts
 from flows.ops.hooks import ON_END
 from flows.runs.expected_errors import EXPECTED_ERRORS
+from flows.runs.program import print_expected_errors, with_log_file, with_server
 
 Config = TypeVar("Config")
 R = TypeVar("R")
@@ -42,6 +43,17 @@ class InvalidConfig:
 
 class CheckedFlow(Flow[[Config], Coroutine[Any, Any, R]]):
     """A flow with one parameter, `config`, whose errors name the field."""
+
+    @property
+    def is_of_program(self) -> bool:
+        """Whether the flow is defined in the program that this process runs."""
+        return self.fn.__module__ == "__main__"
+
+    if not TYPE_CHECKING:  # the types of the call are those of Flow
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            call = super().__call__(*args, **kwargs)
+            return with_server(with_log_file(call, self.name) if self.is_of_program else call)
 
     def validate_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
         config_type: type[BaseModel] = get_type_hints(self.fn)["config"]
@@ -82,6 +94,9 @@ def checked_flow(
         run.__annotations__ = get_type_hints(function)
         source = inspect.getsourcefile(function)
         version = file_hash(source) if source else None
-        return CheckedFlow(run, name=name, flow_run_name=flow_run_name, version=version, **ON_END)
+        flow = CheckedFlow(run, name=name, flow_run_name=flow_run_name, version=version, **ON_END)
+        if flow.is_of_program:
+            print_expected_errors()
+        return flow
 
     return decorate

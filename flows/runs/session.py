@@ -15,7 +15,8 @@ from pydantic import BaseModel
 
 from engine.errors import EngineError
 from engine.models.hub import hub_model
-from engine.specs.engine import HttpEngineSpec
+from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
+from engine.specs.trainer import DeepSpeedSpec
 from engine.workspace import Workspace
 from flows.configs.common import FlowConfig, PromptDataConfig, TrainingConfig
 from flows.configs.titles import dataset_title
@@ -165,7 +166,9 @@ async def open_run(
         try:
             session = RunSession(workspace, config, read_result(workspace), data, base, further_data)
             if session.result is not None:
-                logger.note(f"run {session.run} is finished already; its recorded result is returned")
+                announce_stored_result(workspace, logger)
+            else:
+                announce_ranks(workspace, logger)
             yield session
         except Pause:
             announce_pause()
@@ -345,6 +348,21 @@ def write_result(workspace: Workspace, result: dict[str, Any]) -> dict[str, Any]
 def read_result(workspace: Workspace) -> dict[str, Any] | None:
     """Returns the run's result, or None if the run is not finished. Raises CorruptArtifact."""
     return read_json(workspace.open_store(), keys.result_json(workspace.run))
+
+
+def announce_stored_result(workspace: Workspace, logger: TerminalProgress) -> None:
+    """Says that the run is not executed, because it is finished."""
+    logger.note(
+        f"run {workspace.run} is finished already; its recorded result is returned; another run key trains again"
+    )
+
+
+def announce_ranks(workspace: Workspace, logger: TerminalProgress) -> None:
+    """Says that the trainer has processes of its own, whose start takes part of the time of the first step."""
+    trainer = workspace.engine.trainer if isinstance(workspace.engine, LocalEngineSpec) else None
+    if isinstance(trainer, DeepSpeedSpec):
+        ranks = "a rank per GPU" if trainer.ranks == "auto" else f"{trainer.ranks} ranks"
+        logger.note(f"training with DeepSpeed, ZeRO {trainer.zero_stage}: starting {ranks} …")
 
 
 def default_model_name(run: str) -> str:

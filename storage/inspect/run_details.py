@@ -41,6 +41,8 @@ class ChainDetails(Frozen):
     rebases: tuple[str, ...] = ()
     """Descriptions of the rebases in effect, one line each."""
     trainable: dict[str, JsonValue]
+    trainer: str | None = None
+    """Backend of the last step and how it was divided over processes, such as "torch" or "deepspeed zero2x4"."""
 
 
 class LeaseDetails(Frozen):
@@ -83,7 +85,10 @@ def describe_run(store: ObjectStore, run: str) -> RunDetails:
     """Reads the details of a run. Raises ObjectNotFound, CorruptArtifact, RunBeingDeleted."""
     check_not_deleted(store, run)
     if not has_objects(store, run):
-        raise ObjectNotFound(f"no run {run!r} in {store.url}; 'ostinato runs ls' lists the runs")
+        raise ObjectNotFound(
+            f"no run {run!r} in {store.url}; if the run is in another store, give it with --storage ('ostinato runs "
+            "ls' lists the runs)"
+        )
     # run.json, which a fork that has not run yet lacks
     info = find_run(store, run)
     machine: dict[str, Any] = dict(info.machine) if info else {}
@@ -114,6 +119,8 @@ def _describe_chain(chain: Chain, named: list[NamedCheckpoint]) -> ChainDetails:
         policy = checkpoint.policy
         if (policy.stage, policy.model) == (chain.stage, chain.model):
             names[policy.step] = (*names.get(policy.step, ()), checkpoint.name)
+    record = chain.record(head.step) if head.step else None
+    trainer = None if record is None else f"{record.numerics.backend} {record.numerics.layout}".strip()
     # the model or policy that the chain starts from
     starts_from = "nothing"
     if root is not None and root.base is not None:
@@ -130,6 +137,7 @@ def _describe_chain(chain: Chain, named: list[NamedCheckpoint]) -> ChainDetails:
         names=names,
         rebases=tuple(rebase.title for rebase in rebases_in_effect(chain)),
         trainable=root.trainable if root else {},
+        trainer=trainer,
     )
 
 

@@ -15,7 +15,7 @@ from engine.text.threads import StringThread
 from storage.serialization import canonical_json
 from tasks.credit.advantages import LARGEST_REWARD, REWARD_RANGE
 from tasks.datasets.errors import BadRow
-from tasks.datasets.layouts import CONVERSATIONS, rating_of_label, tools_text, usual_message
+from tasks.datasets.layouts import CONVERSATIONS, SHAREGPT_ROLES, rating_of_label, tools_text, usual_message
 from tasks.datasets.spec import ColumnRole, DatasetUse, RowsDataset
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -229,6 +229,7 @@ def _messages(values: dict[str, Any], column: str, location: RowLocation) -> lis
 def _message(message: Any, column: str, location: RowLocation) -> RawTurn:
     if not isinstance(message, dict):
         raise location.bad_row(column, given=_shown(message), expected="an object with 'role' and 'content'")
+    is_sharegpt = message.get("from") is not None and message.get("role") is None
     message = usual_message(message)
     # Parquet gives every row the union of the fields, null where absent: only a field with a value is lost data.
     extra = sorted(key for key, value in message.items() if key not in ("role", "content") and value is not None)
@@ -241,7 +242,8 @@ def _message(message: Any, column: str, location: RowLocation) -> RawTurn:
         )
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise location.bad_row(f"{column}.role", given=_shown(role), expected=f"one of {', '.join(ROLES)}")
+        name, known = ("from", SHAREGPT_ROLES) if is_sharegpt else ("role", ROLES)
+        raise location.bad_row(f"{column}.{name}", given=_shown(role), expected=f"one of {', '.join(known)}")
     # The content is a text, or a list of parts such as texts and images.
     if isinstance(content, list) and content:
         parts = [_part(part, f"{column}.content[{index}]", location) for index, part in enumerate(content)]

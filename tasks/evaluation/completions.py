@@ -66,7 +66,7 @@ async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan
     rollouts = rollout_table(renderer, policy, jobs, seeds, completions).to_pylist()
     with timed("grade"):
         outcomes = await grade_texts(rollouts, plan.grading, workspace)
-    check_masked(outcomes, plan.grading, where=key)
+    check_masked(outcomes, plan.grading, where="the evaluation")
     graded = []
     for row, outcome in zip(rollouts, outcomes, strict=True):
         prompt_columns = {name: row[name] for name in ("prompt_index", "prompt_id", "text", "thread")}

@@ -16,7 +16,7 @@ from storage.serialization import Frozen
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
-from tasks.evaluation.several_answers import AnswerScores, GradedAnswer
+from tasks.evaluation.several_answers import PASS_AT, AnswerScores, GradedAnswer
 from tasks.evaluation.statistics import PairedDifference, mean_interval, paired_difference
 
 
@@ -33,7 +33,8 @@ class Cell(Frozen):
 
 
 class Score(Frozen):
-    """The mean reward of one model on one dataset by one grader, over prompts, with its 95 % interval."""
+    """The mean reward of one model on one dataset by one grader, over prompts, with its 95 % interval. The interval of
+    pass@k, which is a probability, is clipped to [0, 1]."""
 
     model: str
     dataset: str
@@ -47,6 +48,14 @@ class Score(Frozen):
     completions: int
     masked: int
     """Completions without a grade."""
+
+    @property
+    def why_no_mean(self) -> str:
+        """Why there is no mean. Empty if there is one."""
+        if self.mean is not None:
+            return ""
+        _, is_pass_at_k, k = self.grader.partition(PASS_AT)
+        return f"no prompt has {k} graded answers" if is_pass_at_k else "no grade"
 
 
 class Difference(Frozen):
@@ -160,13 +169,17 @@ def _score(model: str, dataset: str, grader: str, rows: Sequence[dict[str, Any]]
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     mean = mean_interval(rewards) if rewards else None
     completions = sum(row["completions"] for row in rows)
+    low, high = (mean.low, mean.high) if mean else (None, None)
+    # the t interval of a probability near 1 would go above 1
+    if PASS_AT in grader and low is not None and high is not None:
+        low, high = max(low, 0.0), min(high, 1.0)
     return Score(
         model=model,
         dataset=dataset,
         grader=grader,
         mean=mean.mean if mean else None,
-        low=mean.low if mean else None,
-        high=mean.high if mean else None,
+        low=low,
+        high=high,
         prompts=len(rewards),
         completions=completions,
         masked=completions - sum(row["graded"] for row in rows),
@@ -182,7 +195,7 @@ def score_table(comparison: Comparison) -> list[dict[str, Any]]:
             "grader": score.grader,
             "model": score.model,
             "mean": None if score.mean is None else round(score.mean, 4),
-            "95 % interval": _interval(score.low, score.high),
+            "95 % interval": score.why_no_mean or _interval(score.low, score.high),
             "prompts": score.prompts,
             "completions": score.completions,
             "without a grade": score.masked,

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from storage.serialization import Frozen
 
+PASS_AT = " pass@"
+"""Between the grader's name and k in the name of a score."""
+
 
 class GradedAnswer(NamedTuple):
     """An answer that has a grade."""
@@ -29,7 +32,7 @@ class AnswerScores(Frozen):
 
     def names(self, grader: str) -> list[str]:
         """The names of the scores of a grader, in place of the grader's own name in tables."""
-        names = [f"{grader} pass@{k}" for k in self.pass_at]
+        names = [f"{grader}{PASS_AT}{k}" for k in self.pass_at]
         return [*names, f"{grader} majority"] if self.majority_vote else names
 
     def values(self, answers: Sequence[GradedAnswer]) -> list[float | None]:

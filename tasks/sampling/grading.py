@@ -58,7 +58,7 @@ async def grade_shard(
     # Grade them. A shard in which too many grades failed is not committed, so that it is graded again after a resume.
     with timed("grade"):
         outcomes = await grade_texts(rows, grading, workspace)
-    check_masked(outcomes, grading, where=rollouts.key)
+    check_masked(outcomes, grading, where=f"shard {shard}")
     log_work("grade", stage=stage, step=step, shard=shard)
 
     # Commit the grades, with the sums that the metrics of the step read.
@@ -100,8 +100,8 @@ def check_masked(outcomes: list[GradeOutcome], grading: Grading, *, where: str) 
     if len(masked) > grading.max_masked_fraction * len(outcomes):
         raise TooManyMasked(
             f"{len(masked)} of {len(outcomes)} completions of {where} could not be graded, at most "
-            f"{grading.max_masked_fraction:.0%} may fail; the first reason: {masked[0].reason}. Correct the grader "
-            "and resume (the rollouts are kept), or raise max_masked_fraction"
+            f"{grading.max_masked_fraction:.0%} may fail; the first reason: {(masked[0].reason or '').rstrip('.')}. "
+            "Correct the grader or the data and run the same command again, or raise max_masked_fraction"
         )
 
 

@@ -62,6 +62,7 @@ def test_show_tells_the_run(toy: ToyRun) -> None:
     (chain,) = view["chains"]
     assert (chain["stage"], chain["head"], chain["checkpoints"]) == ("0-grpo", 4, [2, 4])
     assert view["last_metrics"]["0-grpo"]["step"] == 4
+    assert view["chains"][0]["trainer"] == "torch"
     assert [lease["epoch"] for lease in view["leases"]] == [1]
     assert view["models"] == [{"model": view["result"]["model"], "policy": toy.chain.policy(4).uri}]
     shown = ostinato(toy, "runs", "show", "toy").stdout
@@ -201,7 +202,7 @@ def test_a_fork_without_a_config_is_made(toy: ToyRun) -> None:
         (["runs", "show", "none"], 1, "no run 'none'"),
         (["runs", "show", "../x"], 2, "not a name"),
         (["runs", "lineage", "none"], 1, "neither a registered model nor a run"),
-        (["verify", "none"], 1, "no chain in file:"),
+        (["verify", "none"], 1, "if the run is in another store, give it with --storage"),
         (["verify", "toy", "--sample", "0"], 2, "--sample"),
         (["replay", "toy", "--step", "9"], 1, "no step 9; it has steps 1 to 4"),
         (["replay", "toy", "--step", "1", "--model", "value"], 1, "no such chain"),

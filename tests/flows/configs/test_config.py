@@ -109,6 +109,12 @@ def test_every_wrong_key_is_listed_at_once(tmp_path: Path) -> None:
         assert key in message
 
 
+def test_a_store_may_be_given_by_its_url_alone(tmp_path: Path) -> None:
+    config = GRPOConfig.model_validate(changed(GRPO, storage="s3://bucket/runs"))
+    assert config == GRPOConfig.model_validate(changed(GRPO, storage={"url": "s3://bucket/runs"}))
+    assert config.model_dump()["storage"] == {"url": "s3://bucket/runs"}
+
+
 def test_sft_takes_steps_or_epochs(tmp_path: Path) -> None:
     message = refusal(SFTConfig, changed(SFT, algorithm__epochs=2), tmp_path)
     assert "steps=4" in message and "epochs=2" in message and "give one" in message

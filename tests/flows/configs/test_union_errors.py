@@ -35,7 +35,7 @@ def lines_of(model: type[BaseModel], body: dict[str, Any]) -> list[str]:
     return validation_lines(refused.value, model, body, remedy="give it")
 
 
-CASES = [
+CASES: list[tuple[dict[str, Any], str]] = [
     ({"data__train": {"kind": "fil", "path": "a"}}, f"data.train: given kind='fil'; give one of {SOURCES}"),
     (
         {"data__train": {"path": "a"}},
@@ -50,7 +50,9 @@ CASES = [
     ({"engine": {"kind": "htp"}}, "engine: given kind='htp'; give one of local, http"),
     ({"engine": {"sampler": {"kind": "vlm"}}}, "engine.sampler: given kind='vlm'; give one of torch, vllm"),
     ({"engine": 5}, "engine: given 5; expected a group of keys, with kind: one of local, http"),
-    ({"model": "m"}, "model: given 'm'; expected a group of keys"),
+    ({"model": "m"}, "model: given 'm'; expected a group of keys (key, name, publish_as, adapter)"),
+    ({"storage": 5}, "storage: given 5; expected a group of keys (url)"),
+    ({"storage": {"folder": "a"}}, "storage.folder: unknown key; leave it out, or use one of url"),
     ({"model__adapter": {"rank": 0}}, "model.adapter.rank: Input should be greater than or equal to 1 (given: 0)"),
     ({"grader__path": "rules"}, "grader.path: given 'rules'; expected an import path, package.module:name"),
     (

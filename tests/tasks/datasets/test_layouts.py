@@ -58,7 +58,7 @@ def test_sharegpt_conversations(write: Any) -> None:
 
 def test_an_unknown_sender_is_refused(write: Any) -> None:
     row = {"conversations": [{"from": "narrator", "value": "It rains."}]}
-    with pytest.raises(BadRow, match=r"conversations\[0\].role': given 'narrator' .*expected one of system, user"):
+    with pytest.raises(BadRow, match=r"conversations\[0\].from': given 'narrator' .*expected one of system, human"):
         turns(write(row))
 
 

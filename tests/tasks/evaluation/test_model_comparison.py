@@ -50,6 +50,21 @@ def test_a_score_is_a_mean_over_prompts_and_counts_what_is_masked() -> None:
     assert (score.prompts, score.completions, score.masked) == (4, 10, 2)
 
 
+def test_the_interval_of_pass_at_k_stays_within_0_and_1() -> None:
+    values = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.5}
+    (plain,) = compare(rows("m1", values)).scores
+    (score,) = compare([row | {"grader": "exact pass@4"} for row in rows("m1", values)]).scores
+    # 0.875 ± t(0.975, 3) = 3.182 times s / √4 = 0.125
+    assert (plain.low, plain.high) == (pytest.approx(0.4772, abs=1e-4), pytest.approx(1.2728, abs=1e-4))
+    assert (score.mean, score.low, score.high) == (0.875, plain.low, 1.0)
+
+
+def test_pass_at_k_of_too_few_answers_says_why_it_has_no_mean() -> None:
+    comparison = compare([row | {"grader": "exact pass@16"} for row in rows("m1", {"a": None, "b": None})])
+    assert score_table(comparison)[0]["95 % interval"] == "no prompt has 16 graded answers"
+    assert compare(rows("m1", {"a": None})).scores[0].why_no_mean == "no grade"
+
+
 def test_every_two_models_are_compared_in_their_order_in_every_cell() -> None:
     table = []
     for dataset, model in product(("sums", "words"), ("m2", "m1", "m3")):
@@ -72,7 +87,7 @@ def test_models_without_a_grade_in_common_are_not_compared() -> None:
 def test_a_model_without_a_grade_has_no_mean() -> None:
     comparison = compare(rows("m1", {"a": None}))
     assert (comparison.scores[0].mean, comparison.scores[0].masked) == (None, 2)
-    assert "| – | – | 0 |" in comparison_markdown(comparison)
+    assert "| – | no grade | 0 |" in comparison_markdown(comparison)
 
 
 def test_one_prompt_is_no_evidence() -> None:

@@ -17,8 +17,8 @@ import prefect  # before any test: its import sets the handlers up
 import pytest
 from rich.console import Console
 
-from flows.cli.log_file import log_file
 from flows.cli.runner import run_with_server
+from flows.display.log_file import log_file
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_warnings_reach_the_terminal_when_the_block_is_the_first_to_load_prefect
     """`import prefect` alone installs no handlers: Prefect sets logging up when its flows are first imported."""
     program = """if True:
         import logging
-        from flows.cli.log_file import log_file
+        from flows.display.log_file import log_file
         with log_file("run"):
             import flows.sft
             logging.getLogger("ostinato.graders").warning("3 of 10 grades were masked")

@@ -263,7 +263,6 @@ class StorageConfig(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _of_url(cls, value: Any) -> Any:
-        """A text is the url, as for the option --storage."""
         return {"url": value} if isinstance(value, str) else value
 
 

@@ -64,7 +64,10 @@ async def test_a_config_that_fits_is_passed_on(prefect_server: str) -> None:
         ({"batch": 6}, "the config does not fit: batch=6 splits a group; use a multiple of 4"),
         ({"steps": 0}, "the config does not fit: steps: Input should be greater than or equal to 1 (given: 0)"),
         ({"stepps": 1}, "the config does not fit: stepps: unknown key; did you mean 'steps'?"),
-        (OtherConfig(), "the config does not fit: given OtherConfig(steps=2); expected a group of keys (steps, batch, title)"),
+        (
+            OtherConfig(),
+            "the config does not fit: given OtherConfig(steps=2); expected a group of keys (steps, batch, title)",
+        ),
         ({"steps": 3}, "the store denies access; check the credentials"),
     ],
     ids=["cross-check", "bound", "unknown key", "a config of another flow", "error of a class of ours"],

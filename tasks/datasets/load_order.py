@@ -26,7 +26,7 @@ MAX_VALUE_LETTERS = 60
 
 
 def load_order(store: ObjectStore, data: LoadedDataset, *, seed: int) -> RunOrder:
-    """Return the order of a dataset. It takes 8 bytes of memory per row.
+    """Return the order of a dataset. Except for order="file", it takes 8 bytes of memory per row.
 
     Raises DatasetError, with the number of the row, if a curriculum has no number for a row.
     """
@@ -47,12 +47,12 @@ def _order_of_rows(
     if settings.order == "file":
         return same_in_each_epoch(range(len(rows)))
     if settings.curriculum_column is not None:
-        return same_in_each_epoch(_ascending(store, dataset, settings.curriculum_column, rows))
+        return same_in_each_epoch(_rows_by_value(store, dataset, settings.curriculum_column, rows))
     return shuffled(len(rows), seed=seed, part=part)
 
 
 @lru_cache(maxsize=8)
-def _ascending(store: ObjectStore, dataset: ArtifactRef, column: str, rows: range) -> np.ndarray:
+def _rows_by_value(store: ObjectStore, dataset: ArtifactRef, column: str, rows: range) -> np.ndarray:
     """These rows by ascending value of the column, those with equal values in their order: int64, read-only. They are
     counted from the first of them."""
     values = np.empty(len(rows), dtype=np.float64)

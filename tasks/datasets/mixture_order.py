@@ -9,8 +9,8 @@ of the weights. `owed[p]` begins at 0. For each row of the mixture:
 
 After t rows, owed[p] / W = t w[p] / W - drawn[p]: how many rows the part is behind its share. A part is never a whole
 row ahead of it, because the part that is chosen has owed[p] > 0. So when t w[p] / W is a whole number for every part,
-no part is behind either, and each has exactly its share: in every batch whose size holds the shares, and else over as
-many batches as do.
+no part is behind either, and each has exactly its share. If batch_size w[p] / W is whole for every p, this is so after
+every batch; else after each m batches, for the smallest m for which m batch_size w[p] / W is whole.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MixtureOrder:
 
     The cursor counts the rows of the mixture as if it were one dataset. Its further numbers are, for each part p,
     drawn_p, the rows that were read of the part, and owed_p as above, and `weights`, the sum of the weights. In a fork
-    with other weights, the shares begin again.
+    with another sum of the weights, or with more or fewer parts, the shares begin again.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class MixtureOrder:
         self.first_rows = list(first_rows or accumulate([0, *sizes[:-1]]))
 
     def only(self, rows: Sequence[int]) -> MixtureOrder:
-        """Return this order without the row indices that are not in `rows`. Raises ValueError if a part has none."""
+        """Return this order without the row indices that are not in `rows`. Not to be called on
+        what it returned. Raises ValueError if a part has none of the rows."""
         kept = np.asarray(rows)
         parts = []
         for number, (part, first) in enumerate(zip(self.parts, self.first_rows, strict=True)):
@@ -99,8 +100,9 @@ class MixtureOrder:
         return taken, DataCursor(epoch=epoch, index=index, weights=sum(self.weights), **after)
 
     def _owed(self, numbers: dict[str, int]) -> list[int]:
-        """What the parts are owed by the cursor. Nothing at the start, and if the weights are others now."""
+        """What the cursor says that the parts are owed. Nothing at the start, and with other weights or parts."""
         owed = [numbers.get(f"owed_{part}", 0) for part in range(len(self.parts))]
+        # The sum is 0 for the parts of the cursor, and for others only by chance.
         if numbers.get("weights") != sum(self.weights) or sum(owed) != 0:
             return [0] * len(self.parts)
         return owed

@@ -72,7 +72,7 @@ class DataOrder:
         return taken, DataCursor(epoch=epoch, index=index, **further)
 
     def only(self, rows: Sequence[int]) -> "DataOrder":
-        """Return this order without the row indices that are not in `rows`."""
+        """Return this order without the row indices that are not in `rows`. Not to be called on what it returned."""
         kept = np.zeros(self.rows, dtype=bool)
         kept[list(rows)] = True
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.backends.deepspeed import files
-from engine.backends.deepspeed.frozen_base import BaseModel, RankBase, check_head
+from engine.backends.deepspeed.frozen_base import FrozenBaseModel, RankBase, check_head
 from engine.backends.deepspeed.memory import adapter_spec
 from engine.backends.deepspeed.meta_model import TensorsInMemory
 from engine.backends.deepspeed.options import RankOptions, deepspeed_config
@@ -40,7 +40,7 @@ from engine.specs.adapters import LoraSpec
 from storage.chain.records import OptimizerSpec
 
 
-class AdaptedModel(BaseModel):
+class AdaptedModel(FrozenBaseModel):
     """The base with an adapter. Forward passes go through the base, gradients and steps through the adapter's own
     sharded model."""
 
@@ -81,7 +81,7 @@ class ZeroAdapter(ZeroTrainer):
             init_seed=init_seed,
             dtype=options.master_dtype,
             device=device,
-            with_weight=base.with_weight,
+            gathered_weight=base.gathered_weight,
         )
         model = base.scalar_model(init_seed=init_seed) if spec.head == "scalar" else base.model
         named: dict[str, nn.Parameter] = dict(pair_tensors(self.pairs))

@@ -68,12 +68,12 @@ class RankBase:
         self.state = files.state_of(names, shards, module, device, master_dtype)
         files.fill(self.state, meta_model.weights)
 
-        # Read what is needed in master precision from the files, before they may be deleted.
+        # Read now what is needed in master precision, because the files may be deleted later.
         self.digest, self.digests = _digest_of(meta_model, self.state)
-        self._score: Tensor | None = None
+        self._stored_head_weight: Tensor | None = None
         if self.model.scalar:
-            self._score = torch.empty(shapes[f"{HEAD_NAME}.weight"], dtype=master_dtype)
-            meta_model.weights.read_into(f"{HEAD_NAME}.weight", self._score)
+            self._stored_head_weight = torch.empty(shapes[f"{HEAD_NAME}.weight"], dtype=master_dtype)
+            meta_model.weights.read_into(f"{HEAD_NAME}.weight", self._stored_head_weight)
 
         self._evaluated = EvaluatedModule(module, self.model)
         self._hooks: Any = gather_when_called(self._evaluated, config) if self.is_split else None
@@ -82,7 +82,7 @@ class RankBase:
         """Returns `compute()`, which uses the base in one forward pass."""
         return self._evaluated(lambda _: compute())
 
-    def with_weight(self, layer: nn.Linear) -> AbstractContextManager[object]:
+    def gathered_weight(self, layer: nn.Linear) -> AbstractContextManager[object]:
         """A context within which every rank has the whole weight of the layer. Every rank calls it."""
         return gathered(layer.weight) if self.is_split else nullcontext()
 
@@ -92,10 +92,11 @@ class RankBase:
             self._hooks.release_backward_leftovers()
 
     def scalar_model(self, *, init_seed: int) -> RankModel:
-        """The base's decoder under a scalar head of its own, as `SharedBase.scalar_model`."""
+        """The base's decoder under a new scalar head, with the weight of the checkpoint if it has one, as
+        `SharedBase.scalar_model`."""
         head = new_head(self.model, init_seed)
-        if self._score is not None:
-            head.weight.data.copy_(self._score)
+        if self._stored_head_weight is not None:
+            head.weight.data.copy_(self._stored_head_weight)
         scalar = with_scalar_head(self.model, head, self.key or "the base model")
         device, master_dtype = self.model.device, self.options.master_dtype
         return rank_model(scalar.module, self.options, device, self.sequence, master_dtype=master_dtype)
@@ -138,7 +139,7 @@ def _digest_of(meta_model: MetaModel, state: files.ShardedState) -> tuple[str, d
     return files.digest_in_turns(state.shapes(), tensor_on)
 
 
-class BaseModel:
+class FrozenBaseModel:
     """The base alone, as the `ShardedModel` of a policy that is only read."""
 
     def __init__(self, base: RankBase, model: RankModel) -> None:
@@ -166,11 +167,11 @@ class BaseModel:
         """Does nothing: the base is freed by itself."""
 
 
-class ZeroBasePolicy(ZeroTrainer):
+class ZeroBaseTrainer(ZeroTrainer):
     """The base itself, which can only be read: logprobs, digest and export."""
 
     def __init__(self, base: RankBase) -> None:
-        super().__init__(BaseModel(base, base.model), base.state, base.options)
+        super().__init__(FrozenBaseModel(base, base.model), base.state, base.options)
         self.base = base
 
     def weights_digest(self) -> tuple[str, dict[str, str]]:

@@ -71,9 +71,9 @@ class RankTrainers:
 
     def load_adapter_off(self, number: int, base_number: int) -> dict[str, Any]:
         """Makes the base itself trainer `number`, which is only read."""
-        from engine.backends.deepspeed.frozen_base import ZeroBasePolicy
+        from engine.backends.deepspeed.frozen_base import ZeroBaseTrainer
 
-        self._trainers[number] = ZeroBasePolicy(self.trainer(base_number))
+        self._trainers[number] = ZeroBaseTrainer(self.trainer(base_number))
         return _facts(self._trainers[number])
 
     def _sequence_group(self) -> SequenceGroup | None:

@@ -4,8 +4,6 @@ A weight is cut into blocks of 64 numbers. bitsandbytes keeps the largest magnit
 index of the nearest of the 16 NF4 values for each number: 4.5 bits per weight. A forward or backward pass dequantises
 the weight of one layer at a time. The largest magnitudes are not quantised a second time ("double quantisation").
 A layer keeps its plain weight if its input size is no multiple of 64.
-
-Axes: I input feature · O output feature
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ BLOCK = 64
 
 
 def four_bit_layer(original: nn.Linear, *, device: torch.device) -> LoraLinear:
-    """The layer in 4 bits, or with its plain weight if blocks would reach over the ends of rows."""
+    """The layer in 4 bits, or with its plain weight if its input size is no multiple of 64."""
     # On CPUs with AVX-512, bitsandbytes 0.50.2 dequantises such weights wrongly: of shape (3, 96), for example.
     if original.in_features % BLOCK:
         return LoraLinear(original)

@@ -23,7 +23,7 @@ from engine.models.folder import check_model_folder, read_folder_config, scalar_
 from engine.specs.adapters import Head
 from engine.text.images import VISION_MODEL_TYPES
 
-_LOADING = threading.Lock()
+LOADING = threading.Lock()
 """transformers patches itself and torch while it loads a model; two loads at the same time would leave the patches in
 place."""
 
@@ -91,7 +91,7 @@ def _load_module(auto: Any, folder: Path, *, dtype: torch.dtype, device: torch.d
     check_model_folder(folder)
     register_attention()
     try:
-        with _LOADING:
+        with LOADING:
             _check_shapes(auto, folder)
             loaded: tuple[Any, dict[str, Any]] = auto.from_pretrained(
                 folder,

@@ -186,13 +186,13 @@ def new_pairs(
     init_seed: int,
     dtype: torch.dtype,
     device: torch.device,
-    with_weight: Callable[[LoraLinear], AbstractContextManager[object]] = lambda _: nullcontext(),
+    gathered_weight: Callable[[LoraLinear], AbstractContextManager[object]] = lambda _: nullcontext(),
 ) -> dict[str, LoraPair]:
     """Pairs of a new adapter. A is uniform in ±1/sqrt(I), which is peft's kaiming_uniform_(a=sqrt(5)); B is zero.
     DoRA's magnitudes are the lengths of the rows of W.
 
     Each A is drawn from a generator of its own, on the CPU in float32, whatever the device and dtype. Within
-    `with_weight(layer)` the layer has its whole weight.
+    `gathered_weight(layer)` the layer has its whole weight.
     """
     pairs = {}
     for name, layer in targets.items():
@@ -207,7 +207,7 @@ def new_pairs(
             spec.scale,
         )
         if spec.use_dora:
-            with with_weight(layer):
+            with gathered_weight(layer):
                 pair = replace(pair, magnitude_O=nn.Parameter(pair.norm(layer.base_weight())))
         pairs[name] = pair
     return pairs

@@ -20,6 +20,7 @@ from engine.backends.protocol import Sampler, Trainer, is_sampled_on_base
 from engine.backends.torch.attention import IMPLEMENTATION, register_attention
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy, master_dtype_of
 from engine.backends.torch.decoding.lean_decoder import LeanModel, can_be_lean, packed_nbytes
+from engine.backends.torch.loading import LOADING
 from engine.backends.torch.lora import (
     LoraPairs,
     lora_layers,
@@ -56,7 +57,7 @@ class TorchSamplerBackend:
 
     @property
     def tensor_parallel_from_config(self) -> bool:
-        """True: a sampler of this backend always runs on one device."""
+        """True: the calls of a run cannot change the number of devices of a sampler, which is always 1."""
         return True
 
     def added_bytes(self, trainer: Trainer) -> int:
@@ -139,7 +140,7 @@ class WholeModelSampler(TorchSampler):
         return packed + (self.model.weights_nbytes() if self._has_copy else 0)
 
 
-class _PairsSampler(TorchSampler):
+class _LoraSampler(TorchSampler):
     """Samples with the pairs of an adapter in the LoraLinear layers of the model."""
 
     def __init__(self, model: CausalLM, **limits: int) -> None:
@@ -159,7 +160,7 @@ class _PairsSampler(TorchSampler):
             return super().sample(prompts, seeds, params, on_token, images)
 
 
-class AdapterSampler(_PairsSampler):
+class AdapterSampler(_LoraSampler):
     """Samples with a shared base model and the adapter of the trainer that `sync` got last."""
 
     def __init__(self, trainer: SharedTrainer, **limits: int) -> None:
@@ -182,7 +183,7 @@ class AdapterSampler(_PairsSampler):
         return 0
 
 
-class StagedFilesSampler(_PairsSampler):
+class StagedFilesSampler(_LoraSampler):
     """Samples with a model of its own in the compute precision, whose weights come from the files that a trainer in
     other processes stages. If the trainer has an adapter, a sync reads only the adapter, once the base is here."""
 
@@ -197,9 +198,12 @@ class StagedFilesSampler(_PairsSampler):
         """Digest of the base whose weights the model has."""
 
     def sync(self, trainer: Trainer, state: str) -> None:
-        """Raises SamplerOutOfSync unless the staged tensors have exactly the names and shapes of the weights."""
+        """Raises SamplerOutOfSync unless the staged tensors have exactly the names and shapes of the weights, and
+        BadSpec for a trainer with an adapter if this sampler was made for one without."""
         self.loaded_state = None
         base = trainer.base if is_sampled_on_base(trainer) else None
+        if base is not None and not self._layers:
+            raise BadSpec("this sampler has no layers for an adapter; make a new sampler for this trainer")
         if base is None or base.digest != self._base_digest:
             self._base_digest = None
             self._read_weights(trainer, state)
@@ -235,10 +239,14 @@ class StagedFilesSampler(_PairsSampler):
 def _uninitialised_model(folder: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """A model of the folder's config, whose weights have no defined values yet."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     register_attention()
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=IMPLEMENTATION)
+    # In float32 for the buffers, which keep it. Random weights would take longer than the reading of the real ones.
+    with LOADING, no_init_weights():
+        module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=IMPLEMENTATION)
+    module.tie_weights()
     if (folder / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(folder)
     return CausalLM(frozen_copy(module, dtype).to(device), compute_dtype=dtype)

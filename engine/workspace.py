@@ -8,7 +8,7 @@ from engine.connect import connect
 from engine.models.hub import hub_model
 from engine.protocol import Engine
 from engine.specs.engine import EngineSpec, LocalEngineSpec
-from storage.registry.hub import pinned
+from storage.registry.hub import with_commit_of
 from storage.serialization import Frozen, canonical_json, digest
 from storage.store.artifacts import Provenance
 from storage.store.objects import ObjectStore, open_store
@@ -40,7 +40,7 @@ class Workspace(Frozen):
     def pinned_model(self, key: str) -> str:
         """The key of a model, with the run's commit in place of a branch of the hub. Other keys are unchanged."""
         repo = hub_model(key)
-        return key if repo is None else pinned(repo, self.hub).uri
+        return key if repo is None else with_commit_of(repo, self.hub).uri
 
     def seed_for(self, *parts: str | int) -> int:
         """Derives a seed below 2**63 from the run's seed and `parts`. It does not depend on the name of the run."""

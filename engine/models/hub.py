@@ -21,8 +21,8 @@ from storage.registry.hub import (
     SCHEME,
     HubError,
     HubRepo,
-    explained,
     find_imported,
+    hub_errors_explained,
     parse_hub_repo,
     record_imported,
     resolve_commit,
@@ -98,7 +98,7 @@ def download_config(repo: HubRepo) -> Path:
     """The config.json of a hub's model. Raises HubError, BadModelFolder."""
     from huggingface_hub import hf_hub_download
 
-    with explained(repo):
+    with hub_errors_explained(repo):
         return Path(hf_hub_download(repo.repo, CONFIG_FILE, revision=repo.revision))
 
 
@@ -110,7 +110,7 @@ def download_model(repo: HubRepo) -> ModelFolder:
     from huggingface_hub import snapshot_download
 
     _check_files(repo)
-    with explained(repo):
+    with hub_errors_explained(repo):
         path = snapshot_download(
             repo.repo, revision=repo.revision, allow_patterns=list(FILES), ignore_patterns=list(NOT_FILES),
             tqdm_class=DownloadBar,
@@ -145,7 +145,7 @@ def _file_names(repo: HubRepo) -> list[str]:
     from huggingface_hub import HfApi, get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    with explained(repo):
+    with hub_errors_explained(repo):
         try:
             return [file.path for file in get_cached_repo_tree(repo.repo, revision=repo.revision)]
         except CachedRepoTreeNotFoundError:

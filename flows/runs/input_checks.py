@@ -26,7 +26,7 @@ from flows.parameters import Dataset, Grader, Model
 from flows.runs.estimate import count_steps
 from storage.errors import PermanentStorageError
 from storage.registry.decisions import resolve_model
-from storage.registry.hub import pinned
+from storage.registry.hub import with_commit_of
 from storage.store.objects import ObjectStore
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.gym import create_procedural
@@ -159,7 +159,7 @@ def _check_model(key: str, store: ObjectStore, commits: Mapping[str, str]) -> No
         return  # a model that another server serves
     folder, repo = local_folder(key), hub_model(key)
     if repo is not None:
-        check_hub_model(store, pinned(repo, commits))
+        check_hub_model(store, with_commit_of(repo, commits))
     elif folder is None:
         registered_model(store, key)
     else:

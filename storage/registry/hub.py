@@ -23,10 +23,10 @@ SCHEME = "hf://"
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _REVISION = r"(?:@(?P<revision>[A-Za-z0-9_][\w./+-]*))?"
 _WITH_OWNER = re.compile(rf"(?P<repo>{_NAME}/{_NAME}){_REVISION}", re.ASCII)
-_AFTER_SCHEME = re.compile(
-    rf"(?:(?P<kind>models|datasets)/(?=[^/]+/))?(?P<repo>(?:{_NAME}/)?{_NAME}){_REVISION}", re.ASCII
-)
+_AFTER_SCHEME = re.compile(rf"(?:(?P<kind>models|datasets)/)?(?P<repo>(?:{_NAME}/)?{_NAME}){_REVISION}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+NO_CONNECTION = ("ConnectError", "ConnectTimeout")
+"""Names of the HTTP client's errors before a connection. Which package the client is depends on huggingface_hub."""
 
 RepoKind = Literal["model", "dataset"]
 
@@ -46,8 +46,10 @@ class HubRepo(NamedTuple):
 
     @property
     def uri(self) -> str:
-        """`hf://owner/name@revision`, with `datasets/` before the owner of a dataset."""
-        folder = "datasets/" if self.kind == "dataset" else ""
+        """`hf://owner/name@revision`, with `datasets/` before a dataset. `parse_hub_repo` reads it back."""
+        # a first part that is a kind stands for the kind, so a model of such an owner needs it in front
+        needs_kind = self.kind == "dataset" or self.repo.startswith(("models/", "datasets/"))
+        folder = f"{self.kind}s/" if needs_kind else ""
         return f"{SCHEME}{folder}{self.repo}" + (f"@{self.revision}" if self.revision else "")
 
     @property
@@ -75,7 +77,7 @@ def parse_hub_repo(text: str, kind: RepoKind) -> HubRepo | None:
     return HubRepo(kind, match["repo"], match["revision"])
 
 
-def pinned(repo: HubRepo, commits: Mapping[str, str]) -> HubRepo:
+def with_commit_of(repo: HubRepo, commits: Mapping[str, str]) -> HubRepo:
     """The repository at the commit that `commits` has for its address, or unchanged."""
     return repo._replace(revision=commits.get(repo.uri, repo.revision))
 
@@ -89,13 +91,13 @@ def resolve_commit(repo: HubRepo) -> HubRepo:
         return repo
     from huggingface_hub import HfApi
 
-    with explained(repo):
+    with hub_errors_explained(repo):
         revision = HfApi().resolve_revision(repo.repo, repo_type=repo.kind, revision=repo.revision)
     return repo._replace(revision=revision.resolved)
 
 
 def find_imported(store: ObjectStore, repo: HubRepo) -> ArtifactRef | None:
-    """The registered model that was made of this commit. None: the store has none."""
+    """The registered model that was made of this commit. None: the store has none. None also for a branch."""
     try:
         body = read_json(store, _record_key(repo))
     except CorruptArtifact:
@@ -107,7 +109,9 @@ def find_imported(store: ObjectStore, repo: HubRepo) -> ArtifactRef | None:
 
 
 def record_imported(store: ObjectStore, repo: HubRepo, model: ArtifactRef) -> None:
-    """Records the registered model that was made of this commit."""
+    """Records the registered model that was made of this commit. Raises ValueError for a branch, which may move."""
+    if not repo.is_pinned:
+        raise ValueError(f"given the {repo}; expected it at a commit")
     store.put(_record_key(repo), canonical_json({"source": repo.uri, "model": registered_key(model)}))
 
 
@@ -116,20 +120,20 @@ def _record_key(repo: HubRepo) -> str:
 
 
 @contextmanager
-def explained(repo: HubRepo) -> Iterator[None]:
+def hub_errors_explained(repo: HubRepo) -> Iterator[None]:
     """Raises HubError, with a sentence that says what to do, in place of the errors of huggingface_hub and datasets."""
     try:
         yield
     except HubError:
         raise
     except Exception as error:
-        sentence = _sentence(repo, error)
-        if sentence is None:
+        explanation = _explanation(repo, error)
+        if explanation is None:
             raise
-        raise HubError(sentence) from error
+        raise HubError(explanation) from error
 
 
-def _sentence(repo: HubRepo, error: BaseException) -> str | None:
+def _explanation(repo: HubRepo, error: BaseException) -> str | None:
     """What the error means and what to do about it. None: the error is not one of the hub or of the connection."""
     from huggingface_hub import constants, errors
 
@@ -142,6 +146,9 @@ def _sentence(repo: HubRepo, error: BaseException) -> str | None:
     hub = constants.ENDPOINT
     page = f"{hub}/{'datasets/' if repo.kind == 'dataset' else ''}{repo.repo}"
     login = "log in by 'hf auth login', or set HF_TOKEN"
+    no_folder = "" if Path(repo.repo).is_dir() else f", and there is no such folder in {Path.cwd()}"
+    if invalid := caused_by(errors.HFValidationError):
+        return f"the {repo} cannot exist on a hub{no_folder}: {_first_line(invalid)}. Check the name"
     if caused_by(errors.GatedRepoError):
         return f"the {repo} is gated: only accounts with access get its files. Ask for access on {page}, then {login}"
     if caused_by(errors.RevisionNotFoundError):
@@ -149,23 +156,21 @@ def _sentence(repo: HubRepo, error: BaseException) -> str | None:
             f"the {repo.kind} {repo.repo!r} has no revision {repo.revision!r}; give a branch, tag or commit of {page}"
         )
     if caused_by(errors.RepositoryNotFoundError):
-        return (
-            f"{hub} has no {repo}, or it is private, and there is no such folder in {Path.cwd()}; check the name, or "
-            f"{login}"
-        )
+        return f"{hub} has no {repo}, or it is private{no_folder}; check the name, or {login}"
     if caused_by(errors.DisabledRepoError):
         return f"{hub} has disabled the {repo}; take another one"
-    if caused_by(errors.OfflineModeIsEnabled, errors.RevisionResolutionError, errors.LocalEntryNotFoundError):
+    is_away = caused_by(errors.OfflineModeIsEnabled, errors.RevisionResolutionError, errors.LocalEntryNotFoundError)
+    if is_away or any(type(cause).__name__ in NO_CONNECTION for cause in causes):
         return (
             f"the {repo} is not, or not completely, on this machine, and {_unreachable()}; connect and run it again, "
             "or give a local folder"
         )
     if answer := caused_by(errors.HfHubHTTPError):
         return f"{hub} refused to give the {repo}: {_first_line(answer)}. Try again later, or {login}"
-    if broken := caused_by(errors.HTTPError) or _inconsistent(causes):
+    if broken := caused_by(errors.HTTPError) or _size_mismatch(causes):
         return f"the download of the {repo} broke off ({_first_line(broken)}); run it again: complete files are kept"
-    if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes):
-        return f"the disk is full: the {repo} does not fit below {constants.HF_HUB_CACHE}; free space, or set HF_HOME"
+    if any(_is_disk_full(cause) for cause in causes):
+        return f"the disk is full: the {repo} does not fit below {_cache_folders(repo)}; free space, or set HF_HOME"
     return None
 
 
@@ -176,7 +181,24 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or cause.__context__
 
 
-def _inconsistent(causes: list[BaseException]) -> BaseException | None:
+def _is_disk_full(error: BaseException) -> bool:
+    # datasets compares the free space with the size that a repository announces, and its error has no number
+    return isinstance(error, OSError) and (error.errno == errno.ENOSPC or "Not enough disk space" in str(error))
+
+
+def _cache_folders(repo: HubRepo) -> str:
+    """The folders that the files of a repository are written to. A dataset is downloaded to one, and prepared in
+    another."""
+    from huggingface_hub import constants
+
+    if repo.kind == "model":
+        return str(constants.HF_HUB_CACHE)
+    from datasets import config
+
+    return f"{constants.HF_HUB_CACHE} and {config.HF_DATASETS_CACHE}"
+
+
+def _size_mismatch(causes: list[BaseException]) -> BaseException | None:
     """The error of huggingface_hub for a file with fewer bytes than announced, which has no class of its own."""
     for cause in causes:
         if isinstance(cause, OSError) and "Consistency check failed" in str(cause):
@@ -188,7 +210,7 @@ def _unreachable() -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE forbids to ask the hub"
+        return "HF_HUB_OFFLINE is set, so the hub is not asked"
     return f"{constants.ENDPOINT} cannot be reached"
 
 

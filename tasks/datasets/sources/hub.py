@@ -7,7 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from storage.registry.hub import SCHEME, HubError, HubRepo, explained, parse_hub_repo, pinned, resolve_commit
+from storage.registry.hub import (
+    SCHEME,
+    HubError,
+    HubRepo,
+    hub_errors_explained,
+    parse_hub_repo,
+    resolve_commit,
+    with_commit_of,
+)
 from tasks.datasets.convert import RowLocation
 from tasks.datasets.errors import DatasetError, DatasetNotFound, ExtraNotInstalled
 from tasks.datasets.sources.file_formats import ChooseColumns, checked_columns
@@ -67,7 +75,7 @@ def pin_hub_dataset(source: S, commits: Mapping[str, str]) -> S:
     repo = hub_repo(source)
     if repo is None or repo.is_pinned:
         return source
-    commit = resolve_commit(pinned(repo, commits)).revision
+    commit = resolve_commit(with_commit_of(repo, commits)).revision
     return source.model_copy(update={"path": repo._replace(revision=None).uri, "revision": commit})
 
 
@@ -128,7 +136,7 @@ def _open(spec: HubDataset) -> Any:
         return _open_saved(datasets, spec)
     repo = resolve_commit(repo)
     builder = _builder(spec, repo)
-    with explained(repo), _named(repo):
+    with hub_errors_explained(repo), _named(repo):
         builder.download_and_prepare()
         return builder.as_dataset(split=spec.split)
 
@@ -147,7 +155,7 @@ def _builder(spec: HubDataset, repo: HubRepo) -> Any:
     from huggingface_hub import HfApi
 
     datasets = _library()
-    with explained(repo), _named(repo):
+    with hub_errors_explained(repo), _named(repo):
         try:
             builder = datasets.load_dataset_builder(repo.repo, spec.name, revision=repo.revision)
         except FileNotFoundError:

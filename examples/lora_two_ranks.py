@@ -1,4 +1,4 @@
-"""Train a LoRA adapter on two DeepSpeed ranks, and publish the merged model.
+"""Train a LoRA adapter on two DeepSpeed ranks, publish the merged model, and sample an answer of it.
 
     python examples/lora_two_ranks.py   (needs the extras `deepspeed` and `cluster`, and the model of `ostinato demo`)
 
@@ -9,41 +9,41 @@ from __future__ import annotations
 
 import asyncio
 
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.trainer import DeepSpeedSpec
-from flows.grpo import GRPO
+from engine.text.threads import StringThread
+from flows.loggers import get_prod_logger
 from flows.parameters import Dataset, Model, dataset_kinds
 from flows.recipe import InputConfig, RecipeContext, recipe_main
-from tasks.graders.rules import LastNumber
+from flows.sft import SFT
 
 
 class Config(InputConfig):
-    engine: LocalEngineSpec = LocalEngineSpec(trainer=DeepSpeedSpec(ranks=2, zero_stage=2))
     model: Model
-    prompts: Dataset[dataset_kinds.Prompt]
+    answers: Dataset[dataset_kinds.Completion]
     steps: int = 4
 
 
 @recipe_main
-async def lora_on_two_ranks(config: Config, ctx: RecipeContext) -> str:
-    builder = config.model.to_builder(ctx).with_adapter(rank=16, alpha=32)
-    model = await builder.spawn_train("policy", 2048)
-    await GRPO(
-        await config.prompts.load(ctx),
-        model.max_gen_len(16),
-        LastNumber(),
-        max_num_grpo_steps=config.steps,
-        samples_per_batch=32,
-        samples_per_mini_batch=16,
-        lr=1e-4,
+async def lora_on_two_ranks(config: Config, ctx: RecipeContext) -> dict[str, str]:
+    model = await config.model.to_builder(ctx).with_adapter(rank=16, alpha=32).spawn_train("policy", 2048)
+    await SFT(
+        await config.answers.load(ctx),
+        model,
+        lr=2e-4,
+        samples_per_batch=8,
+        max_steps=config.steps,
+        logger=get_prod_logger(ctx=ctx),
     ).run()
-    return await model.save("sums-lora")
+    key = await model.save("sums-lora")
+    published = await Model(key).to_builder(ctx, tokens_to_generate=12).spawn_inference("published")
+    answer = await published.temperature(0).generate(StringThread([("user", "What is 3 + 4?")]))
+    return {"model": key, "answer": answer.last_content()}
 
 
 if __name__ == "__main__":
     config = Config(
         run="lora-two-ranks",
         model=".ostinato/models/smollm2-135m-instruct",
-        prompts="examples/data/sums-train.jsonl",
+        answers="examples/data/sums-completions.jsonl",
+        engine={"kind": "local", "trainer": {"kind": "deepspeed", "ranks": 2, "zero_stage": 2}},
     )
     print(asyncio.run(lora_on_two_ranks(config)))

@@ -361,7 +361,7 @@ def announce_ranks(workspace: Workspace, logger: TerminalProgress) -> None:
     """Says that the trainer has processes of its own, whose start takes part of the time of the first step."""
     trainer = workspace.engine.trainer if isinstance(workspace.engine, LocalEngineSpec) else None
     if isinstance(trainer, DeepSpeedSpec):
-        ranks = "a rank per GPU" if trainer.ranks == "auto" else f"{trainer.ranks} ranks"
+        ranks = "a rank per GPU, or one" if trainer.ranks == "auto" else f"{trainer.ranks} ranks"
         logger.note(f"training with DeepSpeed, ZeRO {trainer.zero_stage}: starting {ranks} …")
 
 

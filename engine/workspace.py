@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from engine.connect import connect
-from engine.models.hub import hub_model
+from engine.models.hub import hub_repo_of_key
 from engine.protocol import Engine
 from engine.specs.engine import EngineSpec, LocalEngineSpec
 from storage.registry.hub import with_commit_of
@@ -39,7 +39,7 @@ class Workspace(Frozen):
 
     def pinned_model(self, key: str) -> str:
         """The key of a model, with the run's commit in place of a branch of the hub. Other keys are unchanged."""
-        repo = hub_model(key)
+        repo = hub_repo_of_key(key)
         return key if repo is None else with_commit_of(repo, self.hub).uri
 
     def seed_for(self, *parts: str | int) -> int:

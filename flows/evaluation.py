@@ -56,7 +56,7 @@ from tasks.load import load_answers, load_prompts
 from tasks.rollout import generate_rollouts
 from tasks.sampling.completions import PromptShard
 from tasks.sampling.grading import Grading
-from tasks.sampling.stored_answers import answers_stage
+from tasks.sampling.stored_answers import answers_stage_name
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ async def _grade_answers(
     logger.note(f"grading {answers.name} on {answers.dataset}: {data.rows} rows …")
     rows_per_shard = loaded.suite.prompts_per_shard
     shards = load_answers(table_workspace, data, answers.column, rows_per_shard=rows_per_shard)
-    stage, cells = answers_stage(data, answers.column, rows_per_shard), []
+    stage, cells = answers_stage_name(data, answers.column, rows_per_shard), []
     for grader, grading in loaded.gradings.items():
         graded = await _grade(table_workspace, stage, shards, grading)
         names = {"model": answers.name, "dataset": answers.dataset, "grader": grader}

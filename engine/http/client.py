@@ -25,7 +25,7 @@ from engine.http.bodies import (
 from engine.http.transport import CallRequest, Transport, TransportFactory
 from engine.http.uploads import stage_upload
 from engine.models.folder import ModelFolder, local_folder, split_key
-from engine.models.hub import hub_model, import_from_hub
+from engine.models.hub import hub_repo_of_key, import_from_hub
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.specs.engine import HttpEngineSpec
 from engine.validation_messages import describe_errors
@@ -56,7 +56,7 @@ class EngineClient:
     # -- models and policies -----------------------------------------------------------------------------------
 
     async def import_model(self, source: str, *, provenance: Provenance) -> ArtifactRef:
-        repo = hub_model(source)
+        repo = hub_repo_of_key(source)
         if repo is not None:
             # The download is made here: the token and the cache of the hub are this machine's.
             return await import_from_hub(self.store, repo, partial(self._import_folder, provenance=provenance))

@@ -34,7 +34,7 @@ from engine.local.scratch import scratch_folder
 from engine.local.step_record import step_record
 from engine.local.weights import checked_parameter_count
 from engine.models.folder import ModelFolder, local_folder, registered_model, registry_version
-from engine.models.hub import hub_model, import_from_hub
+from engine.models.hub import hub_repo_of_key, import_from_hub
 from engine.models.images import check_images_accepted
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.specs.adapters import parse_trainable
@@ -133,7 +133,7 @@ class LocalEngine:
     # -- models and policies -----------------------------------------------------------------------------------
 
     async def import_model(self, source: str, *, provenance: Provenance) -> ArtifactRef:
-        repo = hub_model(source)
+        repo = hub_repo_of_key(source)
         if repo is not None:
             return await import_from_hub(self.store, repo, partial(self.import_folder, provenance=provenance))
         return await self._compute("", partial(self._import_model, source, provenance))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +38,15 @@ weights in Mistral's layout."""
 
 
 class DownloadBar(tqdm):  # type: ignore[type-arg]
-    """A progress bar on a terminal, and nothing where the output is a file."""
+    """A progress bar on a terminal, and nothing where the output is a file or huggingface_hub's bars are disabled."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options | {"disable": None})
+        from huggingface_hub.utils import are_progress_bars_disabled
+
+        super().__init__(*arguments, **options | {"disable": are_progress_bars_disabled() or None})
 
 
-def hub_model(key: str) -> HubRepo | None:
+def hub_repo_of_key(key: str) -> HubRepo | None:
     """The hub's model that a key names: `owner/name`, `owner/name@revision`, and both after `hf://`. None: another key.
 
     A local folder of the same name has precedence. Raises BadModelFolder where both can be meant.
@@ -79,7 +80,7 @@ async def import_from_hub(
     if model is not None:
         return model
     model = await import_folder(await asyncio.to_thread(download_model, repo))
-    record_imported(store, repo, model)
+    await asyncio.to_thread(record_imported, store, repo, model)
     return model
 
 
@@ -121,18 +122,23 @@ def download_model(repo: HubRepo) -> ModelFolder:
 
 
 def _check_files(repo: HubRepo) -> None:
-    """Raises BadModelFolder unless the repository has a config and weights in safetensors files."""
+    """Raises BadModelFolder unless the repository has a config and weights in safetensors files that are downloaded."""
+    from huggingface_hub.utils import filter_repo_objects
+
     names = _file_names(repo)
     if CONFIG_FILE not in names:
         raise BadModelFolder(
             f"the {repo} has no {CONFIG_FILE}, so it is no model that can be trained. Adapters and GGUF files have "
             "none: give the model that they were made from"
         )
-    if any(fnmatch(name, "*.safetensors") and not fnmatch(name, "*/*") for name in names):
+    downloaded = filter_repo_objects(names, allow_patterns=list(FILES), ignore_patterns=list(NOT_FILES))
+    if any(name.endswith(".safetensors") for name in downloaded):
         return
     pickled = [name for name in names if Path(name).suffix in PICKLE_SUFFIXES]
     reason = (
-        f"only pickled weights ({', '.join(pickled[:3])}), which can run code when read" if pickled else "no weights"
+        f"only pickled weights ({', '.join(pickled[:3])}), which can run code when read"
+        if pickled
+        else "no weights in the layout of Hugging Face"
     )
     raise BadModelFolder(
         f"the {repo} has {reason}; give a revision with *.safetensors files, such as {repo.repo}@refs/pr/1 if its "
@@ -156,7 +162,8 @@ def _check_code(repo: HubRepo, config: dict[str, Any]) -> None:
     """Raises BadModelFolder for a model that needs code of its repository, which is never run."""
     if "auto_map" not in config:
         return
-    # many repositories name code for earlier versions of transformers, which has the model by now
+    # auto_map alone is no reason: many repositories still name their code although transformers now has the
+    # architecture
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     if config.get("model_type") not in CONFIG_MAPPING_NAMES:
@@ -167,7 +174,9 @@ def _check_code(repo: HubRepo, config: dict[str, Any]) -> None:
 
 
 def _check_digests(repo: HubRepo, folder: Path) -> None:
-    """Raises HubError for a large file whose sha256 is not the one that the hub gave for it."""
+    """Raises HubError for a large file whose sha256 is not the one that the hub gave for it.
+
+    On a file system without symbolic links the cache does not name files by their sha256, and nothing is verified."""
     for path in sorted(folder.iterdir()):
         # the cache names a large file by its sha256
         blob = path.resolve()

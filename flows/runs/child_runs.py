@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect import Flow
 
-from engine.models.hub import hub_model
+from engine.models.hub import hub_repo_of_key
 from flows.configs.common import PromptDataConfig, TrainingConfig
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.configs.training import AnyTraining, DPOTraining, RewardModelTraining, SFTToGSPOTraining, SFTTraining
@@ -32,7 +32,7 @@ def with_full_versions(store: ObjectStore, training: AnyTraining) -> AnyTraining
         uses["heldout"] = "prompt" if isinstance(data, PromptDataConfig) else uses["train"]
     resolved = {name: resolve_version(store, getattr(data, name), use) for name, use in uses.items()}
     model = training.config.model
-    repo = hub_model(model.key)
+    repo = hub_repo_of_key(model.key)
     if repo is not None:
         model = model.model_copy(update={"key": resolve_commit(repo).uri})
     config = training.config.model_copy(update={"model": model, "data": data.model_copy(update=resolved)})

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from engine.errors import BadModelFolder
-from engine.models.hub import hub_model
+from engine.models.hub import hub_repo_of_key
 from flows.configs.common import ModelConfig
 from flows.configs.overrides import ConfigError
 from flows.parameters import Model
@@ -19,7 +19,7 @@ from storage.chain.run_record import find_run
 from storage.registry.hub import HubError, HubRepo, resolve_commit
 from storage.store.objects import ObjectStore
 from tasks.datasets.errors import DatasetError
-from tasks.datasets.sources.hub import hub_repo
+from tasks.datasets.sources.hub import hub_repo_of_dataset
 from tasks.datasets.spec import HubDataset
 
 
@@ -31,7 +31,7 @@ def hub_commits(config: BaseModel, store: ObjectStore, run: str) -> dict[str, st
     problems = []
     for path, value in named_inputs(config):
         try:
-            repo = _repo_of(value)
+            repo = hub_repo_of_input(value)
             if repo is not None and not repo.is_pinned:
                 commits[repo.uri] = recorded.get(repo.uri) or str(resolve_commit(repo).revision)
         except (HubError, BadModelFolder, DatasetError) as error:
@@ -60,13 +60,13 @@ def _recorded_commits(store: ObjectStore, run: str) -> dict[str, str]:
     return {address: str(commit) for address, commit in recorded.items()}
 
 
-def _repo_of(value: Any) -> HubRepo | None:
+def hub_repo_of_input(value: Any) -> HubRepo | None:
     """The repository that an input of a config names. None: it names none."""
     match value:
         case str() as key:
-            return hub_model(key)
+            return hub_repo_of_key(key)
         case ModelConfig(key=str() as key) | Model(key=key):
-            return hub_model(key)
+            return hub_repo_of_key(key)
         case HubDataset():
-            return hub_repo(value)
+            return hub_repo_of_dataset(value)
     return None

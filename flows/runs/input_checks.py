@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from engine.errors import BadModelFolder
 from engine.models.folder import ModelFolder, local_folder, registered_model
-from engine.models.hub import check_hub_model, hub_model
+from engine.models.hub import check_hub_model, hub_repo_of_key
 from engine.models.openai_model import SCHEME
 from flows.configs.common import GraderConfig, ModelConfig, TrainingConfig
 from flows.configs.env_ppo import ENVPPOConfig
@@ -157,7 +157,7 @@ def _check(spec: Any, store: ObjectStore, commits: Mapping[str, str]) -> None:
 def _check_model(key: str, store: ObjectStore, commits: Mapping[str, str]) -> None:
     if key.startswith(SCHEME):
         return  # a model that another server serves
-    folder, repo = local_folder(key), hub_model(key)
+    folder, repo = local_folder(key), hub_repo_of_key(key)
     if repo is not None:
         check_hub_model(store, with_commit_of(repo, commits))
     elif folder is None:

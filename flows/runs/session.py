@@ -14,7 +14,7 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel
 
 from engine.errors import EngineError
-from engine.models.hub import hub_model
+from engine.models.hub import hub_repo_of_key
 from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
 from engine.workspace import Workspace
@@ -180,7 +180,7 @@ async def open_run(
 async def _with_imported_value_model(workspace: Workspace, config: TrainingConfig) -> TrainingConfig:
     """Returns the config with the registered model in place of a value model of the hub, for the estimate."""
     value_model = getattr(config, "value_model", None)
-    if value_model is None or value_model.key is None or hub_model(value_model.key) is None:
+    if value_model is None or value_model.key is None or hub_repo_of_key(value_model.key) is None:
         return config
     model = await import_model(workspace, value_model.key)
     registered = value_model.model_copy(update={"key": registered_key(model)})

@@ -8,8 +8,8 @@ from typing import Any
 
 from flows.verl.convert_data import DATA_CONVERSIONS
 from flows.verl.convert_engine import ENGINE_CONVERSIONS
-from flows.verl.convert_length import LENGTH_CONVERSIONS
 from flows.verl.convert_loss import LOSS_CONVERSIONS
+from flows.verl.convert_schedule import SCHEDULE_CONVERSIONS
 from flows.verl.convert_validation import VALIDATION_CONVERSIONS
 from flows.verl.read import Verl
 from flows.verl.values import (
@@ -275,7 +275,7 @@ def _megatron_lora(verl: Verl, key: str, value: Any) -> Any:
 
 
 CONVERSIONS: dict[str, Conversion] = {
-    **DATA_CONVERSIONS, **ENGINE_CONVERSIONS, **LENGTH_CONVERSIONS, **LOSS_CONVERSIONS, **VALIDATION_CONVERSIONS,
+    **DATA_CONVERSIONS, **ENGINE_CONVERSIONS, **SCHEDULE_CONVERSIONS, **LOSS_CONVERSIONS, **VALIDATION_CONVERSIONS,
     "completions": _completions, "conversation_length": _conversation_length,
     "conversation_truncation": _conversation_truncation, "conversations": _conversations,
     "dynamic_batch": _dynamic_batch, "estimator": _estimator, "filter_metric": _filter_metric, "gamma": _gamma,

@@ -47,7 +47,7 @@ class HubRepo(NamedTuple):
     @property
     def uri(self) -> str:
         """`hf://owner/name@revision`, with `datasets/` before a dataset. `parse_hub_repo` reads it back."""
-        # a first part that is a kind stands for the kind, so a model of such an owner needs it in front
+        # hf://models/x is the model x, so the model x of an owner named models is hf://models/models/x
         needs_kind = self.kind == "dataset" or self.repo.startswith(("models/", "datasets/"))
         folder = f"{self.kind}s/" if needs_kind else ""
         return f"{SCHEME}{folder}{self.repo}" + (f"@{self.revision}" if self.revision else "")

@@ -29,7 +29,7 @@ from tasks.datasets.read import ReadPosition, RowsSpec, SkippedRows, files_of, r
 from tasks.datasets.registered import select_version
 from tasks.datasets.repetition_counter import RepetitionCounter
 from tasks.datasets.sources.file_formats import format_of
-from tasks.datasets.sources.hub import hub_repo, pin_hub_dataset
+from tasks.datasets.sources.hub import hub_repo_of_dataset, pin_hub_dataset
 from tasks.datasets.spec import (
     DatasetUse,
     FileDataset,
@@ -150,7 +150,7 @@ def _load_hub(
     # the rows of a folder may change, and so may a function without a source file
     function = None if spec.row_function is None else source_digest(spec.row_function)
     fingerprint = None
-    if hub_repo(spec) is not None and (spec.row_function is None or function is not None):
+    if hub_repo_of_dataset(spec) is not None and (spec.row_function is None or function is not None):
         rows = spec.model_dump(mode="json", exclude=set(OrderedDataset.model_fields))
         body = {"reader": known_files.READER_VERSION, "use": kind, "hub": rows, "function": function}
         fingerprint = hashlib.sha256(canonical_json(body)).hexdigest()

@@ -151,8 +151,8 @@ def _source_rows(spec: RowsSpec, kind: DatasetUse, position: ReadPosition) -> It
 
 def _hub_rows(spec: HubDataset, kind: DatasetUse, position: ReadPosition) -> Iterator[tuple[RowLocation, Any]]:
     """Yield the rows of a dataset of the hub, after a check that it has the required columns."""
-    for location, values, rows in hub_rows(spec, partial(_columns_of_table, spec, kind)):
-        position.read, position.total = location.row, rows
+    for location, values, total_rows in hub_rows(spec, partial(_columns_of_table, spec, kind)):
+        position.read, position.total = location.row, total_rows
         yield location, values
 
 

@@ -138,7 +138,8 @@ class HubDataset(RowsDataset):
     name: str | None = None
     """Configuration (subset) of the dataset. None: its only or its default one."""
     split: str = Field("train", min_length=1)
-    """Split of the dataset: train, test, or a part such as train[:1000] or train[90%:]."""
+    """Split of the dataset: train, test, or a part such as train[:1000] or train[90%:]. A folder with one dataset that
+    was saved without splits has only train."""
     revision: str | None = Field(None, min_length=1)
     """Branch, tag or commit of the dataset. None: the default branch. A run keeps the commit that it began with."""
     row_function: str | None = Field(None, pattern=import_paths.PATTERN)

@@ -18,7 +18,7 @@ from tasks.datasets.load import LoadedDataset, thread_id
 from tasks.datasets.naming import NameRow, row_name
 
 
-def answers_stage(data: LoadedDataset, column: str | None, rows_per_shard: int) -> str:
+def answers_stage_name(data: LoadedDataset, column: str | None, rows_per_shard: int) -> str:
     """The name of the stage of the shards: a digest of everything that decides them."""
     body = {"dataset": data.ref.sha256, "column": column, "rows_per_shard": rows_per_shard}
     return digest(canonical_json(body))[:16]
@@ -35,14 +35,14 @@ def store_answers(
     store = workspace.open_store()
     refs: list[ArtifactRef] = []
     name_row = partial(row_name, store, data.ref)
-    stage = answers_stage(data, column, rows_per_shard)
+    stage = answers_stage_name(data, column, rows_per_shard)
     # prompt id -> (index of its first row, number of its answers so far)
     prompts: dict[str, tuple[int, int]] = {}
     for shard, first in enumerate(range(0, data.rows, rows_per_shard)):
         rows = read_rows(store, data.ref, range(first, min(first + rows_per_shard, data.rows)))
         answers = []
         for row in rows:
-            thread, texts = _split(row, column, name_row)
+            thread, texts = _prompt_and_answers(row, column, name_row)
             prompt_json = thread.to_json()
             prompt = thread_id(prompt_json)
             index, number = prompts.get(prompt, (row["index"], 0))
@@ -61,7 +61,7 @@ def store_answers(
     return refs
 
 
-def _split(row: dict[str, Any], column: str | None, name_row: NameRow) -> tuple[StringThread, list[str]]:
+def _prompt_and_answers(row: dict[str, Any], column: str | None, name_row: NameRow) -> tuple[StringThread, list[str]]:
     """The prompt of a row and its answers, which are in the metadata, or in the last turn if `column` is None."""
     thread = StringThread.from_json(str(row["thread"]))
     if column is None:

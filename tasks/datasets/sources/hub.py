@@ -35,11 +35,11 @@ class HubRow(NamedTuple):
 
     location: RowLocation
     values: Any
-    rows: int
+    total_rows: int
     """Number of rows of the dataset."""
 
 
-def hub_repo(spec: HubDataset) -> HubRepo | None:
+def hub_repo_of_dataset(spec: HubDataset) -> HubRepo | None:
     """The repository of the hub that a spec names. None: a folder of this machine. Raises DatasetError, HubError."""
     if not spec.path.startswith(SCHEME) and saved_folder(spec) is not None:
         return None
@@ -72,7 +72,7 @@ def pin_hub_dataset(source: S, commits: Mapping[str, str]) -> S:
     are unchanged. Raises DatasetError, HubError."""
     if not isinstance(source, HubDataset):
         return source
-    repo = hub_repo(source)
+    repo = hub_repo_of_dataset(source)
     if repo is None or repo.is_pinned:
         return source
     commit = resolve_commit(with_commit_of(repo, commits)).revision
@@ -83,7 +83,7 @@ def check_hub_dataset(spec: HubDataset) -> None:
     """Raise DatasetError, HubError unless the path names a folder or a repository, and `row_function` a function.
 
     The hub is not asked, so that a run whose datasets are in the store can be resumed without it."""
-    hub_repo(spec)
+    hub_repo_of_dataset(spec)
     if spec.row_function is not None:
         _row_function(spec.row_function)
 
@@ -103,15 +103,17 @@ def hub_rows(spec: HubDataset, choose_columns: ChooseColumns) -> Iterator[HubRow
         dataset = dataset.select_columns(columns)
 
     # Stream the rows as Arrow holds them, a batch at a time.
-    row, rows = 0, len(dataset)
+    number, total = 0, len(dataset)
     for batch in dataset.with_format("arrow").iter(batch_size=BATCH_ROWS):
         for values in batch.to_pylist():
-            row += 1
-            location = RowLocation(spec.source, row)
-            yield HubRow(location, values if function is None else _converted(spec, function, values, location), rows)
+            number += 1
+            location = RowLocation(spec.source, number)
+            if function is not None:
+                values = _call_row_function(spec, function, values, location)
+            yield HubRow(location, values, total)
 
 
-def _converted(spec: HubDataset, function: Any, values: dict[str, Any], location: RowLocation) -> Any:
+def _call_row_function(spec: HubDataset, function: Any, values: dict[str, Any], location: RowLocation) -> Any:
     try:
         return function(values)
     except Exception as error:  # the boundary to a user's code
@@ -131,23 +133,31 @@ def _row_function(path: str) -> Any:
 def _open(spec: HubDataset) -> Any:
     """The `datasets.Dataset` of the spec. It is downloaded unless it is in the cache of the library."""
     datasets = _library()
-    repo = hub_repo(spec)
+    repo = hub_repo_of_dataset(spec)
     if repo is None:
         return _open_saved(datasets, spec)
     repo = resolve_commit(repo)
     builder = _builder(spec, repo)
-    with hub_errors_explained(repo), _named(repo):
+    with hub_errors_explained(repo), _library_errors_as_dataset_errors(repo):
         builder.download_and_prepare()
         return builder.as_dataset(split=spec.split)
 
 
 def _open_saved(datasets: Any, spec: HubDataset) -> Any:
-    dataset = datasets.load_from_disk(str(saved_folder(spec)))
-    if not isinstance(dataset, dict):
-        return dataset
-    if spec.split not in dataset:
-        raise DatasetError(f"{spec.path} has no split {spec.split!r}; it has {', '.join(dataset)}. Give one as split")
-    return dataset[spec.split]
+    """The `datasets.Dataset` of a folder. One that was saved alone has no splits, and counts as train."""
+    saved = datasets.load_from_disk(str(saved_folder(spec)))
+    splits = saved if isinstance(saved, dict) else {"train": saved}
+    if spec.split in splits:
+        return splits[spec.split]
+    rows_of_splits = {name: len(split) for name, split in splits.items()}
+    try:
+        parts = datasets.ReadInstruction.from_spec(spec.split).to_absolute(rows_of_splits)
+    except (ValueError, AssertionError) as error:
+        raise DatasetError(
+            f"{spec.path} has no split {spec.split!r}; it has {', '.join(splits)}. Give one as split, or a part such "
+            f"as {next(iter(splits))}[:100]"
+        ) from error
+    return datasets.concatenate_datasets([splits[part.splitname].select(range(part.from_, part.to)) for part in parts])
 
 
 def _builder(spec: HubDataset, repo: HubRepo) -> Any:
@@ -155,7 +165,7 @@ def _builder(spec: HubDataset, repo: HubRepo) -> Any:
     from huggingface_hub import HfApi
 
     datasets = _library()
-    with hub_errors_explained(repo), _named(repo):
+    with hub_errors_explained(repo), _library_errors_as_dataset_errors(repo):
         try:
             builder = datasets.load_dataset_builder(repo.repo, spec.name, revision=repo.revision)
         except FileNotFoundError:
@@ -169,16 +179,20 @@ def _builder(spec: HubDataset, repo: HubRepo) -> Any:
 
 
 @contextmanager
-def _named(repo: HubRepo) -> Iterator[None]:
+def _library_errors_as_dataset_errors(repo: HubRepo) -> Iterator[None]:
     """Raises DatasetError in place of the library's errors about configurations, splits and files, which do not say of
     which dataset they are."""
     try:
         yield
     except Exception as error:
-        # a missing file of the library is a ValueError or a FileNotFoundError; code in a repository a RuntimeError
-        if not isinstance(error, ValueError | RuntimeError) and type(error).__name__ != "DataFilesNotFoundError":
+        # a missing file is a ValueError or a FileNotFoundError, and code in a repository a RuntimeError
+        if not isinstance(error, ValueError | RuntimeError | FileNotFoundError | _library().exceptions.DatasetsError):
             raise
-        lines = " ".join(str(error).split())
+        reason = str(error)
+        # the library's error about a file that cannot be read says only that there was one
+        if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
+            reason += f": {error.__cause__}"
+        lines = " ".join(reason.split())
         raise DatasetError(f"the {repo} cannot be loaded: {lines} (fields: name, split)") from error
 
 

@@ -3,6 +3,7 @@ download, downloads that break off, and the sentence of each refusal."""
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from huggingface_hub import constants
 
 from engine.errors import BadModelFolder
 from engine.models.folder import registered_model
-from engine.models.hub import check_hub_model, download_model, hub_model, import_from_hub
+from engine.models.hub import DownloadBar, check_hub_model, download_model, hub_repo_of_key, import_from_hub
 from storage.registry.hub import HubError, HubRepo, find_imported, resolve_commit
 from storage.registry.models import publish_model
 from storage.store.artifacts import ArtifactRef, Provenance
@@ -38,7 +39,7 @@ async def import_model(store: ObjectStore, key: str) -> ArtifactRef:
         provenance = Provenance(code_version="test", config_digest="0" * 64, seed=0)
         return publish_model(store, folder.name, folder.digest()[:12], folder.files, provenance=provenance)
 
-    repo = hub_model(key)
+    repo = hub_repo_of_key(key)
     assert repo is not None
     return await import_from_hub(store, repo, register)
 
@@ -62,13 +63,13 @@ async def import_model(store: ObjectStore, key: str) -> ArtifactRef:
     ],
 )
 def test_keys_of_the_hub(key: str, repo: HubRepo | None) -> None:
-    assert hub_model(key) == repo
+    assert hub_repo_of_key(key) == repo
 
 
 @pytest.mark.parametrize("key", ["hf://", "hf://a/b/c", "hf://datasets/ada/sums", "hf://ada/tiny@", "hf://../tiny"])
 def test_a_malformed_address_is_refused(key: str) -> None:
     with pytest.raises(HubError, match=r"given 'hf://.*expected a model of the hub: hf://owner/name"):
-        hub_model(key)
+        hub_repo_of_key(key)
 
 
 def test_a_folder_has_precedence_and_an_ambiguous_key_is_refused(
@@ -79,14 +80,14 @@ def test_a_folder_has_precedence_and_an_ambiguous_key_is_refused(
     with pytest.raises(
         BadModelFolder, match=r"'ada/tiny', which is a folder here without a config.json.*hf://ada/tiny"
     ):
-        hub_model("ada/tiny")
+        hub_repo_of_key("ada/tiny")
     Path("ada/tiny/config.json").write_bytes(CONFIG)
-    assert hub_model("ada/tiny") is None
-    assert hub_model("hf://ada/tiny") == TINY
+    assert hub_repo_of_key("ada/tiny") is None
+    assert hub_repo_of_key("hf://ada/tiny") == TINY
     with pytest.raises(
         BadModelFolder, match=r"folders have no revisions; give hf://ada/tiny@v1 .* or ada/tiny for the"
     ):
-        hub_model("ada/tiny@v1")
+        hub_repo_of_key("ada/tiny@v1")
 
 
 async def test_an_import_is_made_once_per_commit(hub: Hub, store: ObjectStore) -> None:
@@ -183,13 +184,17 @@ async def test_gated_private_and_missing_models(hub: Hub, store: ObjectStore, mo
             {"model.safetensors": None, "pytorch_model.bin": b"x"},
             r"only pickled weights \(pytorch_model.bin\), which can",
         ),
-        ({"model.safetensors": None}, "has no weights; give a revision with"),
+        ({"model.safetensors": None}, "has no weights in .*; give a revision with"),
+        (
+            {"model.safetensors": None, "consolidated.safetensors": WEIGHTS, "onnx/model.safetensors": WEIGHTS},
+            "has no weights in the layout of Hugging Face; give",
+        ),
         (
             {"config.json": b'{"model_type": "mine", "auto_map": {"AutoConfig": "m.C"}}'},
             "needs code .* which is never run",
         ),
     ],
-    ids=["no-config", "pickled", "no-weights", "remote-code"],
+    ids=["no-config", "pickled", "no-weights", "other-layouts", "remote-code"],
 )
 def test_unusable_models_are_refused_before_their_download(
     hub: Hub, store: ObjectStore, changes: dict[str, bytes | None], message: str
@@ -206,6 +211,19 @@ def test_code_for_an_architecture_of_transformers_is_left_out(hub: Hub, store: O
     config = json.loads(CONFIG) | {"auto_map": {"AutoConfig": "m.C"}}
     hub.commit("model", "ada/tiny", FILES | {"config.json": json.dumps(config).encode()})
     check_hub_model(store, TINY)
+
+
+@pytest.mark.parametrize("is_disabled", [False, True])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_bar_is_shown_on_a_terminal_unless_bars_are_disabled(
+    monkeypatch: pytest.MonkeyPatch, is_disabled: bool, is_terminal: bool
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils.are_progress_bars_disabled", lambda: is_disabled)
+    output = io.StringIO()
+    monkeypatch.setattr(output, "isatty", lambda: is_terminal)
+    with DownloadBar(total=1, file=output) as bar:
+        bar.update()
+    assert bool(output.getvalue()) == (is_terminal and not is_disabled)
 
 
 def test_a_damaged_file_is_refused(hub: Hub, store: ObjectStore) -> None:

@@ -221,6 +221,44 @@ def test_a_constant_rate_warms_up_from_zero(tmp_path: Path, role: str, words: li
     assert [schedule.at(step, 10) for step in range(6)] == pytest.approx([0.5 * rate for rate in rates])
 
 
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        # the actor is trained in the last of 50 steps, and never
+        (["trainer.critic_warmup=50"], None),
+        (["trainer.critic_warmup=51"], "critic_warmup = 51: the run ends after 50 steps.*never train the actor"),
+        (["trainer.critic_warmup=5", "data.train_max_samples=1"], "critic_warmup = 5: the run ends after 0 steps"),
+        (["trainer.critic_warmup=5", "data.train_batch_size=0"], "critic_warmup = 5: data.train_batch_size is 0; give"),
+        # a null is refused at its own key, and no other key is blamed
+        (["trainer.total_epochs=null", "trainer.total_training_steps=9"], "1 key .*total_epochs = None: .*a number"),
+        ([f"{A}optim.lr_warmup_steps_ratio=null"], "1 key .*lr_warmup_steps_ratio = None: .*needs a number"),
+    ],
+)
+def test_lengths_that_no_run_can_have(tmp_path: Path, words: list[str], refusal: str | None) -> None:
+    words = [*CRITIC, *rows(tmp_path, 100, 2), "trainer.total_epochs=1", *words]
+    if refusal is None:
+        config = made(tmp_path, "ppo_trainer", words).config
+        assert value_only_steps(config["credit"]["value_only_fraction"], 50) == 49
+        return
+    with pytest.raises(VerlError, match=f"(?s){refusal}"):
+        made(tmp_path, "ppo_trainer", words)
+
+
+@pytest.mark.parametrize(
+    ("words", "schedule"),
+    [
+        ([], "constant_with_warmup"),
+        (["optim.warmup_steps_ratio=0"], "constant"),
+        (["optim.warmup_steps_ratio=0", "optim.lr_warmup_steps_ratio=0.1"], "constant_with_warmup"),
+        (["optim.warmup_steps_ratio=0.2", "optim.lr_warmup_steps_ratio=0"], "constant"),
+    ],
+)
+def test_the_older_ratio_counts_if_the_new_one_is_not_given(tmp_path: Path, words: list[str], schedule: str) -> None:
+    # both ratios are 0.1 by default
+    words = ["optim.lr_scheduler=constant", *words]
+    assert made(tmp_path, "sft_trainer", words).config["optimizer"]["schedule"] == schedule
+
+
 def test_the_actor_is_trained_from_the_step_of_that_number_on(tmp_path: Path) -> None:
     # ray_trainer.py, fit: steps count from 1, and the actor is trained once critic_warmup <= global_steps
     words = [*CRITIC, "trainer.critic_warmup=10"]

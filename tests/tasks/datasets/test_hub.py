@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,36 @@ def test_what_the_hub_does_not_give(hub: Hub, store: ObjectStore, tmp_path: Path
         load_dataset(store, HubDataset(path=str(tmp_path / "empty")), provenance=PROVENANCE)
 
 
+SIZES = """---
+dataset_info:
+  splits:
+  - name: train
+    num_examples: 7
+---
+"""
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"a.jsonl": jsonl([{"prompt": "1"}]), "b.jsonl": jsonl([{"text": "1", "n": 2}])},
+            "column names don't match|must have the same columns",
+        ),
+        ({"train.jsonl": b'{"prompt": "1"'}, "An error occurred while generating the dataset: .*JSON"),
+        ({"train.jsonl": jsonl(ROWS), "README.md": SIZES.encode()}, "num_examples=7"),
+        ({"README.md": b"# Sums"}, "contain any data files|No .*data files"),
+    ],
+    ids=["columns", "not-json", "sizes", "no-data"],
+)
+def test_errors_of_the_library_name_the_dataset(
+    hub: Hub, store: ObjectStore, files: dict[str, bytes], message: str
+) -> None:
+    hub.commit("dataset", "ada/sums", files)
+    with pytest.raises(DatasetError, match=rf"the dataset 'ada/sums' at '\w+' cannot be loaded: .*(?:{message})"):
+        load(store)
+
+
 def test_a_download_that_breaks_off_is_resumed(hub: Hub, store: ObjectStore) -> None:
     long = [{"prompt": f"{n} {'x' * 500}"} for n in range(20)]
     hub.commit("dataset", "ada/sums", {"train.jsonl": jsonl(long)})
@@ -132,9 +164,16 @@ def test_folders_that_datasets_saved(store: ObjectStore, tmp_path: Path) -> None
         for path, split in ((one, "train"), (two, "train"), (two, "test"))
     ]
     assert [dataset.rows for dataset in data] == [5, 5, 2]
+    # parts, by the library's rules
+    parts = {"train[:3]": ROWS[:3], "train[80%:]": ROWS[4:], "train[3:]+train[:2]": ROWS[3:] + ROWS[:2]}
+    for path, (split, rows) in product((one, two), parts.items()):
+        part = load_dataset(store, HubDataset(path=str(path), split=split), provenance=PROVENANCE)
+        prompts = [thread["turns"][0]["content"] for thread in threads(store, part)]
+        assert prompts == [row["prompt"] for row in rows]
     assert threads(store, data[0]) == threads(store, data[1])
-    with pytest.raises(DatasetError, match=r"two has no split 'dev'; it has train, test"):
-        load_dataset(store, HubDataset(path=str(two), split="dev"), provenance=PROVENANCE)
+    for path, split, names in ((two, "dev", "train, test"), (two, "dev[:1]", "train, test"), (one, "test", "train")):
+        with pytest.raises(DatasetError, match=rf"has no split '{re.escape(split)}'; it has {names}. Give one"):
+            load_dataset(store, HubDataset(path=str(path), split=split), provenance=PROVENANCE)
 
 
 def question(row: dict[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,19 @@ from flows.verl.read import Verl
 from flows.verl.train_files import train_files
 from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused
 
+NULL = "verl needs a number here; give one, or leave the key out for verl's default"
+
 # -- steps and epochs ------------------------------------------------------------------------------------------
 
 
-def _rows(verl: Verl) -> int | None:
-    """The number of rows that verl trains on. None if the Parquet files are not here, or if more than they decides."""
+def _training_rows(verl: Verl) -> int | None:
+    """The number of rows that verl trains on. None if the Parquet files are not here, or if a setting filters the
+    rows or replaces the dataset class."""
     if verl.kind == "ppo_trainer":
-        deciders = ("data.filter_overlong_prompts", "data.custom_cls.path", "algorithm.filter_groups.enable")
-        if any(verl.get(key) for key in deciders):
+        keys_that_change_rows = (
+            "data.filter_overlong_prompts", "data.custom_cls.path", "algorithm.filter_groups.enable",
+        )  # fmt: skip
+        if any(verl.get(key) for key in keys_that_change_rows):
             return None
     rows = 0
     for file in train_files(verl):
@@ -29,25 +34,32 @@ def _rows(verl: Verl) -> int | None:
 
 
 def steps_per_epoch(verl: Verl) -> int | None:
-    """The number of whole batches of a pass over the rows; verl drops the rest. None if the rows are not known."""
-    rows = _rows(verl)
+    """The number of whole batches of a pass over the rows; verl drops the rest. None if the rows are not known.
+
+    Raises NoCounterpart for batches of no rows."""
+    rows = _training_rows(verl)
     batch = verl.get("data.train_batch_size")
     if rows is None or not isinstance(batch, int):
         return None
+    if batch < 1:
+        raise NoCounterpart(f"data.train_batch_size is {batch}; give at least 1")
     return rows // batch
 
 
 def total_steps(verl: Verl) -> int | None:
     """The number of steps of the run. None if it depends on rows that are not known."""
     per_epoch, steps = steps_per_epoch(verl), verl.get("trainer.total_training_steps")
-    # without the rows, the given steps are taken as those of the run
-    if per_epoch is None:
+    epochs = verl.get("trainer.total_epochs")
+    # without the rows, the given steps are taken as those of the run; null epochs are refused at their own key
+    if per_epoch is None or epochs is None:
         return steps if isinstance(steps, int) else None
-    whole_epochs = per_epoch * int(verl.get("trainer.total_epochs"))
+    whole_epochs = per_epoch * int(epochs)
     return whole_epochs if steps is None else min(steps, whole_epochs)
 
 
 def _epochs(verl: Verl, key: str, value: Any) -> Any:
+    if value is None:
+        raise NoCounterpart(NULL)
     steps, per_epoch = verl.get("trainer.total_training_steps"), steps_per_epoch(verl)
     if per_epoch is None:
         if steps is not None:
@@ -66,6 +78,8 @@ def _steps(verl: Verl, key: str, value: Any) -> Any:
     if value is None:
         return Unused()
     per_epoch, epochs = steps_per_epoch(verl), verl.get("trainer.total_epochs")
+    if epochs is None:
+        return value
     if per_epoch is None:
         return Approximate(value, f"verl also ends after {epochs} passes over rows that cannot be counted here")
     if value > per_epoch * epochs:
@@ -80,6 +94,8 @@ def _critic_warmup(verl: Verl, key: str, value: Any) -> Any:
     steps = total_steps(verl)
     if steps is None:
         raise NoCounterpart("its fraction of the run needs trainer.total_training_steps; give it")
+    if value > steps:
+        raise NoCounterpart(f"the run ends after {steps} steps, so verl would never train the actor; lower it")
     return (value - 1) / steps
 
 
@@ -126,12 +142,24 @@ def _named_schedule(verl: Verl, key: str, value: Any) -> Any:
 def _warms_up(verl: Verl, key: str) -> bool:
     """Whether the optimizer of this key begins with a warm-up of a step or more."""
     group = key.rpartition(".")[0]
-    steps, ratio = verl.get(group + ".lr_warmup_steps"), verl.get(group + ".lr_warmup_steps_ratio")
+    steps, ratio = verl.get(group + ".lr_warmup_steps"), verl.get(_ratio_key(verl, group))
     if steps is not None and steps > 0:
         return True
+    # null is refused at its own key
+    if ratio is None or ratio <= 0:
+        return False
     total = total_steps(verl)
     # verl rounds the product down
-    return ratio > 0 and (total is None or int(ratio * total) > 0)
+    return total is None or int(ratio * total) > 0
+
+
+def _ratio_key(verl: Verl, group: str) -> str:
+    """The key of the warm-up's ratio that verl reads. The SFT trainer has an older name, which counts only if it is
+    given and the new one is not."""
+    newer, older = group + ".lr_warmup_steps_ratio", group + ".warmup_steps_ratio"
+    if verl.kind == "sft_trainer" and verl.is_given(older) and not verl.is_given(newer):
+        return older
+    return newer
 
 
 def _warmup_steps(verl: Verl, key: str, value: Any) -> Any:
@@ -145,10 +173,11 @@ def _warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
     steps = verl.get(group + ".lr_warmup_steps")
     if steps is not None and steps > 0:
         return Unused("lr_warmup_steps decides")
-    # the SFT trainer has an older name, which counts only if the new one is not given
-    older = group + ".warmup_steps_ratio"
-    if verl.kind == "sft_trainer" and key != older and verl.is_given(older) and not verl.is_given(key):
-        return Unused("warmup_steps_ratio decides")
+    ratio_key = _ratio_key(verl, group)
+    if key != ratio_key:
+        return Unused(f"{ratio_key.rpartition('.')[2]} decides")
+    if value is None:
+        raise NoCounterpart(NULL)
     if _schedule_name(verl, key) == "constant" and not _warms_up(verl, key):
         return Unused()
     total = total_steps(verl)
@@ -159,22 +188,13 @@ def _warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
     return PathValues({f"{optimizer}.warmup_steps": int(value * total)})
 
 
-def _older_warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
-    # both names have a default, so only a given key counts
-    newer = key.replace(".warmup_steps_ratio", ".lr_warmup_steps_ratio")
-    if not verl.is_given(key) or verl.is_given(newer):
-        return Unused("lr_warmup_steps_ratio decides")
-    return _warmup_ratio(verl, key, value)
-
-
 def _lowest_rate(verl: Verl, key: str, value: Any) -> Any:
     if _schedule_name(verl, key) == "constant":
         return Unused("a constant rate has no minimum")
     return 0.0 if value is None else value
 
 
-LENGTH_CONVERSIONS: dict[str, Conversion] = {
-    "critic_warmup": _critic_warmup, "epochs": _epochs, "lowest_rate": _lowest_rate,
-    "older_warmup_ratio": _older_warmup_ratio, "schedule": _schedule, "schedule_alias": _schedule_alias,
-    "steps": _steps, "warmup_ratio": _warmup_ratio, "warmup_steps": _warmup_steps,
+SCHEDULE_CONVERSIONS: dict[str, Conversion] = {
+    "critic_warmup": _critic_warmup, "epochs": _epochs, "lowest_rate": _lowest_rate, "schedule": _schedule,
+    "schedule_alias": _schedule_alias, "steps": _steps, "warmup_ratio": _warmup_ratio, "warmup_steps": _warmup_steps,
 }  # fmt: skip

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from storage.chain.leases import is_held
-from tests.browser.conftest import Watched, World
+from tests.browser.conftest import ROOT, Watched, World
 from tests.browser.forms import field, unfold, write
 from tests.fixtures.runs.deployed import wait_for
 
 pytestmark = pytest.mark.browser
 
-PROMPTS = "examples/data/sums-train.jsonl"
-"""Deployed flows work in the folder of prefect.yaml."""
+PROMPTS = str(ROOT / "examples" / "data" / "sums-train.jsonl")
+"""With its folder: deployed flows work in the folder of `ostinato up`, which is an empty one here."""
 TITLE = "grpo tiny on sums-train, seed 0"
 RUN_SECONDS = 300.0
 

@@ -134,9 +134,18 @@ def watched() -> Iterator[Watched]:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
         watched = Watched(page, [], [])
-        page.on("console", lambda said: said.type == "error" and watched.errors.append(f"{said.text} {said.location}"))
+
+        def add_console_error(said: Any) -> None:
+            if said.type == "error":
+                watched.errors.append(f"{said.text} {said.location}")
+
+        def add_if_elsewhere(request: Any) -> None:
+            if _is_elsewhere(request.url):
+                watched.elsewhere.append(request.url)
+
+        page.on("console", add_console_error)
         page.on("pageerror", lambda error: watched.errors.append(str(error)))
-        page.on("request", lambda request: _is_elsewhere(request.url) and watched.elsewhere.append(request.url))
+        page.on("request", add_if_elsewhere)
         yield watched
         browser.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,6 +67,10 @@ def is_in(world: World, run: str, verb: str) -> bool:
     return ready and world.engine_figure("ostinato_calls_waiting") >= 1
 
 
+def has_more_steps(world: World, run: str, steps: int) -> bool:
+    return world.steps(run) > steps
+
+
 def reload_until(watched: Watched, state: str) -> None:
     """Reloads the page until it shows this state. A page that has shown Crashed does not poll the server again."""
     from playwright.sync_api import Error as NotYet  # the server is away, or the state is another
@@ -117,8 +122,7 @@ def test_a_run_is_seen_to_complete_whatever_is_killed(world: World, watched: Wat
     badge(watched, "Running").wait_for(timeout=60_000)
     before = world.state.restarts
     for victim in ("engine", "server", "worker"):
-        reached = world.steps("killed")
-        wait_for(lambda reached=reached: world.steps("killed") > reached)
+        wait_for(partial(has_more_steps, world, "killed", world.steps("killed")))
         world.kill(victim)
     reload_until(watched, "Completed")
     watched.screenshot("killed-completed")

@@ -81,11 +81,12 @@ def test_a_run_of_grpo_from_the_form_to_its_curves(world: World, watched: Watche
     picture.wait_for()
     assert picture.evaluate("image => image.naturalWidth") == 1000
     assert page.get_by_text("where the time goes").first.is_visible()
-    assert page.get_by_text("/metrics").first.is_visible()
+    # the engine of `up` wants a token, so its metrics are not linked
+    assert page.get_by_text("/metrics").count() == 0
     watched.screenshot("curves")
     check_samples(world, watched, artifacts["samples"])
-    before, after, change = check_report(world, watched, artifacts["training"])
-    check_log(world, watched, run, before, after, change)
+    evaluation = check_report(world, watched, artifacts["training"])
+    check_log(world, watched, run, *evaluation)
     watched.check()
 
 

@@ -154,16 +154,8 @@ def _estimate_stage(
         frozen = isinstance(config, DPOConfig)
         operations = parameters * stored_tokens * (6.0 + 2.0 * frozen)
     compute_bytes, samples = COMPUTE_BYTES[info.numerics.compute_dtype], not isinstance(config, RewardModelConfig)
-
-    def base_bytes(model: ModelConfig) -> float:
-        """Bytes per parameter of the frozen base under an adapter."""
-        in_4bit = model.adapter is not None and model.adapter.load_in_4bit
-        sizes = {"compute_bytes": compute_bytes, "master_bytes": MASTER_BYTES}
-        return base_nbytes(store, base, **sizes, load_in_4bit=in_4bit) / parameters
-
-    memory = _memory(
-        config.model, parameters, compute_bytes, base_bytes(config.model), frozen=frozen, samples=samples
-    )  # fmt: skip
+    base_bytes = _base_bytes(store, base, config.model, parameters, compute_bytes)
+    memory = _memory(config.model, parameters, compute_bytes, base_bytes, frozen=frozen, samples=samples)
     steps_left = None if steps is None else max(0, steps - done)
     disk = None if steps_left is None else _disk(config, config.model, parameters, steps_left)
     loaded_parameters, saved_bytes = parameters * (1 + frozen), _checkpoint_bytes(config.model, parameters)
@@ -171,12 +163,12 @@ def _estimate_stage(
     # the value model of PPO reads every token, and is trained as often as the policy
     if isinstance(config, PPOConfig | ENVPPOConfig):
         value_model, value_parameters = config.value_model, _value_parameters(store, config, parameters)
-        of_value = base_bytes(value_model)
-        memory += _memory(value_model, value_parameters, compute_bytes, of_value, frozen=False, samples=False)
+        base_bytes = _base_bytes(store, base, value_model, parameters, compute_bytes)
+        memory += _memory(value_model, value_parameters, compute_bytes, base_bytes, frozen=False, samples=False)
         adapters = [model.adapter for model in (config.model, value_model) if model.adapter is not None]
         if len(adapters) == 2 and adapters[0].load_in_4bit == adapters[1].load_in_4bit and value_model.key is None:
             # both adapters share one base model
-            memory -= int(parameters * of_value)
+            memory -= int(parameters * base_bytes)
         if steps_left is not None and disk is not None:
             disk += _disk(config, value_model, value_parameters, steps_left)
         loaded_parameters += value_parameters
@@ -268,6 +260,17 @@ def _grpo_step(config: GRPOConfig | ENVGRPOConfig, parameters: int, prompt_token
     scored = old_logprobs_of_step(algorithm, config.regularisation) == "trainer"
     passes = 2 + 2 * scored + 2 * (algorithm.kl_beta > 0)
     return parameters * tokens * float(passes + 6 * algorithm.mini_epochs_per_batch), tokens
+
+
+def _base_bytes(
+    store: ObjectStore, base: ArtifactRef, model: ModelConfig, parameters: int, compute_bytes: int
+) -> float:
+    """Bytes per parameter of the frozen base under the adapter of `model`. The base's files are read only for one in
+    4 bits."""
+    if model.adapter is None or not model.adapter.load_in_4bit:
+        return compute_bytes
+    sizes = {"compute_bytes": compute_bytes, "master_bytes": MASTER_BYTES}
+    return base_nbytes(store, base, **sizes, load_in_4bit=True) / parameters
 
 
 def _memory(

@@ -101,7 +101,8 @@ def _print_run(view: RunDetails, to: Console) -> None:
     for stage, metrics in view.last_metrics.items():
         # a metric that is not measured in this kind of training is left out; of the groups, only the mixture is shown
         shown = {name: value for name, value in metrics.items() if value is not None and not isinstance(value, dict)}
-        shown |= flatten({name: metrics[name] for name in ("by_part",) if metrics.get(name)})
+        if metrics.get("by_part"):
+            shown |= flatten({"by_part": metrics["by_part"]})
         to.print(key_value_table(f"last metrics of {stage}", shown))
 
     # its leases, models and result

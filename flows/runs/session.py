@@ -165,10 +165,7 @@ async def open_run(
         # the lease is released on every way out of the block
         try:
             session = RunSession(workspace, config, read_result(workspace), data, base, further_data)
-            if session.result is not None:
-                announce_stored_result(workspace, logger)
-            else:
-                announce_ranks(workspace, logger)
+            _announce_beginning(session, logger)
             yield session
         except Pause:
             announce_pause()
@@ -348,6 +345,13 @@ def write_result(workspace: Workspace, result: dict[str, Any]) -> dict[str, Any]
 def read_result(workspace: Workspace) -> dict[str, Any] | None:
     """Returns the run's result, or None if the run is not finished. Raises CorruptArtifact."""
     return read_json(workspace.open_store(), keys.result_json(workspace.run))
+
+
+def _announce_beginning(session: RunSession, logger: TerminalProgress) -> None:
+    if session.result is not None:
+        announce_stored_result(session.workspace, logger)
+    else:
+        announce_ranks(session.workspace, logger)
 
 
 def announce_stored_result(workspace: Workspace, logger: TerminalProgress) -> None:

@@ -29,7 +29,7 @@ from flows.configs.ppo import PPOConfig
 from flows.configs.preferences import DPOConfig, RewardModelConfig
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.display.log_file import log_failure, log_file
-from flows.ops.local_server import ServerError, local_prefect_server, use_server
+from flows.ops.local_server import SERVER_HOME, ServerError, local_prefect_server, use_server
 from flows.runs.expected_errors import EXPECTED_ERRORS
 from storage.serialization import canonical_json, digest
 from tasks.evaluation.statistics import PairedDifference
@@ -198,11 +198,9 @@ def _prefect_server(server: str, console: Console) -> Iterator[None]:
         with use_server(url):
             yield
         return
-    # the server's database stays in the working directory, and shows earlier runs
-    home = Path(".ostinato") / "prefect"
     with console.status("starting a local Prefect server"):
         stack = contextlib.ExitStack()
-        handle = stack.enter_context(local_prefect_server(home.absolute()))
+        handle = stack.enter_context(local_prefect_server(SERVER_HOME.absolute()))
     with stack, use_server(handle.api_url):
         console.print(f"Prefect UI while this runs: {handle.ui_url}", highlight=False)
         yield

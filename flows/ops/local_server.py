@@ -22,6 +22,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+SERVER_HOME = Path(".ostinato") / "prefect"
+"""Folder of the database of a server that a command or a recipe starts, relative to the working directory: it shows
+earlier runs, too."""
 STOP_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL to the server."""
 SETTLE_SECONDS = 15.0

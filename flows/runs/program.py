@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Coroutine
 from functools import cache
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -20,13 +19,10 @@ from prefect.logging import get_logger
 from prefect.settings import PREFECT_API_URL
 
 from flows.display.log_file import log_failure, log_file
-from flows.ops.local_server import local_prefect_server, use_server
+from flows.ops.local_server import SERVER_HOME, local_prefect_server, use_server
 from flows.runs.expected_errors import EXPECTED_ERRORS
 
 R = TypeVar("R")
-
-HOME = Path(".ostinato") / "prefect"
-"""Folder of the server's database, relative to the working directory. The `ostinato` command uses it, too."""
 
 
 async def with_server(call: Coroutine[Any, Any, R]) -> R:
@@ -45,7 +41,7 @@ async def with_server(call: Coroutine[Any, Any, R]) -> R:
 def _server_of_this_process() -> str:
     """Starts a Prefect server for the rest of this process, and returns the url of its API."""
     server = contextlib.ExitStack()
-    handle = server.enter_context(local_prefect_server(HOME.absolute()))
+    handle = server.enter_context(local_prefect_server(SERVER_HOME.absolute()))
     atexit.register(server.close)
     # two flows may run at once, and the end of the first one must not take the server from the other
     os.environ["PREFECT_API_URL"] = handle.api_url

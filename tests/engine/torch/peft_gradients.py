@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -14,6 +15,8 @@ from engine.backends.torch.shared_base import AdapterTrainer
 from engine.backends.torch.trainer import TorchTrainer
 from engine.models.samples import Sample
 from engine.specs.adapters import LoraSpec
+from storage.chain.records import OptimizerSpec
+from tests.fixtures.adapters import CE, samples
 
 
 def peft_model(module: nn.Module, spec: LoraSpec, adapter: AdapterTrainer) -> nn.Module:
@@ -58,6 +61,21 @@ def caught_gradients(trainer: TorchTrainer) -> Iterator[dict[str, Tensor]]:
         yield caught
     finally:
         hook.remove()
+
+
+def check_gradient_is_pefts(
+    adapter: AdapterTrainer, theirs: nn.Module, *, max_tokens: int, loss_rtol: float, rtol: float, atol: float
+) -> None:
+    """Compares the loss and the gradients of one update of the adapter with those of `theirs`."""
+    batch = samples(100)
+    loss, expected = gradient_of_peft(theirs, batch)
+    with caught_gradients(adapter) as gradients:
+        report = adapter.update(batch, CE, OptimizerSpec(lr=0, max_grad_norm=1e9), max_tokens=max_tokens)
+    assert report.metrics["loss"] == pytest.approx(loss, rel=loss_rtol)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert expected[name].abs().max() > 1e-6
+        torch.testing.assert_close(gradient, expected[name], rtol=rtol, atol=atol)
 
 
 def gradient_of_peft(theirs: nn.Module, batch: Sequence[Sample]) -> tuple[float, dict[str, Tensor]]:

@@ -23,8 +23,7 @@ from engine.losses.policy_gradient import GRPOSpec
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
 from engine.specs.adapters import FullSpec, LoraSpec, parse_trainable
-from storage.chain.records import OptimizerSpec
-from tests.engine.torch.peft_gradients import caught_gradients, gradient_of_peft, peft_model
+from tests.engine.torch.peft_gradients import check_gradient_is_pefts, peft_model
 from tests.fixtures.adapters import (
     CE,
     DORA,
@@ -194,15 +193,7 @@ def test_the_gradient_is_pefts(tiny_folder: Path, spec: LoraSpec, max_tokens: in
     ).module
     plain.set_attn_implementation("sdpa")  # type: ignore[operator]
     theirs = peft_model(plain, spec, adapter)
-    batch = samples(100)
-    loss, expected = gradient_of_peft(theirs, batch)
-    with caught_gradients(adapter) as gradients:
-        report = adapter.update(batch, CE, OptimizerSpec(lr=0, max_grad_norm=1e9), max_tokens=max_tokens)
-    assert report.metrics["loss"] == pytest.approx(loss, rel=1e-12)
-    assert gradients.keys() == expected.keys()
-    for name, gradient in gradients.items():
-        assert expected[name].abs().max() > 1e-6
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-8, atol=1e-12)
+    check_gradient_is_pefts(adapter, theirs, max_tokens=max_tokens, loss_rtol=1e-12, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("spec", [LORA, SOME, DORA], ids=["all-linear", "some-rslora", "dora"])

@@ -34,8 +34,9 @@ up: $(VENV)/.demo
 test: $(VENV)/.test lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# SHARE=3/8: the fourth of eight shares of the files
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m "slow and not gpu and not vllm and not browser"
+	$(BIN)/python -m pytest -m "slow and not gpu and not vllm and not browser" $(if $(SHARE),--share $(SHARE))
 
 # vLLM has an environment of its own
 test-vllm: $(VLLM_VENV)/.ready

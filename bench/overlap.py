@@ -153,7 +153,7 @@ async def train(
         load(workspace, folder, "prompt"), model.temperature(1.0).max_gen_len(32), grader, max_num_grpo_steps=steps,
         samples_per_batch=PROMPTS * COMPLETIONS, samples_per_mini_batch=PROMPTS * COMPLETIONS,
         completions_per_sample=COMPLETIONS, prompts_per_shard=PROMPTS // shards, max_staleness=staleness,
-        logger=times, lr_scheduler=ConstantScheduler(1e-5),
+        importance_cap=2.0, logger=times, lr_scheduler=ConstantScheduler(1e-5),
         checkpoints=CheckpointSchedule(CheckpointConfig(frequency=None, recovery_steps=5)),
     )  # fmt: skip
     await loop.run()

@@ -13,6 +13,7 @@ EngineError
     UnknownPolicy             the chain does not exist, or it does not have this step
     SampleTooLong             a sequence is longer than one packed forward pass, or than the model's context
     BadSpec                   a request contradicts itself or names something that does not exist
+      UnsupportedSchema         a sampler cannot constrain completions to this JSON schema
     BadModelFolder            the folder is not a loadable and safe Hugging Face model folder
     NonFiniteGradient         the gradient of a batch holds NaN or infinity
     ReplayDiverged            redoing a step did not reproduce the committed weights
@@ -74,6 +75,10 @@ class SampleTooLong(PermanentEngineError, ValueError):
 
 class BadSpec(PermanentEngineError, ValueError):
     """Raised when a request contradicts itself or names something that does not exist."""
+
+
+class UnsupportedSchema(BadSpec):
+    """Raised when a sampler cannot constrain completions to the JSON schema of a request."""
 
 
 class BadModelFolder(PermanentEngineError, ValueError):

@@ -7,12 +7,13 @@ than the newest epoch of the run.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol, Self
 
 import numpy as np
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from engine.errors import BadSpec
 from engine.models.images import Images, check_images
@@ -44,6 +45,23 @@ SamplingTemperature = Annotated[
 StopTokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
+def _validate_stop_string(text: str) -> str:
+    if not text:
+        raise ValueError("an empty stop string would end every completion; give text")
+    if "\N{REPLACEMENT CHARACTER}" in text:
+        raise ValueError("it holds U+FFFD, which stands for bytes that are no character; give the text without it")
+    return text
+
+
+StopString = Annotated[str, Field(max_length=1000), AfterValidator(_validate_stop_string)]
+StopStringTuple = Annotated[
+    tuple[StopString, ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+]
+"""A single string is one stop string."""
+MOST_STOP_STRINGS = 16
+
+
 class SamplingParams(Frozen):
     """Sampling parameters of completions. The sampler returns logprobs under the distribution that they define."""
 
@@ -60,8 +78,34 @@ class SamplingParams(Frozen):
     tokens the sampler's logprob exceeds the trainer's by -ln(1 - p(end)), which matters with old_logprobs="sampler"."""
     stop_token_ids: tuple[StopTokenId, ...] = ()
     """Token ids that end a completion, in addition to the model's end-of-sequence ids."""
+    stop: StopStringTuple = Field((), max_length=MOST_STOP_STRINGS, exclude_if=lambda strings: not strings)
+    """Strings that end a completion. The token that completes the first of them is the last token of the completion.
+    Only text after the first min_new_tokens tokens counts. Empty: completions end at no string."""
+    json_schema: str | None = Field(None, max_length=100_000, exclude_if=lambda schema: schema is None)
+    """JSON schema that completions fit, as text. Each token is sampled from those that can continue a JSON value of the
+    schema, or end it where it is complete; all others get probability 0 before top_k and top_p. The logprobs are those
+    of this masked distribution, not the model's own. A completion that max_new_tokens cuts is not complete. None: no
+    constraint."""
     ignore_eos: bool = Field(False, exclude_if=lambda ignored: not ignored)
     """Do not stop at the model's end-of-sequence ids, so that all completions have the same length. For benchmarks."""
+
+
+    @model_validator(mode="after")
+    def _schema_ends_the_completion(self) -> Self:
+        if self.json_schema is None:
+            return self
+        if self.min_new_tokens or self.ignore_eos:
+            raise ValueError(
+                f"a completion that fits json_schema ends where its JSON is complete, and min_new_tokens="
+                f"{self.min_new_tokens} and ignore_eos={self.ignore_eos} were given; leave them out"
+            )
+        try:
+            schema = json.loads(self.json_schema)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"json_schema is no JSON: {error}; give a JSON schema as text") from error
+        if not isinstance(schema, dict):
+            raise ValueError(f"json_schema is {self.json_schema:.40}; give a JSON object")
+        return self
 
 
 @dataclass(frozen=True, slots=True)

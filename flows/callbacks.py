@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from engine.handles import TrainingModel
 from engine.losses.likelihood import CrossEntropySpec
@@ -131,6 +131,7 @@ def training_name(policy: PolicyRef) -> str:
     return "training" if policy.stage.startswith("0-") else keys.stage_kind(policy.stage)
 
 
+@runtime_checkable
 class Callback(Protocol):
     """The interface of a callback."""
 
@@ -140,6 +141,17 @@ class Callback(Protocol):
     async def at(self, moment: Moment) -> ArtifactRef | None:
         """Does the work. Returns the committed artifact, if any; measurements in its manifest are shown as curves."""
         ...
+
+
+def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Returns the callbacks as a list. Raises TypeError for an object that is not a callback."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback) or not isinstance(callback.cadence, Cadence):
+            raise TypeError(
+                f"{callback!r:.80} was given as a callback; give an object that has an attribute 'cadence', such as "
+                "cadence = Cadence(every=0.2), and a method async def at(self, moment)"
+            )
+    return list(callbacks)
 
 
 @dataclass(frozen=True)

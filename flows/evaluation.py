@@ -50,9 +50,17 @@ from tasks.compare import compare_models
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.registered import resolve_version
 from tasks.datasets.spec import RowsDataset
-from tasks.evaluation.model_comparison import Cell, Comparison, compare, comparison_markdown, score_table
+from tasks.evaluation.model_comparison import (
+    Cell,
+    Comparison,
+    compare,
+    comparison_markdown,
+    sample_answers,
+    score_table,
+)
 from tasks.grade import grade_rollouts
 from tasks.load import load_answers, load_prompts
+from tasks.reports.table_cells import table_cells
 from tasks.rollout import generate_rollouts
 from tasks.sampling.completions import PromptShard
 from tasks.sampling.grading import Grading
@@ -153,8 +161,12 @@ async def _run_evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
         logger.note(f"{score.model} on {score.dataset}, graded by {score.grader}: {mean}, {score.prompts} prompts")
     await put_table("evaluation", score_table(comparison), description=f"Evaluation `{run}`")
     await put_markdown("comparison", comparison_markdown(comparison))
+    samples = [sample.model_dump(mode="json") for sample in sample_answers(workspace.open_store(), cells)]
+    cells_of_page = [table_cells(sample) for sample in samples]
+    await put_table("samples", cells_of_page, description="Answers to the first prompts")
     _announce_regressions(comparison, comparison.scores[0].model)
-    return write_result(workspace, {"run": run, "table": table.uri} | comparison.model_dump(mode="json"))
+    result = {"run": run, "table": table.uri} | comparison.model_dump(mode="json") | {"samples": samples}
+    return write_result(workspace, result)
 
 
 def read_comparison(workspace: Workspace, table: ArtifactRef) -> Comparison:

@@ -17,8 +17,6 @@ from flows.configs.logging import LoggingConfig
 from flows.display.live_page import UPDATE_INTERVAL_SECONDS, Page, flow_run_page
 from flows.display.run_log import log_line
 from flows.display.terminal import TerminalProgress
-from tasks.loggers.environment import configured_loggers
-from tasks.loggers.services import check_installed
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +38,7 @@ def get_prod_logger(ctx: object = None) -> StdoutLogger:
     because published recipes pass it, and is not used: a training class knows its run. Raises LoggerMissing if a
     service is configured whose package is not installed.
     """
-    names = configured_loggers()
-    for name in names:
-        check_installed(name)
-    return StdoutLogger(logging=LoggingConfig(loggers=names))
+    return StdoutLogger(logging=LoggingConfig(loggers=LoggingConfig().trackers()))
 
 
 class StageNotifier:

@@ -3,7 +3,10 @@
 One run compares the data with what the champion was trained on. If there is new data, it trains a challenger, evaluates
 both models, applies the gate, asks for approval if the config requires it, and commits a decision.
 
-The id of a decision is a digest of its inputs: data, champion, training, suite and gate. So a retried flow run resumes
+While the name has no champion, the baseline of the comparison is its newest published version that this flow did not
+train. (Those that it trained were held.) Without such a version, it is the model that the challenger was trained from.
+
+The id of a decision is a digest of its inputs: data, baseline, training, suite and gate. So a retried flow run resumes
 and decides once, and two runs of a schedule decide once. Inputs that were decided on before are not tried again, also
 if the challenger was held, or was promoted and later rolled back.
 
@@ -27,24 +30,28 @@ from flows.ops.run_names import flow_run_title
 from flows.ops.termination import reraise_termination
 from flows.promotion.approval import request_approval
 from flows.promotion.gate import GateVerdict, judge
-from flows.promotion.model_card import commit_card, find_card
+from flows.promotion.model_card import commit_card, decision_sections, find_card
 from flows.runs.checked_flow import checked_flow
 from flows.runs.child_runs import import_flow, training_inputs, with_full_versions
 from flows.runs.events import announce_promotion
 from flows.runs.input_checks import check_inputs
 from flows.runs.session import workspace_of
+from storage.chain.deletion import run_of_parent
 from storage.errors import AliasMoved
 from storage.inspect.lineage import training_datasets
 from storage.registry.decisions import (
     Action,
     AliasEntry,
     Decision,
+    alias_log,
     apply_decision,
     champion_of,
     commit_decision,
     find_decision,
 )
+from storage.registry.models import LATEST, find_model
 from storage.serialization import canonical_json, digest
+from storage.store.objects import ObjectStore
 from tasks.datasets.load import LoadedDataset
 from tasks.evaluation.model_comparison import Comparison, comparison_sentences
 from tasks.load import load_prompts
@@ -64,6 +71,8 @@ class DecisionInputs:
     config: RecurringConfig
     workspace: Workspace
     champion: AliasEntry | None
+    version_to_beat: str | None
+    """The champion's version, or, without a champion, the newest one that this flow did not train. None: no such."""
     data: LoadedDataset
     suite: LoadedSuite
     other_datasets: tuple[LoadedDataset, ...] = ()
@@ -81,13 +90,17 @@ class DecisionInputs:
     def key(self) -> str:
         """The id of the decision."""
         suite_and_gate = [self.suite.semantic(), self.config.gate.model_dump(mode="json")]
-        champion = self.champion.version if self.champion else None
-        return digest(canonical_json([self.training_digest, champion, suite_and_gate]))[:16]
+        return digest(canonical_json([self.training_digest, self.version_to_beat, suite_and_gate]))[:16]
 
     @property
     def champion_model(self) -> str | None:
         """The champion as `name@version`, or None if the model has no champion."""
         return f"{self.config.model}@{self.champion.version}" if self.champion else None
+
+    @property
+    def baseline(self) -> str:
+        """The model that the challenger must beat: the version to beat, or the model that it is trained from."""
+        return f"{self.config.model}@{self.version_to_beat}" if self.version_to_beat else self.start
 
     @property
     def start(self) -> str:
@@ -100,7 +113,7 @@ class DecisionInputs:
     @property
     def run(self) -> str:
         """The key of the training run."""
-        return f"recurring-{self.config.model}/{self.training_digest}"
+        return f"{_training_runs(self.config.model)}{self.training_digest}"
 
 
 @checked_flow(name="recurring", flow_run_name=flow_run_title)
@@ -122,8 +135,13 @@ async def recurring(config: RecurringConfig) -> dict[str, Any]:
             outcome = await _train_and_commit_decision(inputs, logger)
         # show the outcome
         logger.note(f"{config.model}: {outcome['outcome']}: {'; '.join(outcome['reasons'])}")
-        await put_markdown("recurring", _outcome_page(config.model, outcome))
+        await put_markdown("recurring", _outcome_page(inputs, outcome))
         return outcome
+
+
+def _training_runs(name: str) -> str:
+    """What the keys of the flow's training runs for the model `name` begin with."""
+    return f"recurring-{name}/"
 
 
 def _load_inputs(config: RecurringConfig) -> DecisionInputs:
@@ -135,7 +153,20 @@ def _load_inputs(config: RecurringConfig) -> DecisionInputs:
     _check_inputs(config, workspace, champion)
     data, *further = (load_prompts(workspace, *source) for source in training_inputs(config.training).values())
     suite = LoadedSuite.load(workspace, config.suite)
-    return DecisionInputs(config, workspace, champion, data, suite, tuple(further))
+    to_beat = champion.version if champion else _newest_foreign_version(workspace.open_store(), config.model)
+    return DecisionInputs(config, workspace, champion, to_beat, data, suite, tuple(further))
+
+
+def _newest_foreign_version(store: ObjectStore, name: str) -> str | None:
+    """The newest published version of a model that this flow did not train, or None."""
+    for entry in reversed(alias_log(store, name, LATEST)):
+        model = find_model(store, name, entry.version)
+        if model is None:
+            continue
+        runs = [run_of_parent(parent) or "" for parent in model.parents]
+        if not any(run.startswith(_training_runs(name)) for run in runs):
+            return entry.version
+    return None
 
 
 def _check_inputs(config: RecurringConfig, workspace: Workspace, champion: AliasEntry | None) -> None:
@@ -186,26 +217,32 @@ async def _train_and_commit_decision(inputs: DecisionInputs, logger: TerminalPro
     config, rows = inputs.config, inputs.data.rows
     logger.note(f"{config.model}: new data, {rows} rows; training run {inputs.run} starts from {inputs.start}")
     training_result = await _train(inputs)
+    if training_result["model"] is None:
+        reason = f"no step of the training run {inputs.run} taught the model anything, so there is no challenger"
+        return _outcome(inputs, "held", [reason])
     # Copy the string. Otherwise Prefect records the child run as an input of the evaluation and shows an error on its
     # page.
     challenger = training_result["model"].encode().decode()
     version = challenger.partition("@")[2]
-    if challenger == inputs.champion_model:
-        return _commit_decision(inputs, version, "hold", ["the training gave the champion again, byte for byte"], None)
-    baseline = inputs.champion_model or inputs.start
+    if challenger == inputs.baseline:
+        reason = f"the training gave {challenger} again, byte for byte, which is the model to beat"
+        return _commit_decision(inputs, version, "hold", [reason], None)
     place = config.place
     evaluation_result = await evaluation(
         EvaluationFlowConfig(
-            models=(baseline, challenger), suite=inputs.suite.suite, engine=place.engine, storage=place.storage
+            models=(inputs.baseline, challenger), suite=inputs.suite.suite, engine=place.engine, storage=place.storage
         )
     )
     comparison = Comparison.model_validate({name: evaluation_result[name] for name in Comparison.model_fields})
     verdict = judge(config.gate, comparison.differences, config.suite.cells())
     action, reasons = _apply_gate(inputs, verdict)
     author = FLOW_AUTHOR
-    if action == "promote" and config.approval.required:
+    first_by_approval = inputs.champion is None and config.gate.first_champion == "approval"
+    if first_by_approval or (action == "promote" and config.approval.required):
         action, reasons, author = await _ask_for_approval(inputs, challenger, reasons, comparison)
-    evidence = {"checks": [check.model_dump(mode="json") for check in verdict.checks]}
+    checks = [check.model_dump(mode="json") for check in verdict.checks]
+    # the name in the tables of the evaluation: the baseline may be given as a folder
+    evidence = {"checks": checks, "baseline": comparison.scores[0].model}
     table = evaluation_result["table"]
     return _commit_decision(inputs, version, action, reasons, table, author=author, evidence=evidence)
 
@@ -219,10 +256,16 @@ async def _train(inputs: DecisionInputs) -> dict[str, Any]:
 
 
 def _apply_gate(inputs: DecisionInputs, verdict: GateVerdict) -> tuple[Action, list[str]]:
-    """The action and its reasons. The first model of a name is promoted, unless the config says that it must pass."""
-    if inputs.champion is None and not inputs.config.gate.first_must_pass:
-        return "promote", ["there is no champion yet"]
-    return ("promote" if verdict.passed else "hold"), list(verdict.reasons)
+    """The action and its reasons."""
+    reasons = list(verdict.reasons)
+    if inputs.champion is None:
+        what = "the newest published version" if inputs.version_to_beat else "the model that it was trained from"
+        reasons.insert(0, f"there is no champion yet: the challenger was compared with {inputs.baseline}, {what}")
+    if verdict.passed:
+        return "promote", reasons
+    if inputs.champion is None:
+        reasons.append(f"'ostinato models promote {inputs.config.model}@VERSION' makes a version the champion by hand")
+    return "hold", reasons
 
 
 async def _ask_for_approval(
@@ -231,7 +274,8 @@ async def _ask_for_approval(
     """Asks a person whether a challenger that may be promoted is promoted. Returns action, reasons and author."""
     # the page that the person reads
     seconds = inputs.config.approval.timeout_seconds
-    title = f"## Promote `{challenger}` over `{inputs.champion_model or 'no champion'}`?\n\n"
+    place = f"over the champion `{inputs.baseline}`" if inputs.champion else "as the first champion"
+    title = f"## Promote `{challenger}` {place}?\n\n"
     gate = "\n".join(f"- {reason}" for reason in reasons)
     answer = await request_approval(f"{title}{gate}\n\n{comparison_sentences(comparison)}", timeout_seconds=seconds)
     if answer is None:
@@ -304,10 +348,12 @@ def _outcome(
     }
 
 
-def _outcome_page(model: str, outcome: dict[str, Any]) -> str:
-    """The outcome in Markdown."""
-    lines = [f"## {model}: {outcome['outcome']}\n", *(f"- {reason}" for reason in outcome["reasons"])]
+def _outcome_page(inputs: DecisionInputs, outcome: dict[str, Any]) -> str:
+    """The outcome in Markdown, with the decision and the evaluation on which it rests."""
+    store, name = inputs.workspace.open_store(), inputs.config.model
+    lines = [f"## {name}: {outcome['outcome']}\n", *(f"- {reason}" for reason in outcome["reasons"])]
     lines += ["", f"Champion: `{outcome['champion'] or 'none'}`"]
     if outcome["model"] and outcome["model"] != outcome["champion"]:
         lines.append(f"Challenger: `{outcome['model']}`")
-    return "\n".join(lines) + "\n"
+    decision = find_decision(store, name, outcome["decision"]) if outcome["decision"] else None
+    return "\n".join([*lines, "", *decision_sections(store, decision)])

@@ -5,7 +5,7 @@ StorageError
 └── PermanentStorageError      ObjectNotFound  NoSuchBucket  OtherStore  AccessDenied  CorruptArtifact
                                UnsupportedFilesystem  InvalidKey  SchemaMismatch  SemanticMismatch  VersionConflict
                                ArtifactConflict  AliasMoved  ForkRefused  NoSuchCheckpoint  CheckpointInUse
-                               RunInUse  RunBeingDeleted
+                               RunInUse  RunBeingDeleted  ModelInUse
 """
 
 from __future__ import annotations
@@ -123,6 +123,10 @@ class CheckpointInUse(PermanentStorageError):
 class RunInUse(PermanentStorageError):
     """Raised when a run is to be deleted while it may be in progress, or while a fork, another run or a model needs
     it."""
+
+
+class ModelInUse(PermanentStorageError):
+    """Raised when a version of a model is to be deleted while it is the champion or a run was trained from it."""
 
 
 class RunBeingDeleted(PermanentStorageError):

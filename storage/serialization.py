@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,6 +21,17 @@ class Frozen(BaseModel):
     JSON schema."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Returns a copy with changed fields. Raises ValidationError for a value that the record would refuse if it
+        were given at first: pydantic's own `model_copy` checks nothing."""
+        copy = super().model_copy(deep=deep)
+        if not update:
+            return copy
+        checked = type(self).model_validate(dict(copy) | dict(update))
+        # the fields that were set before, and those that are set now
+        object.__setattr__(checked, "__pydantic_fields_set__", self.model_fields_set | set(update))
+        return checked
 
 
 def canonical_json(obj: Any) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from engine.errors import BadSpec, SampleTooLong
+from engine.models.folder import CONTEXT_SOURCE
 from engine.protocol import SamplingParams, TokenIds
 
 
@@ -40,7 +41,7 @@ def check_prompts(
         if len(prompt) + params.max_new_tokens > context_length:
             raise SampleTooLong(
                 f"prompt {index} has {len(prompt)} tokens; with max_new_tokens={params.max_new_tokens} it passes the "
-                f"model's context of {context_length}; truncate the prompt or ask for fewer tokens"
+                f"model's context of {context_length}{CONTEXT_SOURCE}; truncate the prompt or ask for fewer tokens"
             )
 
 

@@ -17,6 +17,7 @@ from engine.losses.spec import LossSpec
 from engine.models.samples import Sample
 from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, TokenIds, TokenSequence
 from engine.specs.adapters import Head, LoraSpec
+from engine.text.tokenizers import Tokenizer
 from storage.chain.records import Numerics, OptimizerSpec, StepOldLogprobs
 
 
@@ -194,7 +195,7 @@ class Sampler(Protocol):
         params: SamplingParams,
         on_token: OnToken | None = None,
     ) -> list[Completion]:
-        """Returns one completion per prompt.
+        """Returns one completion per prompt. engine.text.stops.CompletionEnd defines where each of them ends.
 
         A sampler whose `accepts_images` is true also takes `images`, the images of each prompt. Other samplers are
         never called with images (engine.models.images.check_images_accepted). The same holds for trainers."""
@@ -301,8 +302,13 @@ class SamplerBackend(Protocol):
         """Bytes of the engine's memory that a new sampler for this trainer will use."""
         ...
 
-    def new_sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> Sampler:
-        """Returns a sampler for the trainer's model. Policies of the same model may share one sampler."""
+    def new_sampler(
+        self, trainer: Trainer, *, tensor_parallel: int | None = None, tokenizer: Tokenizer | None = None
+    ) -> Sampler:
+        """Returns a sampler for the trainer's model. Policies of the same model may share one sampler.
+
+        `tokenizer` is the model's: its end-of-turn ids end completions, and it finds stop strings. Without one,
+        completions end at the ids of the model's configs, and stop strings are refused with BadSpec."""
         ...
 
     def offload_for_training(self) -> None:

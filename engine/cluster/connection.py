@@ -7,10 +7,14 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +27,9 @@ from typing import Any
 from engine.environment_variables import set_environment_variables
 from engine.errors import BadSpec, EngineUnreachable
 from engine.specs.cluster import ADDRESS, ClusterSpec
+from storage.temporary import mark_in_use, sweep_unused
+
+log = logging.getLogger(__name__)
 
 PRIVATE_CPUS = 256
 """CPUs that a private Ray is told it has. Its actors share the cores of this machine like any other processes. With
@@ -32,12 +39,30 @@ ENVIRONMENT = {
 }
 PRIVATE_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # with this, Ray listens on loopback only, on Linux too
+    # A process whose gcs_server is gone is ended by Ray after a minute, in the middle of whatever it does. The engine
+    # notices the end of its own gcs_server itself, and starts another Ray.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
 }
+VITAL_PROCESSES = ("gcs_server", "raylet")
+"""The processes of a private Ray without which it is of no use."""
 
 SIGACTION_BYTES = 256
 """Size of a buffer for C's struct sigaction, which is smaller."""
 CONNECT_TIMEOUT = 5.0
 """Seconds that the head node may take to accept a connection. Ray itself tries for two minutes."""
+
+WITNESS = """
+import glob, sys
+folder, pid = sys.argv[1:]
+if not sys.stdin.read():  # the process ended and did not say so
+    for path in glob.glob(f"{glob.escape(folder)}/python-core-driver-*_{pid}.log"):
+        with open(path, errors="replace") as file:
+            last_line = file.readlines()[-1:]
+        if last_line and "erminate" in last_line[0]:
+            print(f"Ray ended this process ({pid}): {last_line[0].strip()}; start it again", file=sys.stderr)
+"""
+"""Program of a process that outlives this one and prints why Ray ended it. Ray's core calls C's _exit where it loses
+its raylet or its gcs_server, and then nothing in this process can print a line."""
 
 _lock = threading.Lock()
 _current: Cluster | None = None
@@ -53,28 +78,54 @@ class Cluster:
         self.user_count = 0
         self.thread: ThreadPoolExecutor | None = None
         """The thread that started a private Ray. Linux ends Ray's processes when this thread ends."""
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        """The vital processes of a private Ray, by name."""
+        self.witness: subprocess.Popen[bytes] | None = None
+        """Runs `WITNESS`."""
+        self._loss = ""
 
     @property
     def is_private(self) -> bool:
         """Whether this process started the Ray cluster for itself. The resources of such a cluster never change."""
         return self.opened_here and self.spec.address is None
 
+    def loss(self) -> str:
+        """Why this connection is of no use any more; empty while it is. It asks the kernel, which takes microseconds.
+
+        Every call of Ray is preceded by this question: Ray ends a process that uses a lost connection. After a loss,
+        `connect` starts another Ray.
+        """
+        for name, process in self.processes.items():
+            if not self._loss and process.poll() is not None:
+                self.mark_lost(f"its {name} ended with status {process.returncode}")
+        return self._loss
+
+    def mark_lost(self, reason: str) -> None:
+        """Records that the connection is of no use any more."""
+        self._loss = f"the private Ray of this process is gone: {reason}"
+        log.warning("%s; the next call starts another one", self._loss)
+
     def release(self) -> None:
         """Ends one use of the connection. The last release closes it."""
-        global _current
         with _lock:
             self.user_count -= 1
-            if self.user_count:
-                return
-            _current = None
-            try:
-                if self.opened_here:
-                    import ray
+            if self is _current and not self.user_count:
+                self.close()
 
-                    ray.shutdown()
-            finally:
-                if self.thread is not None:
-                    self.thread.shutdown()
+    def close(self) -> None:
+        """Disconnects this process, which ends a private Ray. Called with the lock."""
+        global _current
+        _current = None
+        try:
+            if self.opened_here:
+                import ray
+
+                ray.shutdown()
+        finally:
+            if self.witness is not None:
+                _dismiss(self.witness)
+            if self.thread is not None:
+                self.thread.shutdown()
 
 
 def connect(spec: ClusterSpec, *, exclude_first_gpu: bool = False, any_cluster: bool = False) -> Cluster:
@@ -93,6 +144,8 @@ def connect(spec: ClusterSpec, *, exclude_first_gpu: bool = False, any_cluster: 
     global _current
     require_ray()
     with _lock:
+        if _current is not None and _current.loss():
+            _current.close()
         # Linux ends a private Ray with the thread that started it, so that thread must live as long as the connection.
         if _current is None:
             thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
@@ -115,13 +168,13 @@ def connect(spec: ClusterSpec, *, exclude_first_gpu: bool = False, any_cluster: 
 def hold_connection() -> Iterator[bool]:
     """Yields whether this process is connected to Ray, and prevents a disconnect inside the block.
 
-    Opens no connection. Yields False while another thread opens or closes one.
+    Opens no connection. Yields False while another thread opens or closes one, and after the loss of a private Ray.
     """
     if not _lock.acquire(blocking=False):
         yield False
         return
     try:
-        yield _current is not None
+        yield _current is not None and not _current.loss()
     finally:
         _lock.release()
 
@@ -167,7 +220,43 @@ def _open(spec: ClusterSpec, exclude_first_gpu: bool) -> Cluster:
             f"no Ray cluster answers at {spec.address}: {type(error).__name__}: {error}. Give cluster.address as "
             "HOST:PORT of a head node that runs, and the cluster's token in $RAY_AUTH_TOKEN or $RAY_AUTH_TOKEN_PATH"
         ) from error
-    return Cluster(spec, opened_here=True)
+    try:
+        return _opened_cluster(spec)
+    except BaseException as error:
+        # else the next call would take this Ray, which ends with the thread of this call
+        ray.shutdown()
+        if not isinstance(error, OSError):
+            raise
+        raise EngineUnreachable(
+            f"Ray has started, but this process cannot use it: {type(error).__name__}: {error}. Free disk space and "
+            "processes, and run it again"
+        ) from error
+
+
+def _opened_cluster(spec: ClusterSpec) -> Cluster:
+    """The connection that this process has just opened."""
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    cluster = Cluster(spec, opened_here=True)
+    if cluster.is_private:
+        session = Path(node.get_session_dir_path())
+        sweep_unused(session.parent, "session_*")
+        mark_in_use(session)
+        started = node.all_processes
+        cluster.processes = {name: started[name][0].process for name in VITAL_PROCESSES}
+    command = [sys.executable, "-I", "-S", "-c", WITNESS, node.get_logs_dir_path(), str(os.getpid())]
+    # In a session of its own, so that Ctrl-C does not end it before it has read why this process ends.
+    cluster.witness = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    atexit.register(_dismiss, cluster.witness)
+    return cluster
+
+
+def _dismiss(witness: subprocess.Popen[bytes]) -> None:
+    """Ends a witness without a message."""
+    if witness.returncode is None:
+        witness.communicate(b"this process ends by itself")
+    atexit.unregister(_dismiss)
 
 
 def _check_listens(address: str) -> None:
@@ -195,10 +284,10 @@ def _latest_cluster() -> str:
     return address_file.read_text().strip()
 
 
-def _visible_gpus(spare_first: bool) -> dict[str, str]:
+def _visible_gpus(exclude_first_gpu: bool) -> dict[str, str]:
     """Environment variables that hide the first GPU of this process from a Ray that is started here."""
     # torch is imported by name and only for an engine: graders connect in processes without torch.
-    count = import_module("torch").cuda.device_count() if spare_first else 0
+    count = import_module("torch").cuda.device_count() if exclude_first_gpu else 0
     if count < 2:
         return {}  # with a single GPU, this process and Ray's actors must share it
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

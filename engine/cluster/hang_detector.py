@@ -29,6 +29,9 @@ class HangDetector:
 
     - a rank in phase COMPUTING without progress for `hang_seconds` hangs;
     - if no rank made progress for `hang_seconds`, all ranks that have not finished hang.
+
+    While the ranks start, imports report no progress. There a rank hangs if its process has not replied to polls for
+    `hang_seconds`, although another rank or the same one has replied before.
     """
 
     def __init__(self, ranks: int, hang_seconds: float, clock: Callable[[], float]) -> None:
@@ -36,6 +39,10 @@ class HangDetector:
         self._clock = clock
         self._counters = [0] * ranks
         self._responds = [True] * ranks
+        self._last_reply: list[float | None] = [None] * ranks
+        """By rank: the time of its last reply to a poll."""
+        self._first_reply: float | None = None
+        """The time of the first reply of any rank."""
         self.begin_call()
 
     def begin_call(self) -> None:
@@ -48,6 +55,9 @@ class HangDetector:
         """Records a reply of the rank to a poll. Returns whether the rank made progress since its last reply."""
         made_progress = counter != self._counters[rank]
         self._responds[rank] = True
+        self._last_reply[rank] = self._clock()
+        if self._first_reply is None:
+            self._first_reply = self._clock()
         if made_progress:
             self._counters[rank] = counter
             self._last_progress[rank] = self._clock()
@@ -64,6 +74,18 @@ class HangDetector:
     def record_no_reply(self, rank: int) -> None:
         """Records that the rank has not replied to a poll."""
         self._responds[rank] = False
+
+    def silent_ranks(self) -> list[HungRank]:
+        """The ranks that hang while they start."""
+        if self._first_reply is None:
+            return []
+        # All ranks start at the same time, so one that never replied is compared with the first that did.
+        silent = []
+        for rank, last_reply in enumerate(self._last_reply):
+            seconds = self._clock() - (self._first_reply if last_reply is None else last_reply)
+            if seconds >= self._hang_seconds:
+                silent.append(HungRank(rank, self._phases[rank], seconds, responds=False))
+        return silent
 
     def hung_ranks(self) -> list[HungRank]:
         """The ranks that hang now. Those that do not reply come first."""

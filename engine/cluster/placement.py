@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.cluster.connection import Cluster
+from engine.cluster.connection import PRIVATE_CPUS, Cluster
 from engine.cluster.inventory import take_inventory
-from engine.errors import BadSpec, EngineBusy
+from engine.errors import BadSpec, EngineBusy, WorkerDied
 
 SHARED_GPU = 0.5
 """Fraction of a GPU for each of a trainer rank and a vLLM replica that share it."""
@@ -41,7 +41,7 @@ class Placement:
         """`name` says who holds the resources. `ray status` and the errors of other placements show it."""
         import ray
 
-        self._cluster, self.bundles = cluster, tuple(bundles)
+        self.cluster, self.bundles = cluster, tuple(bundles)
         # Ray requires unique names. PACK puts bundles on as few machines as possible, so that ranks exchange faster.
         self.name = f"{name} ({next(_placement_numbers)})"
         resources = [bundle.resources() for bundle in bundles]
@@ -54,14 +54,13 @@ class Placement:
             timeout: seconds.
 
         Raises:
-            BadSpec: a private Ray has too few resources in total.
+            BadSpec: a private Ray is complete and has too few resources.
+            WorkerDied: a private Ray has lost its node. Connect again.
             EngineBusy: the cluster did not have the resources free within `timeout`.
         """
-        # The resources of a private Ray never change, so waiting cannot help.
-        if self._cluster.is_private:
-            shortage = self._shortage_text(_total_resources(), "in all")
-            if shortage:
-                raise BadSpec(f"{shortage} on this machine; ask for less, or give cluster.address of a larger cluster")
+        # The resources of a private Ray never change while its node is there, so waiting cannot help.
+        if self.cluster.is_private:
+            self._check_private_ray()
 
         # Otherwise other runs may free resources, or an autoscaler may add machines.
         if not self._group.wait(timeout_seconds=max(0.0, timeout)):
@@ -71,6 +70,16 @@ class Placement:
             raise EngineBusy(
                 f"{shortage} after {timeout:.0f} s; {_holders_text()}: add machines to the Ray cluster, or ask for less"
             )
+
+    def _check_private_ray(self) -> None:
+        """Raises BadSpec if the private Ray is too small, WorkerDied if it has lost its node."""
+        total = {} if self.cluster.loss() else _total_resources()
+        if total.get("CPU", 0.0) < PRIVATE_CPUS and not self.cluster.loss():
+            self.cluster.mark_lost(f"it reports {_amounts_text({'CPU': total.get('CPU', 0.0)})}, not {PRIVATE_CPUS}")
+        if reason := self.cluster.loss():
+            raise WorkerDied(f"{reason}; the next call starts another one")
+        if shortage := self._shortage_text(total, "in all"):
+            raise BadSpec(f"{shortage} on this machine; ask for less, or give cluster.address of a larger cluster")
 
     def options(self, index: int, *, share: float = 1.0) -> dict[str, Any]:
         """Ray's options for the actor in bundle `index`. `share`: the part of the bundle's GPUs that the actor takes,
@@ -85,9 +94,11 @@ class Placement:
         return {"scheduling_strategy": strategy, "num_cpus": 0, "num_gpus": gpus}
 
     def remove(self) -> None:
-        """Frees the resources, and kills the actors that still use them."""
+        """Frees the resources, and kills the actors that still use them. Nothing is left of a cluster that is lost."""
         import ray
 
+        if self.cluster.loss():
+            return
         ray.util.remove_placement_group(self._group)
 
     def _needs_text(self) -> str:

@@ -125,6 +125,9 @@ class RankGroup:
     def reserve(self) -> Placement:
         """Reserves the bundles of the ranks and waits until they are reserved. Raises as `connect` and
         `Placement.wait`."""
+        if self._cluster is not None and self._cluster.loss():
+            lost_cluster, self._cluster, self._placement = self._cluster, None, None
+            lost_cluster.release()
         if self._cluster is None:
             self._cluster = connect(self._cluster_spec)
         if self._placement is None:

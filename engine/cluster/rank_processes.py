@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.cluster.actors import ProcessLocation
-from engine.cluster.hang_detector import HangDetector
+from engine.cluster.hang_detector import HangDetector, HungRank
 from engine.cluster.placement import Placement
 from engine.errors import EngineError, WorkerDied
 
@@ -78,17 +78,18 @@ class RankProcesses:
         self.failure: str | None = None
         """Why the processes ended; None while they run."""
         self.lost_machine = False
-        """Whether they ended because Ray lost a machine."""
+        """Whether they ended because Ray lost a machine, or because a private Ray was lost."""
         self.ready = False
         """Whether every rank has built its object."""
         self.locations: dict[int, ProcessLocation] = {}
         """Where each rank runs, by rank."""
         self._settings = settings
         self._placement = placement
+        self._actors: list[Any] = []
         self._detector = HangDetector(settings.ranks, settings.hang_seconds, clock)
+        self._poller = _ProgressPoller(self._actors, self._detector)
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._actors: list[Any] = []
         self._life_calls: list[Any] = []
         """By rank: a call that ends when the actor does."""
 
@@ -106,8 +107,9 @@ class RankProcesses:
             store_address = self._wait_for_start([self._actors[0].open_store.remote()], deadline)[0]
             outcomes = self._wait_for_start(self._call_all("start", store_address), deadline)
         except ray.exceptions.RayError as error:
-            # The actor lives, but its constructor or the call raised.
-            self.fail(f"{type(error).__name__}: {error}")
+            # The actor lives and its constructor or the call raised, or a private Ray is gone.
+            self.lost_machine = bool(self._placement.cluster.loss())
+            self.fail(self._placement.cluster.loss() or f"{type(error).__name__}: {error}")
             raise StartFailure(self.failure or "") from None
         except BaseException as error:
             self.fail(f"{type(error).__name__} in the engine while the ranks started")
@@ -140,7 +142,7 @@ class RankProcesses:
     def _wait_for_start(self, calls: list[Any], deadline: float) -> dict[int, Any]:
         """Results of the calls by rank; `calls` are to the first `len(calls)` ranks.
 
-        Raises StartFailure when a rank dies or the deadline passes.
+        Raises StartFailure when a rank dies or hangs, or the deadline passes.
         """
         import ray
 
@@ -148,9 +150,13 @@ class RankProcesses:
         pending = {call: rank for rank, call in enumerate(calls)}
         results: dict[int, Any] = {}
         while pending and self.failure is None:
-            timeout = max(0.0, deadline - time.monotonic())
+            remaining = max(0.0, deadline - time.monotonic())
+            timeout = min(self._settings.poll_interval, remaining)
             done, _ = ray.wait([*pending, *self._life_calls], timeout=timeout)
-            if not done:
+            self._poller.poll_rank_0_progressed()
+            if silent := self._detector.silent_ranks():
+                self._fail_by_hang(silent)
+            elif not done and time.monotonic() >= deadline:
                 # What a rank raised explains more than the list of ranks that are missing.
                 self._raise_failed_start(results)
                 missing = sorted(pending.values())
@@ -191,7 +197,7 @@ class RankProcesses:
         """Lets the ranks close their resources, then ends them. Must not be called during a call."""
         import ray
 
-        if self.failure is None and self.ready:
+        if self.alive:
             ray.wait(self._call_all("close"), num_returns=self._settings.ranks, timeout=CLOSE_TIMEOUT)
         self.fail("it was closed")
         self.wait_until_ended()
@@ -215,10 +221,11 @@ class RankProcesses:
         try:
             if hung:
                 self.failure += self._stacks(hung)
-            for actor in self._actors:
-                ray.kill(actor)
             alive: list[Any] = []
-            if self._life_calls:
+            # A private Ray that is lost takes its actors along.
+            if self._life_calls and not self._placement.cluster.loss():
+                for actor in self._actors:
+                    ray.kill(actor)
                 _, alive = ray.wait(self._life_calls, num_returns=len(self._life_calls), timeout=KILL_TIMEOUT)
             if alive:
                 log.error("Ray has not ended %d ranks within %g s", len(alive), KILL_TIMEOUT)
@@ -231,6 +238,9 @@ class RankProcesses:
         import ray
 
         if not self.ready or self.failure is not None:
+            return False
+        if self._placement.cluster.loss():
+            self._fail_by_death()
             return False
         dead, _ = ray.wait(self._life_calls, timeout=0)
         if dead:
@@ -246,6 +256,8 @@ class RankProcesses:
         """
         import ray
 
+        if not self.alive:
+            raise WorkerDied(f"{self.failure}\nbefore {method}; the next call starts the ranks again")
         shared_arguments = ray.put(arguments)  # stored once for all ranks
         try:
             return self._call(method, shared_arguments, listener)
@@ -258,7 +270,6 @@ class RankProcesses:
         import ray
 
         pending = {call: rank for rank, call in enumerate(self._call_all("run", method, arguments))}
-        poller = _ProgressPoller(self._actors, self._detector)
         outcomes: dict[int, Any] = {}
         listener_called = False
         self._detector.begin_call()
@@ -271,12 +282,12 @@ class RankProcesses:
                 self._detector.record_finish(rank)
 
             # Poll the progress of all ranks, and look for hung ones.
-            if poller.poll_rank_0_progressed() and listener is not None and pending:
+            if self._poller.poll_rank_0_progressed() and listener is not None and pending:
                 listener_called = True
                 listener()
             hung = self._detector.hung_ranks() if pending else []
             if hung:
-                self.fail("; ".join(rank.describe() for rank in hung), [rank.rank for rank in hung])
+                self._fail_by_hang(hung)
         if self.failure is not None:
             self.wait_until_ended()
             raise WorkerDied(f"{self.failure}\nduring {method}; the next call starts the ranks again")
@@ -320,6 +331,11 @@ class RankProcesses:
         """Ends all ranks because an actor is dead: `rank`, and those that Ray knows to be dead."""
         import ray
 
+        # Ranks die with the raylet that started them, within milliseconds.
+        if loss := self._placement.cluster.loss():
+            self.lost_machine = True
+            self.fail(loss)
+            return
         dead_calls, _ = ray.wait(self._life_calls, num_returns=len(self._life_calls), timeout=0)
         dead_ranks = {self._life_calls.index(call) for call in dead_calls}
         if rank is not None:
@@ -329,6 +345,10 @@ class RankProcesses:
         self.lost_machine = any(NODE_DIED in cause for cause in causes)
         reasons = [f"rank {number} died: {cause}" for number, cause in zip(ranks, causes, strict=True)]
         self.fail("; ".join(reasons) + self._log_tail(ranks[0]))
+
+    def _fail_by_hang(self, hung: list[HungRank]) -> None:
+        """Ends all ranks because some hang."""
+        self.fail("; ".join(rank.describe() for rank in hung), [rank.rank for rank in hung])
 
     def _stacks(self, ranks: list[int]) -> str:
         """The stacks of all ranks that reply, and the end of the log of the first of `ranks`."""

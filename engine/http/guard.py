@@ -270,10 +270,9 @@ def _too_large(limit: int) -> BodyTooLarge:
 
 
 def _host(header: str) -> str:
-    """Returns the host of a Host header, without its port."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0]
+    """Returns the host of a Host header, without its port. Empty for a header of another form."""
+    match = re.fullmatch(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::[0-9]*)?", header)
+    return "" if match is None else match[1] or match[2] or ""
 
 
 def is_loopback(host: str) -> bool:

@@ -1,4 +1,5 @@
-"""Logs that an engine server stopped answering, and that it answers again: once each, however many calls wait."""
+"""The outages of an engine server: when one began, and a line in the log at its begin and its end, however many calls
+wait."""
 
 from __future__ import annotations
 
@@ -23,14 +24,28 @@ class OutageLog:
         self._url, self._patience_seconds, self._clock = url, patience_seconds, clock
         self._lock = threading.Lock()
         self._away_since: float | None = None
+        self._last_failure = 0.0
         self._is_logged = False
 
-    def record_failure(self, error: Exception) -> None:
-        """Records a request without an answer of the engine. Logs the first one of an outage."""
+    def since(self) -> float | None:
+        """When the present outage began, by the clock; None without one.
+
+        A failure that is older than the patience says nothing about now.
+        """
+        with self._lock:
+            is_recent = self._clock() - self._last_failure <= self._patience_seconds
+            return self._away_since if is_recent else None
+
+    def record_failure(self, error: Exception, *, since: float | None = None) -> None:
+        """Records a request without an answer of the engine. Logs the first one of an outage.
+
+        `since`: when the caller last had an answer, or began to wait for one. None: now.
+        """
         with self._lock:
             is_first = self._away_since is None
+            self._last_failure = self._clock()
             if self._away_since is None:
-                self._away_since = self._clock()
+                self._away_since = self._last_failure if since is None else since
             if self._is_logged or (is_first and isinstance(error, RESET_ERRORS)):
                 return
             self._is_logged = True

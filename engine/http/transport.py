@@ -2,7 +2,8 @@
 failures.
 
 Each HTTP request has a short timeout, while the call may take hours. The transport waits as long as the server replies.
-After `patience_seconds` without a reply the call fails with EngineUnreachable.
+After `patience_seconds` without a reply the call fails with EngineUnreachable. Calls that begin within the same outage,
+such as the retries of a task, do not begin to wait again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ logger = logging.getLogger("ostinato.engine.http")
 
 FIRST_DELAY_SECONDS = 0.1
 LONGEST_DELAY_SECONDS = 10.0
+LAST_TRY_SECONDS = 5.0
+"""Shortest timeout of a request, unless `timeout_seconds` is shorter."""
 CANCEL_TIMEOUT_SECONDS = 1.0
 """Longest time that a cancelled call takes to cancel the call on the server."""
 _RETRIED = frozenset({408, 425, 429, 502, 503, 504})
@@ -57,10 +60,22 @@ class RequestBackoff:
     """
 
     def __init__(
-        self, seconds: float, *, clock: Callable[[], float] = time.monotonic, draw: Callable[[], float] = random.random
+        self,
+        seconds: float,
+        *,
+        since: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
     ) -> None:
+        """`since`: when the last reply came, by the clock. None: now."""
         self.seconds, self.clock, self.draw = seconds, clock, draw
         self.reset()
+        if since is not None:
+            self.since = since
+
+    def left(self) -> float:
+        """Seconds until it gives up, at least 0."""
+        return max(0.0, self.since + self.seconds - self.clock())
 
     def reset(self) -> None:
         """Starts again from the first delay: the server has accepted the call, or is working on it."""
@@ -81,7 +96,6 @@ class Transport:
     def __init__(self, spec: HttpEngineSpec, *, transport: TransportFactory | None = None) -> None:
         self.spec = spec
         self.url = spec.url.rstrip("/")
-        self.wait_seconds = min(MAX_WAIT_SECONDS, spec.timeout_seconds / 2)
         self._transport = transport
         self._outages = OutageLog(self.url, spec.patience_seconds)
         self._pools: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
@@ -93,16 +107,16 @@ class Transport:
     async def call(self, call: CallRequest) -> bytes:
         """Returns the bytes of the result. Raises the engine's error, EngineUnreachable, NotAuthenticated,
         EngineBusy."""
-        backoff = RequestBackoff(self.spec.patience_seconds)
+        backoff = RequestBackoff(self.spec.patience_seconds, since=self._outages.since())
         submitted = False
         try:
             while True:
                 # Submit the call, then poll for its result. No reply is a reason to try again: the id makes it safe.
                 request = self._poll if submitted else self._submit
                 try:
-                    response = await request(call)
+                    response = await request(call, self._timeout(backoff.left()))
                 except (httpx.TransportError, httpx.DecodingError) as error:
-                    self._outages.record_failure(error)
+                    self._outages.record_failure(error, since=backoff.since)
                     await backoff.pause(self._unreachable(error))
                     continue
                 # Our server sends its errors in a known form. Others come from a proxy in front of it.
@@ -138,18 +152,22 @@ class Transport:
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    async def _submit(self, call: CallRequest) -> httpx.Response:
+    def _timeout(self, left: float) -> float:
+        """Seconds that a request may take when the patience ends in `left` seconds. A last try has a few seconds."""
+        return min(self.spec.timeout_seconds, max(left, LAST_TRY_SECONDS))
+
+    async def _submit(self, call: CallRequest, timeout: float) -> httpx.Response:
         headers = self._headers(call) | {"Content-Type": call.media_type} | dict(call.headers)
         content = call.body if call.method == "POST" else None
-        params = {"wait": f"{self.wait_seconds:g}"}
         return await self._pool().request(
-            call.method, self.url + call.path, params=params, content=content, headers=headers
+            call.method, self.url + call.path, params=_wait(timeout), content=content, headers=headers, timeout=timeout
         )
 
-    async def _poll(self, call: CallRequest) -> httpx.Response:
-        params = {"wait": f"{self.wait_seconds:g}"}
+    async def _poll(self, call: CallRequest, timeout: float) -> httpx.Response:
         headers = self._headers(call) | dict(call.headers)
-        return await self._pool().get(f"{self.url}/v1/calls/{call.id}", params=params, headers=headers)
+        return await self._pool().get(
+            f"{self.url}/v1/calls/{call.id}", params=_wait(timeout), headers=headers, timeout=timeout
+        )
 
     async def _cancel_on_server(self, call: CallRequest) -> None:
         """Cancels the call on the server if it has not begun. A call that runs completes. Failures are logged only."""
@@ -227,3 +245,8 @@ class Transport:
                     trust_env=False,
                 )
             return self._pools[loop]
+
+
+def _wait(timeout: float) -> dict[str, str]:
+    """The parameter that tells the server how long to wait for a result before it replies without one."""
+    return {"wait": f"{min(MAX_WAIT_SECONDS, timeout / 2):g}"}

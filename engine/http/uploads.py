@@ -19,6 +19,7 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, commit_files, read_manifest
 from storage.store.download import materialise_files
 from storage.store.objects import ObjectStore
+from storage.temporary import process_folder
 
 
 class EngineWithUploads(Engine, Protocol):
@@ -78,7 +79,7 @@ async def import_upload(
     published = await asyncio.to_thread(published_upload, store, name, digest)
     if published is not None:
         return published
-    with tempfile.TemporaryDirectory(prefix="ostinato-upload-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="upload-", dir=process_folder()) as scratch:
         try:
             folder = await asyncio.to_thread(fetch_upload, store, name, digest, Path(scratch))
             ref = await engine.import_folder(folder, provenance=provenance)

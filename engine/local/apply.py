@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from math import isfinite
 
+import numpy as np
 import pyarrow as pa
 from pydantic import TypeAdapter, ValidationError
 
@@ -31,6 +31,8 @@ class StepEffect:
     """The metrics and the counts of all optimizer updates of one step."""
 
     metrics: dict[str, float] = field(default_factory=dict)
+    """`informative_fraction` is the fraction of the samples that have an advantage other than 0; only for a batch with
+    advantages. The others are means over the updates."""
     updates: int = 0
     skipped: int = 0
     micro_batches: int = 0
@@ -54,8 +56,9 @@ def apply_request(
     so the caller must drop the trainer. `read` reads the batch: a redo reads the store, which proves that it is intact.
 
     Raises:
-        BadSpec: the loss is unknown, the batch lacks a column that the loss needs, or the old logprobs are those of the
-            forward pass and the batch is more than one update.
+        BadSpec: the loss is unknown, the batch lacks a column that the loss needs, the old logprobs are those of the
+            forward pass and the batch is more than one update, or `max_tokens` has another number of limits than the
+            step has updates.
         SampleTooLong: a sample of the batch exceeds `max_tokens`.
         UnsupportedFragment: the batch has images, and the trainer accepts only text.
         NonFiniteGradient: a gradient holds NaN or infinity, and the request does not ask to skip such updates.
@@ -75,18 +78,13 @@ def apply_request(
         failpoint("step.mid_gradient")
         check()
 
-    # A redo gives the recorded limit of each update, a new step one limit for all.
     updates = _updates(samples, request, loss)
-    limits = repeat(max_tokens) if isinstance(max_tokens, int) else max_tokens
+    limits = _limits(max_tokens, request, updates=len(updates))
     reports = []
-    for minibatch, limit in zip(updates, limits, strict=False):
+    for minibatch, limit in zip(updates, limits, strict=True):
         try:
             report = trainer.update(
-                minibatch,
-                objective,
-                request.optimizer,
-                max_tokens=limit,
-                on_micro_batch=after_micro_batch,
+                minibatch, objective, request.optimizer, max_tokens=limit, on_micro_batch=after_micro_batch
             )
         except NonFiniteGradient as error:
             raise NonFiniteGradient(
@@ -95,7 +93,11 @@ def apply_request(
                 "out"
             ) from error
         reports.append(report)
-    return _combined_effect(reports)
+    effect = _combined_effect(reports)
+    if updates and all(sample.advantages is not None for sample in samples):
+        informative = sum(bool(np.any(sample.advantages)) for sample in samples)
+        effect.metrics["informative_fraction"] = informative / len(samples)
+    return effect
 
 
 def _updates(samples: Sequence[Sample], request: StepRequest, loss: LossSpec) -> list[list[Sample]]:
@@ -107,6 +109,21 @@ def _updates(samples: Sequence[Sample], request: StepRequest, loss: LossSpec) ->
             "later update are not those of the old policy; give a batch with old logprobs and old_logprobs='trainer'"
         )
     return updates
+
+
+def _limits(max_tokens: int | Sequence[int], request: StepRequest, *, updates: int) -> Sequence[int]:
+    """The limit of packed tokens of each update: a new step has one for all, a redo the recorded ones.
+
+    Raises BadSpec if the number of recorded limits is not the number of updates."""
+    if isinstance(max_tokens, int):
+        return [max_tokens] * updates
+    if len(max_tokens) != updates:
+        raise BadSpec(
+            f"step {request.parent.step + 1} of {request.parent.run}: its batch {request.batch.key} makes {updates} "
+            f"updates, and its record has the token limits of {len(max_tokens)}; the record is not that of this batch: "
+            "fork the run from a step before it"
+        )
+    return max_tokens
 
 
 def _objective(request: StepRequest) -> Objective:

@@ -264,6 +264,8 @@ class LocalEngine:
             # The batch may have come from this process's cache. A step without its batch could not be redone.
             check_stored(self.store, request.batch)
             failpoint("step.before_commit")
+            # Another process may have taken over during the gradient, which can take minutes.
+            self._fence(request.parent.run, epoch, ask_store=True)
             committed = chain.commit(record)
             failpoint("step.after_commit")
             require_same_request(committed, request)

@@ -20,6 +20,7 @@ from engine.local.rebase import Rebaser, RedoStatus
 from engine.local.scratch import scratch
 from engine.models.size import base_nbytes, parameter_count
 from engine.specs.adapters import LoraSpec, parse_trainable
+from engine.text.stored_models import tokenizer_of
 from storage.chain.rebase import checkpoints_up_to, rebase_in_effect, step_of_checkpoint
 from storage.chain.records import Chain, CommitRecord, PolicyRef, Root, base_model_of
 from storage.errors import CorruptArtifact, ObjectNotFound
@@ -299,7 +300,10 @@ class Materialiser:
             if need:
                 what = "the sampler's copy of a model"
                 self.loaded_policies.make_room(need, run=policy.run, what=what, keep=loaded)
-            loaded.sampler = self.samplers.new_sampler(loaded.trainer, tensor_parallel=tensor_parallel)
+            tokenizer = tokenizer_of(self.store, base_model_of(self.store, policy))
+            loaded.sampler = self.samplers.new_sampler(
+                loaded.trainer, tensor_parallel=tensor_parallel, tokenizer=tokenizer
+            )
             loaded.tensor_parallel = tensor_parallel
 
         # Sync only after a step: between two steps all generations share one sync.

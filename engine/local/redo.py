@@ -36,6 +36,7 @@ from storage.store import keys
 from storage.store.artifacts import Manifest, read_manifest
 from storage.store.download import materialise_files
 from storage.store.objects import ObjectStore
+from storage.temporary import process_folder
 
 OnRedoneStep = Callable[[Chain, int], None]
 """Called with the chain and the number of each step that was redone."""
@@ -92,7 +93,7 @@ def numerics_notes(committed: Numerics, here: Numerics) -> list[str]:
 def fresh_trainer(store: ObjectStore, backend: TrainerBackend, root: Root) -> Trainer:
     """Policy 0 of a chain that starts from a registered model, with fresh moments. It shares no weights."""
     assert root.base is not None  # base_root and policy_zero pass only such a root
-    with tempfile.TemporaryDirectory(prefix="ostinato-redo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="redo-", dir=process_folder()) as folder:
         # Files in subfolders, such as an adapter for peft, are not part of the model.
         names = [entry.name for entry in read_manifest(store, root.base.key).files if "/" not in entry.name]
         files = materialise_files(store, root.base.key, Path(folder), names=names)
@@ -167,7 +168,7 @@ class PolicyRebuilder:
 
     def _read_checkpoint(self, chain: Chain, manifest: Manifest) -> Trainer:
         trainer = fresh_trainer(self.store, self.backend, base_root(chain))
-        with tempfile.TemporaryDirectory(prefix="ostinato-redo-") as folder:
+        with tempfile.TemporaryDirectory(prefix="redo-", dir=process_folder()) as folder:
             trainer.read_checkpoint(materialise_files(self.store, manifest.key, Path(folder)), optimizer=True)
         return trainer
 

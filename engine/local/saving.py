@@ -6,13 +6,13 @@ commits them. The manifest is the last file that it writes.
 
 from __future__ import annotations
 
-import errno
 import logging
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.backends.weight_files.staging import DISK_FULL
 from engine.local.loaded_policies import LoadedPolicy
 from storage.chain.rebase import checkpoint_extra, is_in_effect, rebase_at
 from storage.chain.records import Chain, PolicyRef, RebaseMark
@@ -25,7 +25,6 @@ from storage.worklog import log_work
 
 log = logging.getLogger(__name__)
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_PENDING_UPLOADS = 3
 """Largest number of snapshots that wait on this machine's disk for their upload."""
 

@@ -45,6 +45,7 @@ from storage.serialization import Frozen, digest_file
 from storage.store import keys
 from storage.store.artifacts import FileEntry, Manifest, read_bytes, read_manifest
 from storage.store.objects import ObjectStore
+from storage.temporary import process_folder
 
 OnProgress = Callable[[str, int, int], None]
 """Called after each redone step with (chain, number of steps redone, number of steps to redo in the chain)."""
@@ -301,7 +302,7 @@ class _ChainVerification:
 
     def _compare_manifest(self, trainer: Trainer, manifest: Manifest, step: int) -> bool:
         self.checkpoints += 1
-        with tempfile.TemporaryDirectory(prefix="ostinato-verify-") as folder:
+        with tempfile.TemporaryDirectory(prefix="verify-", dir=process_folder()) as folder:
             redone_files = trainer.write_checkpoint(Path(folder) / "redone")
             problem = self._checkpoint_problem(manifest, redone_files, Path(folder) / "stored")
         if problem is None:
@@ -319,7 +320,7 @@ class _ChainVerification:
     def _compare_model(self, trainer: Trainer, manifest: Manifest) -> None:
         """Compares the weight files of a published model with an export of the redone weights."""
         self.models += 1
-        with tempfile.TemporaryDirectory(prefix="ostinato-verify-") as folder:
+        with tempfile.TemporaryDirectory(prefix="verify-", dir=process_folder()) as folder:
             exported = trainer.export_merged(Path(folder) / "redone")
             for entry in manifest.files:
                 if entry.name not in exported or not entry.name.endswith(".safetensors"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadSpec
-from engine.models.folder import SCALAR_ARCHITECTURE
+from engine.models.folder import SCALAR_ARCHITECTURE, context_length_in, experts_in
 from engine.models.size import folder_parameter_count
 
 
@@ -57,7 +57,6 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
 }
 _TRUE_BY_DEFAULT = {("gpt_neox", "attention_bias")}
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +145,9 @@ def shape_of(config: Mapping[str, Any], name: str, *, counted: int | None = None
     """
     # Refuse mixtures of experts, whose parameters these formulas would count wrongly.
     model_type = str(config.get("model_type", ""))
-    experts = next((key for key in _EXPERTS if (config.get(key) or 0) > 1), None)
-    if experts is not None:
-        raise BadSpec(f"{name} is a mixture of experts ({experts}={config[experts]}); only dense models are planned")
+    experts = experts_in(config)
+    if experts:
+        raise BadSpec(f"{name} is a mixture of experts ({experts}); only dense models are planned")
 
     # An unknown family may have biases and norms of its own, so its parameters must be counted in the files.
     family = FAMILIES.get(model_type)
@@ -171,7 +170,7 @@ def shape_of(config: Mapping[str, Any], name: str, *, counted: int | None = None
         head_dim=int(config.get("head_dim") or family.head_dim or hidden // heads),
         intermediate=_dimension(config, "intermediate_size", name),
         vocabulary=_dimension(config, "vocab_size", name),
-        context=int(config.get("max_position_embeddings") or 4096),
+        context=context_length_in(config) or 4096,
         parameters=counted or 0,
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         gated=family.gated,

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from engine.errors import BadSpec
+from engine.models.folder import router_loss_warning
 from engine.models.inference_model import HasWorkspace, InferenceModel
 from engine.models.openai_model import SCHEME, OpenAIModel
 from engine.models.scores import check_head
@@ -22,6 +24,8 @@ from engine.workspace import Workspace
 from storage.chain.records import Root
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
+
+log = logging.getLogger(__name__)
 
 FULL = FullSpec()
 
@@ -126,10 +130,22 @@ class ModelBuilder:
         `max_batch_size` is the maximum number of tokens of one packed forward pass, and so of the longest trainable
         sequence. The default is the engine's `max_tokens_per_forward`. A larger value is limited to the model's
         context. A pass that does not fit in the device's memory raises OutOfMemory when it is made."""
+        model = await self._spawn(name, max_batch_size, init_seed)
+        warning = router_loss_warning(self.workspace.open_store(), model.base)
+        if warning is not None:
+            log.warning(warning)
+        if self.on_spawn is not None:
+            self.on_spawn(model)
+        return model
+
+    async def _spawn(self, name: str, max_batch_size: int | None = None, init_seed: int = 0) -> TrainingModel:
         # Check the arguments.
         keys.validate_name(name)
         if self.key.startswith(SCHEME):
             raise BadSpec(f"{self.key!r} is behind an endpoint, which gives no gradients; use spawn_inference")
+        if not 0 <= init_seed < 2**64:
+            shown = str(init_seed) if abs(init_seed) < 2**100 else "a longer number"
+            raise BadSpec(f"init_seed: given {shown}; expected a whole number from 0 to 2**64 - 1")
         if max_batch_size is not None and max_batch_size < 1:
             raise BadSpec(f"max_batch_size={max_batch_size}; give a number of tokens, 1 or more")
 
@@ -150,8 +166,6 @@ class ModelBuilder:
         root = Root(base=base, base_digest=base.sha256, trainable=trainable, init_seed=init_seed)
         model = TrainingModel(workspace, name, renderer, sampling, base, workspace.max_tokens or limit, root)
         model.tensor_parallel = self.tensor_parallel
-        if self.on_spawn is not None:
-            self.on_spawn(model)
         return model
 
     async def spawn_inference(self, name: str) -> InferenceModel | OpenAIModel:
@@ -167,8 +181,7 @@ class ModelBuilder:
         # An inference model is a training model that never takes a step.
         base, _ = await self._base()
         check_head(self.workspace.open_store(), base, self.trainable.head, frozen=True)
-        model = await replace(self, on_spawn=None).spawn_train(name)
-        return await model.clone_inf()
+        return await (await self._spawn(name)).clone_inf()
 
     async def _base(self) -> tuple[ArtifactRef, Renderer]:
         key = self.workspace.pinned_model(self.key)

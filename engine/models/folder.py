@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,19 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 """Suffixes of pickled weights, which can run code when they are read. They are neither read nor published."""
 
 CONFIG_FILE = "config.json"
+MAX_CONFIG_BYTES = 8 * 2**20
+"""Largest config.json that is read. Those of models have some kilobytes, or a megabyte with the names of classes."""
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 """The keys that config.json files use for the number of layers."""
+EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The keys that config.json files use for the number of experts."""
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+CONTEXT_KEYS = ("max_position_embeddings", ORIGINAL_LENGTH, "rope_parameters", "rope_scaling")
+"""The keys that `context_length_in` reads."""
+CONTEXT_SOURCE = " (max_position_embeddings of its config.json, or original_max_position_embeddings with longrope)"
+"""What messages say of where a context length comes from."""
+LONGROPE = ("longrope", "su")
+"""The names of longrope in configs."""
 SCALAR_ARCHITECTURE = "ForSequenceClassification"
 """Ending of the class names of transformers' models with a scalar head."""
 
@@ -102,14 +114,23 @@ def registered_model(store: ObjectStore, source: str) -> ArtifactRef:
 
 def head_of(store: ObjectStore, model: ArtifactRef) -> Head:
     """The head of a registered model."""
+    return _head_in(stored_config(store, model))
+
+
+def stored_config(store: ObjectStore, model: ArtifactRef) -> dict[str, Any]:
+    """The config.json of a registered model. Empty if the model has none."""
     with tempfile.TemporaryDirectory() as folder:
         files = materialise_files(store, model.key, Path(folder), names=(CONFIG_FILE,))
-        return read_head(files.get(CONFIG_FILE, Path(folder, CONFIG_FILE)))
+        return read_config(files.get(CONFIG_FILE, Path(folder, CONFIG_FILE)))
 
 
 def read_head(path: Path) -> Head:
     """The head of the model that a config.json describes. "lm" if the file is missing or names no architecture."""
-    names = read_config(path).get("architectures")
+    return _head_in(read_config(path))
+
+
+def _head_in(config: Mapping[str, Any]) -> Head:
+    names = config.get("architectures")
     if not isinstance(names, list):
         return "lm"
     is_scalar = any(str(name).endswith(SCALAR_ARCHITECTURE) for name in names)
@@ -122,12 +143,61 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A parsed config.json. Empty if the file is missing or is not a JSON object."""
+    """A parsed config.json. Empty if the file is missing or is not a JSON object.
+
+    Raises BadModelFolder for a file of more than MAX_CONFIG_BYTES."""
     try:
+        size = path.stat().st_size
+        if size > MAX_CONFIG_BYTES:
+            raise BadModelFolder(
+                f"{path} has {size:,} bytes; expected at most {MAX_CONFIG_BYTES:,}: give the {CONFIG_FILE} of the model"
+            )
         config = json.loads(path.read_text(encoding="utf-8"))
+    except BadModelFolder:
+        raise
     except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def context_length_in(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence of a model in tokens, by its config.json. None if the config does not give it.
+
+    With longrope (Phi-3.5, Phi-4-mini), a token past `original_max_position_embeddings` changes the rotary factors of
+    all tokens of its forward pass: of other sequences, and of its own sequence's earlier tokens. So the context ends
+    there. Dynamic NTK changes the factors past `max_position_embeddings`, where the context ends anyway."""
+    # The config of a vision-language model has the config of its language model inside.
+    text_config = config.get("text_config")
+    if config.get("max_position_embeddings") is None and isinstance(text_config, dict):
+        config = text_config
+    lengths = [config.get("max_position_embeddings")]
+    # The parameters of rotary embeddings may be given per type of layer.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type", parameters.get("type")) in LONGROPE:
+            lengths += [config.get(ORIGINAL_LENGTH), parameters.get(ORIGINAL_LENGTH)]
+    return min((length for length in lengths if isinstance(length, int)), default=None)
+
+
+def experts_in(config: Mapping[str, Any]) -> str:
+    """Whether a config.json describes a mixture of experts: "num_experts=128", for messages. Empty if not."""
+    for part in (config, config.get("text_config")):
+        for key in EXPERTS_KEYS:
+            if isinstance(part, Mapping) and isinstance(part.get(key), int) and part[key] > 1:
+                return f"{key}={part[key]}"
+    return ""
+
+
+def router_loss_warning(store: ObjectStore, model: ArtifactRef) -> str | None:
+    """The warning to give before a registered model is trained, if it is a mixture of experts."""
+    experts = experts_in(stored_config(store, model))
+    if not experts:
+        return None
+    return (
+        f"{model.key} is a mixture of experts ({experts}), and is trained without its router loss: no term keeps the "
+        "load of the experts even, and a token may go to other experts in training than when it was sampled. Watch "
+        "logprob_gap, keep the run short or its learning rate low, or use a dense model"
+    )
 
 
 def scalar_head_message(name: str) -> str:

@@ -7,10 +7,9 @@ the store says which registered model they became.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
@@ -18,17 +17,18 @@ from engine.errors import BadModelFolder
 from engine.models.folder import CONFIG_FILE, PICKLE_SUFFIXES, ModelFolder, local_folder, read_config
 from storage.registry.hub import (
     SCHEME,
-    HubError,
     HubRepo,
+    checked_hub,
     find_imported,
-    hub_errors_explained,
     parse_hub_repo,
     record_imported,
     resolve_commit,
 )
-from storage.serialization import digest_file
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoFile
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
 """Patterns of the files that are downloaded: weights, configs and tokenizers, but no code and no pickled weights."""
@@ -88,19 +88,17 @@ def check_hub_model(store: ObjectStore, repo: HubRepo) -> None:
     """Raises HubError or BadModelFolder unless the store has the model, or the hub has it in a form that can be used.
 
     Only the list of files and config.json are downloaded."""
+    from huggingface_hub import hf_hub_download
+
     repo = resolve_commit(repo)
     if find_imported(store, repo) is not None:
         return
-    _check_files(repo)
-    _check_code(repo, read_config(download_config(repo)))
-
-
-def download_config(repo: HubRepo) -> Path:
-    """The config.json of a hub's model. Raises HubError, BadModelFolder."""
-    from huggingface_hub import hf_hub_download
-
-    with hub_errors_explained(repo):
-        return Path(hf_hub_download(repo.repo, CONFIG_FILE, revision=repo.revision))
+    files = _repo_files(repo)
+    _check_files(repo, files)
+    with checked_hub(repo):
+        config = Path(hf_hub_download(repo.repo, CONFIG_FILE, revision=repo.revision))
+    _check_digests(repo, [config], files)
+    _check_code(repo, read_config(config))
 
 
 def download_model(repo: HubRepo) -> ModelFolder:
@@ -110,22 +108,23 @@ def download_model(repo: HubRepo) -> ModelFolder:
     """
     from huggingface_hub import snapshot_download
 
-    _check_files(repo)
-    with hub_errors_explained(repo):
+    files = _repo_files(repo)
+    _check_files(repo, files)
+    with checked_hub(repo):
         path = snapshot_download(
             repo.repo, revision=repo.revision, allow_patterns=list(FILES), ignore_patterns=list(NOT_FILES),
             tqdm_class=DownloadBar,
         )  # fmt: skip
+    _check_digests(repo, sorted(Path(path).iterdir()), files)
     _check_code(repo, read_config(Path(path, CONFIG_FILE)))
-    _check_digests(repo, Path(path))
     return ModelFolder.of(Path(path), name=repo.repo.replace("/", "--"))
 
 
-def _check_files(repo: HubRepo) -> None:
+def _check_files(repo: HubRepo, files: list[RepoFile]) -> None:
     """Raises BadModelFolder unless the repository has a config and weights in safetensors files that are downloaded."""
     from huggingface_hub.utils import filter_repo_objects
 
-    names = _file_names(repo)
+    names = [file.path for file in files]
     if CONFIG_FILE not in names:
         raise BadModelFolder(
             f"the {repo} has no {CONFIG_FILE}, so it is no model that can be trained. Adapters and GGUF files have "
@@ -146,16 +145,12 @@ def _check_files(repo: HubRepo) -> None:
     )
 
 
-def _file_names(repo: HubRepo) -> list[str]:
-    """The files of a commit. The list of a model that was downloaded before is in the cache."""
-    from huggingface_hub import HfApi, get_cached_repo_tree
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+def _repo_files(repo: HubRepo) -> list[RepoFile]:
+    """The files of a commit, with their digests. Raises HubError."""
+    with checked_hub(repo):
+        from storage.registry.hub_checks import repo_files
 
-    with hub_errors_explained(repo):
-        try:
-            return [file.path for file in get_cached_repo_tree(repo.repo, revision=repo.revision)]
-        except CachedRepoTreeNotFoundError:
-            return HfApi().list_repo_files(repo.repo, revision=repo.revision)
+        return repo_files(repo)
 
 
 def _check_code(repo: HubRepo, config: dict[str, Any]) -> None:
@@ -173,15 +168,8 @@ def _check_code(repo: HubRepo, config: dict[str, Any]) -> None:
         )
 
 
-def _check_digests(repo: HubRepo, folder: Path) -> None:
-    """Raises HubError for a large file whose sha256 is not the one that the hub gave for it.
+def _check_digests(repo: HubRepo, paths: list[Path], files: list[RepoFile]) -> None:
+    """Raises HubError for a downloaded file whose content is not the one that the commit has."""
+    from storage.registry.hub_checks import check_files
 
-    On a file system without symbolic links the cache does not name files by their sha256, and nothing is verified."""
-    for path in sorted(folder.iterdir()):
-        # the cache names a large file by its sha256
-        blob = path.resolve()
-        if re.fullmatch("[0-9a-f]{64}", blob.name) and digest_file(blob)[0] != blob.name:
-            raise HubError(
-                f"{path.name} of the {repo} is damaged in the cache: its digest is not the one that the hub gave; "
-                f"delete {blob} and run it again"
-            )
+    check_files(repo, paths, files)

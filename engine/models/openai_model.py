@@ -12,17 +12,22 @@ import asyncio
 import os
 from copy import copy
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Self, TypeVar, overload
 
 import httpx
 from pydantic import BaseModel
 
 from engine.errors import BadSpec, EngineBusy, EngineError, EngineUnreachable, NotAuthenticated
+from engine.http.replies import Reply, UnusableReply, post_json
+from engine.models.inference_model import changed_sampling
 from engine.models.structured import answer_once, answer_repaired
 from engine.protocol import SamplingParams
+from engine.text.answers import MalformedAnswer
 from engine.text.errors import UnsupportedFragment
 from engine.text.fragments import ImageFragment
 from engine.text.threads import StringThread
+from storage.secrets import refuse_secrets
 
 SCHEME = "openai://"
 DEFAULT_URL = "https://api.openai.com/v1"
@@ -45,15 +50,17 @@ class OpenAIModel:
     model: str
     url: str
     sampling: SamplingParams
-    stops: tuple[str, ...] = ()
     seed_value: int | None = None
     first_wait_seconds: float = field(default=0.5, repr=False)
 
     @classmethod
     def of(cls, key: str, name: str, sampling: SamplingParams) -> Self:
-        """Parses a key such as `openai://NAME@URL`. Raises BadSpec for an invalid one."""
+        """Parses a key such as `openai://NAME@URL`. Raises BadSpec for an invalid one, SecretInURL for a password in
+        it."""
+        refuse_secrets(key)
         model, _, url = key.removeprefix(SCHEME).partition("@")
         url = url or os.environ.get("OPENAI_BASE_URL", "") or DEFAULT_URL
+        refuse_secrets(url, "OPENAI_BASE_URL")
         if not model or not url.startswith(("http://", "https://")):
             raise BadSpec(f"{key!r} was given; expected openai://NAME, or openai://NAME@http(s)://host/v1")
         return cls(name, model, url.rstrip("/"), sampling)
@@ -76,14 +83,14 @@ class OpenAIModel:
         raise BadSpec(f"min_gen_len({tokens}): {self.name!r} is behind an OpenAI endpoint, whose API has none")
 
     def stop(self, *strings: str) -> Self:
-        return self._with(stops=strings)
+        return self._view(stop=strings)
 
     def seed(self, value: int) -> Self:
         """Returns a view that sends this seed. The endpoint may ignore it."""
         return self._with(seed_value=value % 2**31)
 
     def _view(self, **changes: Any) -> Self:
-        return self._with(sampling=SamplingParams.model_validate(self.sampling.model_dump() | changes))
+        return self._with(sampling=changed_sampling(self.sampling, changes))
 
     def _with(self, **changes: Any) -> Self:
         view = copy(self)
@@ -131,8 +138,8 @@ class OpenAIModel:
             "top_p": self.sampling.top_p,
             "max_tokens": self.sampling.max_new_tokens,
         }
-        if self.stops:
-            body["stop"] = list(self.stops)
+        if self.sampling.stop:
+            body["stop"] = list(self.sampling.stop)
         if self.seed_value is not None:
             body["seed"] = self.seed_value
 
@@ -145,6 +152,8 @@ class OpenAIModel:
             answer = response["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError) as error:
             raise BadSpec(f"{self.url} answered {str(response)[:200]}; expected an OpenAI chat completion") from error
+        if answer is not None and not isinstance(answer, str):
+            raise BadSpec(f"{self.url} answered with a {type(answer).__name__} as content; expected text")
         return thread.assistant(answer or "")
 
     async def _post_with_schema(self, body: dict[str, Any], schema: type[BaseModel]) -> Any:
@@ -177,23 +186,28 @@ class OpenAIModel:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS) as client:
-                response = await client.post(f"{self.url}/chat/completions", json=body, headers=headers)
-                if response.status_code == 200:
-                    return response.json()
-        except (httpx.HTTPError, ValueError) as error:
+                reply = await post_json(client, f"{self.url}/chat/completions", body, headers)
+        except UnusableReply as error:
+            raise MalformedAnswer("", f"{self.url} {error}") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EngineUnreachable(f"{self.url} gave no answer ({type(error).__name__}: {error})") from error
-        raise _refusal(self.url, response)
+        if reply.status != HTTPStatus.OK:
+            raise _refusal(self.url, reply)
+        try:
+            return reply.json()
+        except UnusableReply as error:
+            raise EngineUnreachable(f"{self.url} {error}") from error
 
 
-def _refusal(url: str, response: httpx.Response) -> EngineError:
-    """The error for a response that is not 200."""
-    status, text = response.status_code, response.text[:300]
+def _refusal(url: str, reply: Reply) -> EngineError:
+    """The error for a reply that is not 200."""
+    status, text = reply.status, reply.text
     if status in (401, 403):
         return NotAuthenticated(f"{url} answered {status}: set OPENAI_API_KEY to a key that it takes. {text}")
     if status in (408, 409, 429) or status >= 500:
         # The header may also be a date, which is not used.
         busy = EngineBusy(f"{url} answered {status}: {text}")
-        retry_after = response.headers.get("retry-after", "")
+        retry_after = reply.headers.get("retry-after", "")
         busy.retry_after = float(retry_after) if retry_after.isdecimal() else 0.0  # type: ignore[attr-defined]
         return busy
     return BadSpec(f"{url} refused the request with {status}: {text}")

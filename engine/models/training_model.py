@@ -176,8 +176,8 @@ class TrainingModel(InferenceModel, Primitives):
         return self.workspace, self.name, self.renderer, self.sampling, self.base
 
     def _copy_settings_to(self, model: InferenceModel) -> InferenceModel:
-        """Sets the parallelism and the stop strings of this model on `model`, and returns it."""
-        model.tensor_parallel, model.stops = self.tensor_parallel, self.stops
+        """Sets the parallelism of this model on `model`, and returns it."""
+        model.tensor_parallel = self.tensor_parallel
         return model
 
     # -- steps -------------------------------------------------------------------------------------------------

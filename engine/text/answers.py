@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -12,6 +13,10 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 MAX_CANDIDATES = 64
 """Number of opening braces at which parsing is tried. It bounds the time for a text that consists of braces."""
+
+
+_NUMBER = r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w])"
+"""A number that is no part of a word or of a longer number."""
 
 
 class MalformedAnswer(ValueError):
@@ -39,6 +44,38 @@ def parse_answer(text: str, schema: type[Answer]) -> Answer:
             field = ".".join(map(str, first_error["loc"])) or "the object"
             problem = f"{field}: {first_error['msg']}"
     raise MalformedAnswer(text, problem)
+
+
+def answer_in_prose(text: str, schema: type[Answer]) -> Answer:
+    """Returns an answer of which `text` gives the only required field in prose: a number, or one of its words, such as
+    PASS or FAIL. "4 out of 5" and "4/5" give 4.
+
+    Raises MalformedAnswer if the schema has other required fields, and if the text has no such value or several.
+    """
+    described = schema.model_json_schema()
+    required = described.get("required", [])
+    if len(required) != 1:
+        raise MalformedAnswer(text, f"{schema.__name__} has the required fields {required}; prose can give one")
+    words = described["properties"][required[0]].get("enum")
+    values = _words_in(text, words) if words else _numbers_in(text)
+    if len(values) != 1:
+        raise MalformedAnswer(text, f"{required[0]}: the prose has {len(values)} values that it may be")
+    try:
+        return schema.model_validate({required[0]: values.pop()})
+    except ValidationError as error:
+        raise MalformedAnswer(text, f"{required[0]}: {error.errors()[0]['msg']}") from error
+
+
+def _words_in(text: str, words: list[str]) -> set[str]:
+    """The words that occur in the text: as they are written, or else in any case."""
+    exact = {word for word in words if re.search(rf"\b{re.escape(word)}\b", text)}
+    return exact or {word for word in words if re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE)}
+
+
+def _numbers_in(text: str) -> set[float]:
+    """The different numbers of the text, or those of which it gives the largest possible one."""
+    out_of = re.findall(rf"{_NUMBER}(?=\s*(?:/|out of)\s*\d)", text)
+    return {float(number) for number in out_of or re.findall(_NUMBER, text)}
 
 
 def _json_objects(text: str) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from engine.models.folder import CONFIG_FILE, read_config
+from engine.models.folder import CONFIG_FILE, context_length_in, stored_config
 from engine.text.rendering import Renderer
 from engine.text.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from storage.store.artifacts import ArtifactRef
@@ -71,10 +71,4 @@ def _cached_tokenizer(stored: _StoredModel) -> Tokenizer:
 
 @lru_cache(maxsize=CACHED_MODELS)
 def _cached_context_length(stored: _StoredModel) -> int | None:
-    with TemporaryDirectory() as scratch:
-        paths = materialise_files(stored.store, stored.model.key, Path(scratch), names=(CONFIG_FILE,))
-        config = read_config(paths[CONFIG_FILE]) if CONFIG_FILE in paths else {}
-    # The config of a vision-language model has the config of its language model inside.
-    text_config = config.get("text_config") or {}
-    length = config.get("max_position_embeddings", text_config.get("max_position_embeddings"))
-    return length if isinstance(length, int) else None
+    return context_length_in(stored_config(stored.store, stored.model))

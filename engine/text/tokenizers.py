@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Sequence
+from copy import copy
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,6 +35,10 @@ TOKENIZER_FILES: tuple[str, ...] = (
 )
 """The files of a model folder that a tokenizer needs. generation_config.json lists the ids that end a turn, and the
 processor's files give the number of tokens per image."""
+
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder writes for bytes that are not a complete character."""
 
 
 class EncodedText(Protocol):
@@ -83,9 +91,50 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
 
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The bytes in UTF-8 that each id adds to a text; b"" for an id without text. Special tokens have theirs.
+
+        A token may hold a part of a character."""
+        # Some tokenizers decode the first token of a text differently, so each token is decoded after another one.
+        first = self.encode("a")[-1:]
+        text_before = self.decode(first, skip_special=False)
+        ids = range(max(self._tokenizer.get_vocab().values()) + 1)
+        texts = self._tokenizer.batch_decode(
+            [[*first, token_id] for token_id in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        token_bytes = []
+        for token_id, text in zip(ids, texts, strict=True):
+            added = text.removeprefix(text_before)
+            if BROKEN in added:
+                token_bytes.append(_bytes_of_part(self._tokenizer.convert_ids_to_tokens(token_id)))
+            else:
+                token_bytes.append(added.encode())
+        return token_bytes
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
+
+    def save(self, folder: Path) -> None:
+        """Writes the files of the tokenizer into a folder, for a library that loads it from there."""
+        self._tokenizer.save_pretrained(folder)
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the tokens and of how text becomes tokens; not of the chat template."""
+        return hashlib.sha256((self.to_json() or self.name).encode()).hexdigest()
+
+    def to_json(self) -> str | None:
+        """Returns the contents of tokenizer.json with all added tokens, without truncation and padding. None if the
+        tokenizer is not one of the tokenizers library."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        backend = copy(backend)
+        backend.no_padding()
+        backend.no_truncation()
+        return backend.to_str()  # type: ignore[no-any-return]
 
     def apply_chat_template(self, messages: list[dict[str, Any]], *, generation_prompt: bool) -> str:
         """Returns the template's text of the messages. Raises ChatTemplateMissing, TemplateRefused."""
@@ -104,6 +153,26 @@ class Tokenizer:
                 f"the chat template of {self.name} refused messages of the roles {roles}: "
                 f"{type(error).__name__}: {error}; give it the roles and order it takes, or correct the template"
             ) from error
+
+
+def _bytes_of_part(token: str) -> bytes:
+    """The bytes of a token that holds a part of a character: `<0xE2>`, or one character per byte as in GPT-2."""
+    if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+        return bytes([int(token[3:5], 16)])
+    if set(token) <= _BYTE_OF_CHARACTER.keys():
+        return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+    return token.encode()
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for. A printable byte of Latin-1 stands for
+    itself, and the others, in their order, have the characters from 256."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
 
 
 def _is_plain_fast(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -145,28 +214,59 @@ def load_tokenizer(folder: Path, *, name: str | None = None) -> Tokenizer:
             "save_pretrained writes: save them again"
         ) from error
     images = image_tokens_of(folder, tokenizer, name)
-    return Tokenizer(tokenizer, name=name, eos_token_ids=_eos_token_ids(tokenizer, folder, name), images=images)
+    wrapped = Tokenizer(tokenizer, name=name, eos_token_ids=(), images=images)
+    wrapped.eos_token_ids = _eos_token_ids(wrapped, folder)
+    return wrapped
 
 
-def _eos_token_ids(tokenizer: Any, folder: Path, name: str) -> list[int]:
-    """Returns the tokenizer's own end-of-sequence id, then those that generation_config.json adds."""
-    ids = []
-    if tokenizer.eos_token_id is not None:
-        ids.append(int(tokenizer.eos_token_id))
+def _eos_token_ids(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
+    """Returns the ids that end a turn: the tokenizer's own, those that generation_config.json names (or else
+    config.json), and the one that the chat template writes after an answer.
 
-    # Chat models often end a turn with another token than the tokenizer's own, and name it only in this file.
-    path = folder / "generation_config.json"
-    if path.is_file():
-        try:
-            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            values = value if isinstance(value, list) else [value]  # one id, or a list of ids
-            ids += [int(eos_id) for eos_id in values if eos_id is not None]
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise TokenizerMissing(
-                f"generation_config.json of {name} is no JSON object with token ids in eos_token_id: {error}"
-            ) from error
-    if not ids:
+    Samplers, prompts and loss masks all use these ids: where the files of a model differ, each of them ends a turn."""
+    # Chat models often end a turn with another token than the tokenizer's own, and name it only in their configs.
+    name = tokenizer.name
+    ids: list[int | None] = [tokenizer._tokenizer.eos_token_id]
+    ids += _eos_of_config(folder / "generation_config.json", name) or _eos_of_config(folder / "config.json", name)
+    ids.append(_end_of_templates_turn(tokenizer))
+    known_ids = tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+    if not known_ids:
         raise TokenizerMissing(
             f"the tokenizer of {name} has no end-of-sequence token; expected 'eos_token' in tokenizer_config.json"
         )
-    return list(dict.fromkeys(ids))
+    return known_ids
+
+
+def _eos_of_config(path: Path, name: str) -> list[int]:
+    """Returns the end-of-sequence ids in a config, or in the config of the language model inside it."""
+    if not path.is_file():
+        return []
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        value = config.get("eos_token_id")
+        if value is None:
+            value = (config.get("text_config") or {}).get("eos_token_id")
+        values = value if isinstance(value, list) else [value]  # one id, or a list of ids
+        return [int(eos_id) for eos_id in values if eos_id is not None]
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise TokenizerMissing(
+            f"{path.name} of {name} is no JSON object with token ids in eos_token_id: {error}"
+        ) from error
+
+
+def _end_of_templates_turn(tokenizer: Tokenizer) -> int | None:
+    """Returns the first added token that the chat template writes after an answer. None if it writes none."""
+    if not tokenizer.has_chat_template:
+        return None
+    answer = "answer"
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]
+    if tokenizer.images is not None:
+        for message in messages:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    try:
+        text = tokenizer.apply_chat_template(messages, generation_prompt=False)
+    except TemplateRefused:
+        return None  # the first conversation that is rendered gets this error, with its own roles
+    _, _, after_answer = text.rpartition(answer)
+    added_ids = {*tokenizer._tokenizer.added_tokens_decoder, *tokenizer._tokenizer.all_special_ids}
+    return next((token_id for token_id in tokenizer.encode(after_answer) if token_id in added_ids), None)

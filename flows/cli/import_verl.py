@@ -22,7 +22,7 @@ def _group() -> None:
 
 @import_app.command("verl")
 def verl(
-    config: Annotated[Path, typer.Argument(help="verl's YAML, complete or without the keys at their default.")],
+    config: Annotated[Path, typer.Argument(help="verl's YAML, complete or not, or its launch script (.sh).")],
     override: Annotated[
         list[str] | None, typer.Option("--override", help="Override a key of verl: a.b=c, as on verl's command line.")
     ] = None,

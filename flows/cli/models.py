@@ -1,4 +1,5 @@
-"""`ostinato models ls | show | card | promote | rollback | push`: published models, their champions and decisions."""
+"""`ostinato models ls | show | card | promote | rollback | push | delete`: published models, their champions and
+decisions."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
+from flows.cli.disk import YES_TO_DELETE
 from flows.cli.output import (
     DEFAULT_STORAGE,
     AsJson,
     Storage,
     add_rows,
     console,
+    format_size,
     print_json,
     print_plain,
     report_errors,
@@ -22,6 +25,7 @@ from flows.cli.output import (
 )
 from flows.promotion.model_card import commit_card, find_card, render_card
 from flows.runs.code_version import code_version
+from storage.chain.deletion import delete_model
 from storage.errors import ObjectNotFound
 from storage.registry.decisions import (
     AliasEntry,
@@ -213,6 +217,23 @@ def push(
         name, version = _resolve_version(store, model)
         names = push_model(store, name, version, url, card=_card_text(store, name, version), force=force)
     console().print(f"pushed {name}@{version} to {url}: {len(names)} files", highlight=False, soft_wrap=True)
+
+
+@models_app.command("delete")
+def delete(
+    model: Annotated[str, typer.Argument(metavar="NAME@VERSION", help="The version; an alias is not accepted.")],
+    yes: Annotated[bool, typer.Option("--yes/--dry-run", help="Delete. By default only show what would go.")] = False,
+    storage: Storage = DEFAULT_STORAGE,
+) -> None:
+    """Deletes the files of a version. The champion, and a model that a run was trained from, cannot be deleted."""
+    with report_errors():
+        name, _, version = model.partition("@")
+        if not version:
+            raise usage_error(f"{model!r} names no version; 'ostinato models show {name}' lists them")
+        size = delete_model(open_store(storage), keys.validate_name(name), version, dry_run=not yes)
+    print_plain(console(), f"{'deleted' if yes else 'would delete'} {model}, {format_size(size)}")
+    if not yes:
+        print_plain(console(), YES_TO_DELETE)
 
 
 def _published_versions(store: ObjectStore, name: str) -> list[str]:

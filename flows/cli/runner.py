@@ -119,8 +119,9 @@ def run_with_server(
     # each way to end has its own message and exit status
     with log_file(log_name) as log_path:
         try:
-            with _raise_on_sigterm(), _prefect_server(server, console):
-                return 0, asyncio.run(call())
+            with _raise_on_sigterm(), _prefect_server(server, console), asyncio.Runner() as runner:
+                runner.get_loop().set_exception_handler(_handle_task_error)
+                return 0, runner.run(call())
         except BaseException as error:
             if _is_interruption(error):
                 console.print(f"\ninterrupted; the same command resumes {what}")
@@ -134,6 +135,13 @@ def run_with_server(
             log_failure(error)
             _print_failure(error, console, log_path)
             return 1, {}
+
+
+def _handle_task_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs an error of a task that was not awaited, as asyncio does, but not the end of a flow by SIGTERM: the signal
+    ends the event loop first, and the command itself says how it ended."""
+    if not _is_interruption(context.get("exception")):
+        loop.default_exception_handler(context)
 
 
 def _print_failure(error: Exception, console: Console, log_path: Path) -> None:
@@ -175,7 +183,7 @@ def _is_termination(error: BaseException) -> bool:
     return isinstance(error, Terminated | TerminationSignal)
 
 
-def _is_interruption(error: BaseException) -> bool:
+def _is_interruption(error: BaseException | None) -> bool:
     """Whether the error stands for Ctrl-C."""
     from flows.ops.termination import FlowRunCancelled
 

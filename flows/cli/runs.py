@@ -1,5 +1,5 @@
-"""`ostinato runs ls | show | config | lineage | remove-checkpoint`: shows the runs of a store, their configs, and the
-origin of its models."""
+"""`ostinato runs ls | show | config | grades | lineage | remove-checkpoint`: shows the runs of a store, their configs,
+their grades, and the origin of its models."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from storage.inspect.lineage import ChainSegment, Lineage, StepLineage, lineage_
 from storage.inspect.prompt_lineage import PromptReport, prompt_report
 from storage.inspect.run_details import ChainDetails, RunDetails, describe_run
 from storage.inspect.run_summary import RunSummary, seconds_since, summarize_run
+from storage.inspect.step_grades import step_grades
 from storage.serialization import flatten
 from storage.store.objects import open_store
 
@@ -83,6 +84,7 @@ def _print_run(view: RunDetails, to: Console) -> None:
     overview = {
         "state": row.state,
         "created": _time(row.created),
+        **({"warnings": "\n".join(view.warnings)} if view.warnings else {}),
         "code version": view.code_version,
         "machine": " ".join(machine),
         "packages": " ".join(packages),
@@ -161,6 +163,25 @@ def remove_checkpoint(
         print_plain(console(), f"{verb} {manifest.key}: {manifest.bytes / 2**20:.1f} MiB")
     if len(removed) < len(policies):
         print_plain(console(), f"{verb} {len(policies) - len(removed)} names of checkpoints that are not stored")
+
+
+@runs_app.command("grades")
+def grades(
+    run: RunArgument,
+    stage: Annotated[str, typer.Argument(help="Stage of the run, as runs ls lists it, such as 0-grpo.")],
+    step: Annotated[int, typer.Argument(help="Number of the step, from 1.", min=1)],
+    storage: Storage = DEFAULT_STORAGE,
+    as_json: AsJson = False,
+) -> None:
+    """Shows the grade of each completion of a step and its reason, also of a step that could not be finished."""
+    with report_errors():
+        rows = list(step_grades(open_store(storage), run, stage, step))
+    if as_json:
+        print_json([row.model_dump(mode="json") for row in rows])
+        return
+    grades = table(f"grades of {run}/{stage} step {step}", "prompt", "n>", "status", "reward>", "reason", "completion")
+    cells = ((row.prompt, row.completion, row.status, row.reward, row.reason, row.text) for row in rows)
+    console().print(add_rows(grades, cells))
 
 
 @runs_app.command("lineage")

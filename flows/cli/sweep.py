@@ -33,6 +33,9 @@ from flows.configs.sweep import SweepConfig
 from storage.store.objects import open_store
 from tasks.evaluation.model_comparison import Comparison, score_table
 
+SHOWN_CHARACTERS = 160
+"""Characters of a prompt, an answer or a reason that are printed."""
+
 if TYPE_CHECKING:
     from tasks.evaluation.run_comparison import Ranked
 
@@ -63,10 +66,22 @@ def evaluate(config: ConfigFile, sets: Sets = None, server: Server = "") -> None
             for each in comparison.differences:
                 add_rows(changes, [(each.dataset, each.grader, each.first, each.second, each.paired, each.verdict)])
             to.print(changes)
-        to.print(f"table: {result['table']}", highlight=False, soft_wrap=True)
-        to.print('its rows: see "Scores per prompt" in docs/graders.md', highlight=False, soft_wrap=True)
+        print_plain(to, "answers to the first prompts:")
+        for sample in result["samples"]:
+            print_plain(to, _sample_line(sample))
+        print_plain(to, f"table: {result['table']}")
+        print_plain(to, 'its rows: see "Scores per prompt" in docs/graders.md')
 
     _run(EvaluationFlowConfig, config, sets, server, call, print_result, what="the evaluation")
+
+
+def _sample_line(sample: dict[str, Any]) -> str:
+    """One line: prompt, model, answer, grade and reason. Texts are quoted, because a model may write any character."""
+    reward = "no grade" if sample["reward"] is None else f"{sample['reward']:g}"
+    reason = f": {sample['reason']!r:.{SHOWN_CHARACTERS}}" if sample["reason"] else ""
+    prompt, answer = f"{sample['prompt']!r:.{SHOWN_CHARACTERS}}", f"{sample['answer']!r:.{SHOWN_CHARACTERS}}"
+    where = f"{sample['dataset']}/{sample['grader']}"
+    return f"  {prompt}  {sample['model']}: {answer}  {where} {reward}{reason}"
 
 
 def recurring(config: ConfigFile, sets: Sets = None, server: Server = "") -> None:

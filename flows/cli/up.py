@@ -32,10 +32,10 @@ from flows.cli.output import (
 )
 from flows.configs.overrides import ConfigError
 from flows.ops.deployments import POOL, deploy
-from flows.ops.processes import ProcessIdentity, processes_of_up, terminate_all
+from flows.ops.processes import ProcessIdentity, open_log, processes_of_up, terminate_all
 from flows.ops.services import BUCKET, find_seaweedfs, free_ports, is_free
 from flows.ops.state import HOME, UpError, UpOptions, UpState, forget_state, load_state, save_state, status, supervising
-from flows.ops.supervisor import Supervisor, deploy_by_command, describe_log_end
+from flows.ops.supervisor import SUPERVISOR_LOG, Supervisor, deploy_by_command, describe_log_end
 
 DETACH_TIMEOUT_SECONDS = 600.0
 """Seconds that `up --detach` waits for the services."""
@@ -184,9 +184,9 @@ def _up_detached(home: Path, options: UpOptions) -> int:
     if options.engine_config:
         command += ["--engine-config", options.engine_config]
     home.mkdir(parents=True, exist_ok=True)
-    log = home / "supervisor.log"
-    shown = log.stat().st_size if log.exists() else 0
-    with log.open("ab") as output:
+    log = home / SUPERVISOR_LOG
+    with open_log(log) as output:
+        shown = log.stat().st_size
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )

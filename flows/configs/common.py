@@ -23,7 +23,7 @@ from flows.configs.defaults import default_of
 from flows.configs.forms import REQUIRED_IN_FORM, FormConfig
 from flows.configs.logging import LoggingConfig
 from flows.configs.optimizer import OptimizerConfig, SFTOptimizer
-from flows.configs.reinforcement import BatchRules, Regularisation
+from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
 from flows.configs.titles import training_title
 from flows.configs.validation import EvaluationConfig, ValidationConfig
 from storage.chain.records import OldLogprobs
@@ -31,7 +31,7 @@ from storage.chain.retention import Retention
 from storage.errors import InvalidKey
 from storage.number_types import Coefficient, Positive
 from storage.serialization import Frozen, left_out
-from storage.store.keys import validate_name
+from storage.store.keys import validate_name, validate_run
 from tasks import import_paths
 from tasks.batches.rl import AdvantageEstimator, BatchPlan
 from tasks.batches.truncation import Cut, LengthPlan
@@ -56,6 +56,9 @@ class ModelConfig(Frozen):
     """Name of the model within the run."""
     publish_as: str | None = None
     """Registry name of the trained model. None: the run's key."""
+    publish_unchanged: bool = False
+    """Publish the model also if no step of the run taught it anything, so that it is the model that training started
+    from."""
     adapter: LoraSpec | None = None
     """LoRA adapter to train instead of all weights; several runs on one base model then share its memory. `{}` is an
     adapter of rank 16. None: all weights are trained."""
@@ -125,7 +128,7 @@ class GRPOAlgorithm(Frozen):
     samples_per_batch: int = Field(128, ge=1)
     """Completions per step. A multiple of completions_per_sample."""
     samples_per_mini_batch: int = Field(128, ge=1)
-    """Completions per optimizer update. At most samples_per_batch, which is the default if it is smaller."""
+    """Completions per optimizer update. From samples_per_batch on, a batch is one update."""
     mini_epochs_per_batch: int = Field(1, ge=1)
     """Passes over the batch of a step before new completions are sampled."""
     completions_per_sample: int = Field(8, ge=1)
@@ -151,20 +154,10 @@ class GRPOAlgorithm(Frozen):
     leave_one_out: reward minus the mean of the others. raw: reward. reinforce_plus_plus: reward whitened over the batch
     (with _baseline: after subtracting the group's mean)."""
     old_logprobs: OldLogprobs = default_of(BatchPlan, "old_logprobs")
-    """Source of the old policy's log-probabilities. trainer: computed by the trainer. sampler: as the sampler
-    reported them."""
+    """Source of the old policy's log-probabilities, which the clip ranges refer to. trainer: those of the policy before
+    the step, computed by the trainer. sampler: those of the policy that sampled, as the sampler reported them."""
     prompts_per_shard: int = Field(16, ge=1)
     """Prompts per shard. A shard is sampled, graded and committed as a whole; a crash repeats at most one."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _shrink_default_mini_batch(cls, values: Any) -> Any:
-        default = default_of(cls, "samples_per_mini_batch")
-        if isinstance(values, dict) and "samples_per_mini_batch" not in values:
-            batch = values.get("samples_per_batch")
-            if isinstance(batch, int) and 1 <= batch < default:
-                return values | {"samples_per_mini_batch": batch}
-        return values
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
@@ -172,11 +165,6 @@ class GRPOAlgorithm(Frozen):
             raise ValueError(
                 f"samples_per_batch={self.samples_per_batch} splits a group; use a multiple of "
                 f"completions_per_sample={self.completions_per_sample}"
-            )
-        if self.samples_per_mini_batch > self.samples_per_batch:
-            raise ValueError(
-                f"samples_per_mini_batch={self.samples_per_mini_batch} exceeds samples_per_batch="
-                f"{self.samples_per_batch}; lower it to at most that"
             )
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"both steps={self.steps} and epochs={self.epochs} were given; give one of them")
@@ -266,6 +254,14 @@ class StorageConfig(Frozen):
         return {"url": value} if isinstance(value, str) else value
 
 
+def checked_run(run: str) -> str:
+    """The key of a run; empty: none is given. Raises ValueError."""
+    try:
+        return validate_run(run) if run else run
+    except InvalidKey as error:
+        raise ValueError(str(error)) from error
+
+
 class FlowConfig(FormConfig):
     """Fields that the config of every flow has."""
 
@@ -280,17 +276,29 @@ class FlowConfig(FormConfig):
     checkpoints: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 
+    @field_validator("run")
+    @classmethod
+    def _is_run(cls, run: str) -> str:
+        return checked_run(run)
+
     def semantic(self) -> dict[str, Any]:
         """The part of the config that decides the result. Names, time limits and retries are left out."""
         body = self.model_dump(mode="json", include=set(SEMANTIC))
         for model in (body["model"], body.get("value_model", {})):
             model.pop("publish_as", None)
+            model.pop("publish_unchanged", None)
         body["data"].pop("heldout", None)
         # limits, which change no reward
         limits = ("timeout_seconds", "reaction_seconds", "retries", "concurrency", "max_masked_fraction", "workers")
         for name in limits:
             body.get("grader", {}).pop(name, None)
             body.get("environment", {}).pop(name, None)
+        # when a run is given up
+        rules = body.get("rules", {})
+        for name in ("max_skipped_steps", "max_idle_steps"):
+            rules.pop(name, None)
+        if not rules:
+            body.pop("rules", None)
         return body
 
     def other(self) -> dict[str, Any]:
@@ -308,6 +316,7 @@ class TrainingConfig(FlowConfig):
     if TYPE_CHECKING:
         algorithm: Any
         optimizer: OptimizerConfig
+        rules: RunRules
 
         @property
         def title(self) -> str: ...
@@ -348,8 +357,7 @@ class GRPOConfig(TrainingConfig):
     @model_validator(mode="after")
     def _endless_runs_are_constant(self) -> Self:
         check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
-        algorithm = self.algorithm
-        self.regularisation.check(algorithm)
+        self.regularisation.check(self.algorithm, self.sampling, max_staleness=self.rules.max_staleness)
         return self
 
 
@@ -392,6 +400,7 @@ class SFTConfig(TrainingConfig):
     data: SFTDataConfig
     algorithm: SFTAlgorithm = SFTAlgorithm()
     optimizer: SFTOptimizer = SFTOptimizer()
+    rules: RunRules = RunRules()
     validation: ValidationConfig = ValidationConfig()
 
     @property

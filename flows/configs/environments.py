@@ -18,7 +18,7 @@ from flows.configs.common import (
 )
 from flows.configs.defaults import default_of
 from flows.configs.gspo import GSPOAlgorithm, check_has_gspo
-from flows.configs.reinforcement import BatchRules, Regularisation
+from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
 from flows.configs.titles import training_title
 from storage.number_types import Coefficient, Divisor, Positive
 from storage.serialization import Frozen
@@ -93,12 +93,13 @@ class EpisodeRegularisation(Regularisation):
     """Number of episodes over which the adaptive controller may change kl_beta by a fifth."""
 
 
-class EpisodeRules(Frozen):
-    """Rule for which policy the episodes of a step are sampled from."""
+class EpisodeRules(RunRules):
+    """Rules for which policy the episodes of a step are sampled from, and for when a run ends early."""
 
     max_staleness: int = Field(default_of(BatchRules, "max_staleness"), ge=0)
     """Age in steps of the policy that episodes are sampled from. Above 0, episodes are played while earlier steps
-    train."""
+    train, and the loss must correct for their age: it needs regularisation.importance_cap, or
+    algorithm.old_logprobs=sampler."""
 
 
 class ENVGRPOConfig(TrainingConfig):
@@ -120,9 +121,8 @@ class ENVGRPOConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _endless_runs_are_constant(self) -> Self:
-        algorithm = self.algorithm
-        check_sampled_run(algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
-        self.regularisation.check(algorithm)
+        check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
+        self.regularisation.check(self.algorithm, self.sampling, max_staleness=self.rules.max_staleness)
         return self
 
 

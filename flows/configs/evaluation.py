@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from engine.protocol import SamplingParams, SamplingTemperature
 from engine.specs.engine import EngineSpec, LocalEngineSpec
-from flows.configs.common import GraderConfig, GRPOConfig, StorageConfig
+from flows.configs.common import GraderConfig, GRPOConfig, StorageConfig, checked_run
 from flows.configs.defaults import default_of
 from flows.configs.forms import FormConfig
 from flows.configs.titles import model_title
@@ -171,6 +171,11 @@ class EvaluationFlowConfig(FormConfig):
     engine: EngineSpec = LocalEngineSpec()
     """Engine that samples. In a deployment, the default means the deployment's engine."""
     storage: StorageConfig = StorageConfig()
+
+    @field_validator("run")
+    @classmethod
+    def _is_run(cls, run: str) -> str:
+        return checked_run(run)
 
     @property
     def title(self) -> str:

@@ -15,10 +15,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import GetJsonSchemaHandler, JsonValue, model_validator
+from pydantic import ConfigDict, GetJsonSchemaHandler, JsonValue, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from storage.secrets import refuse_secrets
 from storage.serialization import Frozen
 
 Schema = dict[str, Any]
@@ -77,6 +78,9 @@ _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*|[a-z0-9]+")
 class FormConfig(Frozen):
     """Base class of a flow's config. Its JSON schema, with all nested definitions, is adapted to Prefect's form."""
 
+    # pydantic's own text of an error would show the whole config, with an address that is refused for its password
+    model_config = ConfigDict(hide_input_in_errors=True)
+
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         reference = handler(core_schema)
@@ -94,7 +98,8 @@ class FormConfig(Frozen):
     @classmethod
     def _from_form(cls, values: Any) -> Any:
         """Merges the further settings of a form into their groups. Drops a group that is None, so that it has its
-        default."""
+        default. Raises SecretInURL for an address with a password."""
+        refuse_secrets(values)
         if not isinstance(values, dict):
             return values
         flat = merge_further(values)

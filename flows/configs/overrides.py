@@ -8,6 +8,7 @@ import copy
 import difflib
 import json
 import re
+import stat
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from engine.validation_messages import field_keys
 from flows.configs.forms import FURTHER, merge_further
+from storage.secrets import SecretInURL, refuse_secrets
 from tasks import import_paths
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -48,7 +50,7 @@ def load_config(path: Path | None, sets: Sequence[str] = ()) -> dict[str, Any]:
     """The mapping of the file (.yaml, .yml, .toml or .json; None: empty), changed by each `a.b=value` of `sets`.
 
     Raises ConfigError: no such file, wrong suffix, bad syntax, too large or nested too deeply, a key given twice, a set
-    that goes through a value.
+    that goes through a value, an address with a password.
     """
     config = {} if path is None else _read_file(path)
     seen: list[str] = []
@@ -62,6 +64,10 @@ def load_config(path: Path | None, sets: Sequence[str] = ()) -> dict[str, Any]:
         seen.append(key)
         _put(config, key, value)
     _check_extent(config, "the config" if path is None else str(path))
+    try:
+        refuse_secrets(config)
+    except SecretInURL as error:
+        raise ConfigError(str(error)) from error
     return config
 
 
@@ -108,7 +114,7 @@ def validation_lines(
         if path and path[-1] == FURTHER:
             message = f"expected settings by name (given: {problem['input']!r:.{SHOWN_CHARACTERS}})"
         elif problem["type"] == "extra_forbidden":
-            message = f"unknown key{_nearest(path[-1], _keys_of_group(model, path[:-1]))}"
+            message = f"unknown key{_hint_for_unknown(path[-1], *_group_at(model, path[:-1], config))}"
         elif problem["type"] == "missing":
             message = f"missing; {remedy.format(where)}"
         elif problem["type"] in NOT_A_GROUP:
@@ -138,7 +144,7 @@ def _describe_kind(problem: ErrorDetails, model: Any, config: Any) -> str:
     shown = "no kind" if isinstance(value, dict) else f"{value!r:.{SHOWN_CHARACTERS}}"
     if choices:
         return f"given {shown}; expected a group of keys, with kind: one of {choices}"
-    known = _keys_of_group(model, field_keys(problem, config))
+    known = _keys_of(_of_kind(*_group_at(model, field_keys(problem, config), config)))
     keys = f" ({', '.join(known)})" if 0 < len(known) <= MAX_KEYS_SHOWN else ""
     return f"given {shown}; expected a group of keys{keys}"
 
@@ -182,8 +188,10 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(f"{path} is no regular file; give the path of a config file")
         with path.open("rb") as file:
-            # at most one byte too many, since the path may be a device without an end
+            # at most one byte too many, since the file may grow meanwhile
             data = file.read(MAX_CONFIG_BYTES + 1)
             size = max(len(data), path.stat().st_size)
         text = data.decode("utf-8")
@@ -224,7 +232,8 @@ def _extent(value: Any, known: dict[int, tuple[int, int]], depth: int) -> tuple[
     if not levels:
         inner = value if isinstance(value, list) else value.values()
         extents = [_extent(item, known, depth + 1) for item in inner]
-        size = 1 + sum(item_size for item_size, _ in extents)
+        names = 0 if isinstance(value, list) else sum(len(str(name)) for name in value)
+        size = 1 + names + sum(item_size for item_size, _ in extents)
         levels = 1 + max((item_levels for _, item_levels in extents), default=0)
         known[id(value)] = size, levels
     return size, levels
@@ -370,14 +379,38 @@ def _scalar(text: str) -> Any:
         loader.dispose()
 
 
-def _keys_of_group(model: Any, path: Sequence[str]) -> list[str]:
-    """The keys of the group at `path`: the fields of the model, or of all its kinds. Empty if it has no fixed keys."""
+def _group_at(model: Any, path: Sequence[str], config: Any) -> tuple[list[type[BaseModel]], Any]:
+    """The models of the group at `path`, one per kind, and the value that `config` has there."""
     groups = _models_in(model)
     for part in path:
-        if part.isdecimal():
-            continue  # the index of a list: the items have the type of the field
-        fields = [group.model_fields[part] for group in groups if part in group.model_fields]
-        groups = [inner for field in fields for inner in _models_in(field.annotation)]
+        # the items of a list have the type of the field
+        if not part.isdecimal():
+            groups = _of_kind(groups, config)
+            fields = [group.model_fields[part] for group in groups if part in group.model_fields]
+            groups = [inner for field in fields for inner in _models_in(field.annotation)]
+        config = _value_at(config, part)
+    return groups, config
+
+
+def _value_at(config: Any, part: str) -> Any:
+    """The value of a key of a group, or of an index of a list; None if there is none."""
+    if isinstance(config, dict):
+        return config.get(part)
+    return config[int(part)] if isinstance(config, list | tuple) and part.isdecimal() else None
+
+
+def _of_kind(groups: list[type[BaseModel]], config: Any) -> list[type[BaseModel]]:
+    """The groups of the kind that `config` gives, or all of them if it gives no known kind."""
+    kind = _value_at(config, "kind")
+    return [group for group in groups if _kind(group) is not None and _kind(group) == kind] or groups
+
+
+def _kind(group: type[BaseModel]) -> Any:
+    """The kind of a group; None if it has none."""
+    return group.model_fields["kind"].default if "kind" in group.model_fields else None
+
+
+def _keys_of(groups: list[type[BaseModel]]) -> list[str]:
     return list(dict.fromkeys(name for group in groups for name in group.model_fields))
 
 
@@ -390,7 +423,14 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return models
 
 
-def _nearest(key: str, known: Sequence[str]) -> str:
+def _hint_for_unknown(key: str, groups: list[type[BaseModel]], config: Any) -> str:
+    """What to write instead of an unknown key of a group: only keys that are valid in it, or other kinds of it that
+    have the key. `groups` and `config` are those of `_group_at`."""
+    kind = _value_at(config, "kind")
+    kinds = [str(_kind(group)) for group in groups if key in group.model_fields]
+    if kind and kinds:
+        return f" of kind {kind}; leave it out, or use a kind that has it: {', '.join(kinds)}"
+    known = [name for name in _keys_of(_of_kind(groups, config)) if name != key]
     near = difflib.get_close_matches(key, known, n=1)
     if near:
         return f"; did you mean {near[0]!r}?"

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from engine.losses.pairs import DPOSpec, DPOVariant
 from flows.configs.common import DataConfig, OptimizerConfig, SFTAlgorithm, TrainingConfig
 from flows.configs.defaults import default_of
+from flows.configs.reinforcement import RunRules
 from flows.configs.titles import training_title
 from flows.configs.validation import ValidationConfig
 from storage.number_types import MAX_RATE, Divisor
@@ -97,6 +98,7 @@ class DPOConfig(TrainingConfig):
     data: PreferenceDataConfig
     algorithm: DPOAlgorithm = DPOAlgorithm()
     optimizer: PreferenceOptimizer = PreferenceOptimizer()
+    rules: RunRules = RunRules()
     validation: ValidationConfig = ValidationConfig()
 
     @property
@@ -111,6 +113,7 @@ class RewardModelConfig(TrainingConfig):
     data: RewardDataConfig
     algorithm: RewardModelAlgorithm = RewardModelAlgorithm()
     optimizer: PreferenceOptimizer = PreferenceOptimizer()
+    rules: RunRules = RunRules()
     validation: ValidationConfig = ValidationConfig()
 
     @property

@@ -34,7 +34,8 @@ class RecurringConfig(FormConfig):
     whole flow."""
     start_from: Literal["champion", "base"] = "champion"
     """Model that a challenger starts from. champion: the champion, or the base model when there is none. base: always
-    `training.config.model`."""
+    `training.config.model`. What a challenger is compared with does not depend on it while there is a champion or a
+    published version of the name."""
     suite: PromptSuite
     gate: GateConfig = GateConfig()
     approval: ApprovalConfig = ApprovalConfig()

@@ -1,4 +1,4 @@
-"""Groups of the configs of reinforcement learning whose defaults fit most runs."""
+"""Groups of the configs whose defaults fit most runs: the rules of a run, and the terms of a policy loss."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from engine.losses.base import TermsNorm
 from engine.losses.policy_gradient import GRPOSpec, PolicyLoss
+from engine.protocol import SamplingParams
 from flows.configs.defaults import default_of
 from storage.chain.records import OldLogprobs, StepOldLogprobs
 from storage.number_types import Coefficient, Divisor, Positive
@@ -24,7 +25,15 @@ KLControl = Literal["fixed", "adaptive"]
 RefillEnd = Literal["short", "fail"]
 
 
-class BatchRules(Frozen):
+class RunRules(Frozen):
+    """Rule for when a run ends early."""
+
+    max_idle_steps: int | None = Field(20, ge=1)
+    """Number of steps in a row without a gradient (all rewards of each group equal, or a learning rate of 0) that end
+    the run as failed, without publishing its model. None: no such limit."""
+
+
+class BatchRules(RunRules):
     """Rules for which completions a step trains on, and which policy they are sampled from."""
 
     dynamic_sampling: bool = False
@@ -37,7 +46,8 @@ class BatchRules(Frozen):
     run fails."""
     max_staleness: int = Field(0, ge=0)
     """Age in steps of the policy that completions are sampled from. Above 0, completions are sampled while earlier
-    steps train."""
+    steps train, and the loss must correct for their age: it needs regularisation.importance_cap, or
+    algorithm.old_logprobs=sampler."""
     mask_truncated: bool = False
     """Leave completions that were cut at max_new_tokens out of the loss."""
     overlong_buffer: int | None = Field(None, ge=1)
@@ -45,6 +55,10 @@ class BatchRules(Frozen):
     None: no penalty."""
     overlong_penalty: Positive = default_of(Overlong, "penalty")
     """Penalty that the longest completions get, subtracted from their reward. Used with overlong_buffer."""
+    max_skipped_steps: int = Field(5, ge=0)
+    """Largest number of steps in a row in which no completion gets a grade, such as steps whose completions the judge
+    declines. Such a step is sampled a second time and then skipped: it changes no weight. The run fails at the next
+    one. It may change between attempts of a run."""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -65,8 +79,9 @@ class Regularisation(Frozen):
     entropy_coef: Coefficient = default_of(GRPOSpec, "entropy_coef")
     """Coefficient of the entropy bonus: this times the policy's entropy is subtracted from the loss."""
     importance_cap: Positive | None = None
-    """Upper bound of importance weights that correct for differences between the trainer's and the sampler's
-    probabilities (truncated importance weights). None: no such weights."""
+    """Upper bound of importance weights that correct for differences between the probabilities of the policy before the
+    step, as the trainer computes them, and those of the policy that sampled, as the sampler reported them (truncated
+    importance weights). None: no such weights."""
     norm_constant: Divisor | None = None
     """Tokens per completion that loss_norm=constant divides by. None: sampling.max_new_tokens."""
     kl_in: KLPlace = "loss"
@@ -100,11 +115,14 @@ class Regularisation(Frozen):
         if self.kl_importance and kl_beta == 0:
             raise ValueError("regularisation.kl_importance acts only with algorithm.kl_beta above 0; leave it out")
 
-    def check(self, algorithm: GRPOAlgorithm) -> None:
-        """Raises ValueError for a setting that has no effect with these settings of the algorithm."""
+    def check(self, algorithm: GRPOAlgorithm, sampling: SamplingParams, *, max_staleness: int) -> None:
+        """Raises ValueError for a setting that has no effect with these settings of the algorithm, and for a loss whose
+        ratios would not be those of the policy that sampled."""
         self.check_norm(algorithm.loss_norm)
         self.check_kl(algorithm.kl_beta)
         check_importance(self.importance_cap, algorithm.old_logprobs)
+        check_sampler_logprobs(self.importance_cap, algorithm.old_logprobs, sampling)
+        check_staleness(self.importance_cap, algorithm.old_logprobs, max_staleness)
         if self.gamma != 1 and algorithm.advantage_estimator != "reinforce_plus_plus":
             raise ValueError(
                 f"regularisation.gamma={self.gamma} acts only with algorithm.advantage_estimator='reinforce_plus_plus',"
@@ -121,8 +139,9 @@ class Regularisation(Frozen):
 
 
 def old_logprobs_of_step(algorithm: GRPOAlgorithm, regularisation: Regularisation) -> StepOldLogprobs:
-    """Where a step takes the old logprobs from. The trainer's come from the step's own forward pass, unless a batch is
-    several updates or the rewards need them before the step."""
+    """Where a step takes the old logprobs from. The trainer's are those of the policy before the step, also where an
+    older one sampled. They come from the step's own forward pass, unless a batch is several updates or the rewards need
+    them before the step."""
     if algorithm.old_logprobs == "sampler":
         return "sampler"
     one_update = algorithm.samples_per_mini_batch >= algorithm.samples_per_batch
@@ -137,6 +156,31 @@ def check_importance(cap: float | None, old_logprobs: OldLogprobs) -> None:
         raise ValueError(
             f"importance_cap={cap} has no effect with old_logprobs='sampler': it bounds the ratio of the trainer's and "
             "the sampler's probability, and then both are the sampler's; leave it out, or use old_logprobs='trainer'"
+        )
+
+
+def check_sampler_logprobs(cap: float | None, old_logprobs: OldLogprobs, sampling: SamplingParams) -> None:
+    """Raises ValueError if the loss compares the trainer's logprobs, which are of the whole vocabulary, with those of a
+    sampler that draws from a part of it."""
+    names = _changed(sampling, "top_p", "top_k", "json_schema")
+    truncation = [f"{name}={getattr(sampling, name)!s:.40}" for name in names]
+    used_by = "old_logprobs='sampler'" if old_logprobs == "sampler" else f"importance_cap={cap}"
+    if truncation and (cap is not None or old_logprobs == "sampler"):
+        raise ValueError(
+            f"{used_by} divides the trainer's probabilities by the sampler's, which {' and '.join(truncation)} raise: "
+            "the ratios would be wrong; leave top_p and top_k out of the sampling (and json_schema), or use "
+            "old_logprobs='trainer' without importance_cap"
+        )
+
+
+def check_staleness(cap: float | None, old_logprobs: OldLogprobs, max_staleness: int) -> None:
+    """Raises ValueError if completions of an older policy would be trained as if they were the trained policy's."""
+    if max_staleness > 0 and old_logprobs == "trainer" and cap is None:
+        raise ValueError(
+            f"max_staleness={max_staleness} trains on completions of an older policy, and old_logprobs='trainer' are "
+            "those of the policy before the step, so nothing would correct for their age; set importance_cap, for "
+            "example to 2.0 (weights for the policy that sampled: decoupled PPO), or old_logprobs='sampler' (the clips "
+            "act on the ratio to the policy that sampled)"
         )
 
 

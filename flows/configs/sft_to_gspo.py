@@ -19,7 +19,7 @@ from flows.configs.common import (
 )
 from flows.configs.defaults import default_of
 from flows.configs.gspo import GSPOAlgorithm, GSPOConfig
-from flows.configs.reinforcement import BatchRules, Regularisation
+from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
 from flows.configs.titles import training_title
 from storage.serialization import Frozen
 from tasks.datasets.spec import TrainingSource
@@ -41,6 +41,7 @@ class SFTStage(Frozen):
 
     algorithm: SFTAlgorithm = SFTAlgorithm()
     optimizer: SFTOptimizer = SFTOptimizer()
+    rules: RunRules = RunRules()
 
 
 class GSPOStage(Frozen):

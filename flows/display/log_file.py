@@ -15,10 +15,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
 LOG_FOLDER = Path(".ostinato") / "logs"
+MAX_BYTES = 20 * 2**20
+"""Size of a log file. A longer one is renamed to NAME.log.1, and that one to NAME.log.2."""
 
 RUN_LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 """Prefect's loggers of runs. Their errors say that a run failed, which the command itself says at its end."""
@@ -38,7 +41,7 @@ def log_file(name: str) -> Iterator[Path]:
     import prefect.main  # noqa: F401 - its import sets up the handlers that are changed here
 
     path = _writable_path(name)
-    to_file = _LogFileHandler(path, encoding="utf-8")
+    to_file = _LogFileHandler(path, maxBytes=MAX_BYTES, backupCount=2, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     with contextlib.ExitStack() as undo:
         undo.callback(to_file.close)
@@ -60,8 +63,10 @@ def log_failure(error: BaseException) -> None:
     logging.getLogger(FAILURE_LOGGER).error("the command failed", exc_info=error)
 
 
-class _LogFileHandler(logging.FileHandler):
-    """A run does not end because its log cannot be written, for example on a full disk. The terminal is told once."""
+class _LogFileHandler(RotatingFileHandler):
+    """A file of at most MAX_BYTES, of which two earlier ones are kept.
+
+    A run does not end because its log cannot be written, for example on a full disk. The terminal is told once."""
 
     _told = False
 
@@ -85,6 +90,7 @@ def _writable_path(name: str) -> Path:
     try:
         # the working directory may be read-only
         LOG_FOLDER.mkdir(parents=True, exist_ok=True)
+        LOG_FOLDER.chmod(0o700)  # logs hold prompts and addresses
         path = LOG_FOLDER / file_name
         path.open("ab").close()
     except OSError:

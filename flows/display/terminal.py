@@ -35,7 +35,7 @@ class TerminalProgress:
         *,
         logging: LoggingConfig | None = None,
     ) -> None:
-        self.logging = logging or LoggingConfig()
+        self.logging = logging or LoggingConfig(loggers=())
         """The trackers that also get the metrics."""
         self._console = console or Console(highlight=False)
         silence_task_logs()
@@ -161,6 +161,8 @@ def _cells(metrics: StepMetrics) -> dict[str, str]:
     # counts are shown only if they are not zero
     counted = {"masked": metrics.masked, "dropped": metrics.dropped, "skipped": metrics.skipped_updates}
     cells |= {name: str(count) for name, count in counted.items() if count}
+    if metrics.skipped:
+        cells["skipped"] = "no grades"
     cells["tok/s"] = f"{metrics.tokens_per_second:,.0f}"
     return cells
 

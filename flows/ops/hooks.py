@@ -27,7 +27,6 @@ from pydantic import BaseModel, ValidationError
 
 from engine.workspace import Workspace
 from flows.configs.common import FlowConfig
-from flows.ops.cancellation import cancellation_message, start_message_process
 from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.run_keys import EVALUATION_KEY_PREFIX, run_key_of
 from flows.runs.code_version import code_version
@@ -36,7 +35,7 @@ from storage.chain.leases import current_epoch, is_held, lease_holder
 from storage.chain.listing import list_runs
 from storage.errors import StorageError
 from storage.store.artifacts import Provenance
-from storage.store.objects import ObjectStore, open_store
+from storage.store.objects import ObjectStore
 
 log = logging.getLogger(__name__)
 
@@ -83,22 +82,6 @@ async def release_lease(flow: Flow[..., Any], flow_run: FlowRun, state: State) -
             await _end_children(client, children, cancelled=is_cancelled)
     except (ValidationError, ValueError, StorageError, PrefectHTTPStatusError) as error:
         log.warning("flow run %s ended, and its lease is not released: %s", flow_run.name, error)
-
-
-async def describe_cancellation(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
-    """Makes the message of a cancelled flow run say how many steps are committed: a hook for cancellation.
-
-    Prefect defines the names of the parameters. Does nothing for flows without steps of their own."""
-    if flow.name in {"evaluation", *PARENTS}:
-        return
-    try:
-        config = with_deployment_settings(_location_config(flow_run), deployed=flow_run.deployment_id is not None)
-        store = open_store(config.storage.url)
-        runs = _candidate_runs(store, flow.name, config, flow_run)
-        if len(runs) == 1:
-            start_message_process(flow_run.id, cancellation_message(store, runs[0], "deployed"))
-    except (ValidationError, ValueError, StorageError, OSError) as error:
-        log.warning("the message of the cancelled flow run %s is Prefect's: %s", flow_run.name, error)
 
 
 def _held_runs(flow_name: str, flow_run: FlowRun) -> list[Workspace]:
@@ -152,17 +135,21 @@ async def _unfinished_children(client: PrefectClient, flow_run: FlowRun) -> list
 
 
 async def _end_children(client: PrefectClient, children: list[FlowRun], *, cancelled: bool) -> None:
-    """Marks child runs as Cancelled or Crashed, because they ended with the process of their parent."""
+    """Marks child runs as Cancelled or Crashed, because they ended with the process of their parent.
+
+    A child that has ended, or whose state has changed since it was read, keeps its state."""
     message = "it ended with the flow run that started it"
     for child in children:
-        if child.state is None or not child.state.is_final():
-            state: State = Cancelled(message=message) if cancelled else Crashed(message=message)
-            await client.set_flow_run_state(child.id, state, force=True)
+        current = (await client.read_flow_run(child.id)).state
+        if current is not None and (child.state is None or current.id != child.state.id or current.is_final()):
+            continue
+        state: State = Cancelled(message=message) if cancelled else Crashed(message=message)
+        await client.set_flow_run_state(child.id, state, force=True)
 
 
 ON_END: dict[str, Any] = {
     "on_failure": [release_lease],
     "on_crashed": [release_lease],
-    "on_cancellation": [release_lease, describe_cancellation],
+    "on_cancellation": [release_lease],
 }
 """Options of the `@flow` decorator of every flow."""

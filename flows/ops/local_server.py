@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from flows.ops.processes import open_log
+
 LOOPBACK = "127.0.0.1"
 SERVER_HOME = Path(".ostinato") / "prefect"
 """Folder of the database of a server that a command or a recipe starts, relative to the working directory: it shows
@@ -127,7 +129,7 @@ def use_server(api_url: str) -> Iterator[None]:
 def _spawn(home: Path, log: Path, port: int) -> subprocess.Popen[bytes]:
     arguments = ["-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(port)]
     # the bootstrap program makes the server end with this process, and then becomes the server
-    with log.open("ab") as output:
+    with open_log(log) as output:
         return subprocess.Popen(
             [sys.executable, "-c", DIE_WITH_PARENT, str(os.getpid()), *arguments],
             # away from a prefect.toml or .env of the working directory

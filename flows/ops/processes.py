@@ -7,10 +7,12 @@ processes of one `up` can be found even if their parents have ended.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -20,6 +22,8 @@ UP_ID_ENV = "OSTINATO_UP"
 """Environment variable with the id of the `up` that a process belongs to."""
 FLOW_RUN_ENV = "PREFECT__FLOW_RUN_ID"
 """Environment variable in which Prefect's worker puts the id of the flow run that a process executes."""
+MAX_LOG_BYTES = 50 * 2**20
+"""Size at which the log of a process is rotated."""
 START_TIME_TOLERANCE_SECONDS = 0.05
 """Start times are computed from the kernel's clock ticks of 0.01 s."""
 
@@ -55,9 +59,25 @@ class ProcessIdentity(Frozen):
         return self.process() is not None
 
 
+def open_log(log: Path) -> BinaryIO:
+    """Opens the log of a process to append to it. A log that has grown too long is rotated first."""
+    rotate_log(log)
+    return log.open("ab")
+
+
+def rotate_log(log: Path) -> None:
+    """Moves the content of a log over MAX_LOG_BYTES to the file with the ending .1, whose content it replaces.
+
+    The log stays the same file, because running processes append to it. Lines that they write during the copy are
+    lost."""
+    if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
+        shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+        os.truncate(log, 0)
+
+
 def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: Path, folder: Path) -> ProcessIdentity:
     """Starts a process in a new session, so that Ctrl-C reaches only the supervisor. Appends its output to `log`."""
-    with log.open("ab") as output:
+    with open_log(log) as output:
         child = subprocess.Popen(
             list(command),
             cwd=folder,

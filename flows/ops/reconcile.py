@@ -50,8 +50,8 @@ def reconcile(api_url: str, pool: str, *, worker: str, seen: Collection[str]) ->
                 continue
             # a cancellation that no worker handled is completed; other runs continue
             new_state = "CANCELLED" if run["state_type"] == "CANCELLING" else "SCHEDULED"
-            _set_state(client, run["id"], new_state)
-            lines.append(f"{run['name']}: was {run['state_name']}, is {new_state.lower()}")
+            if _set_state(client, run, new_state):
+                lines.append(f"{run['name']}: was {run['state_name']}, is {new_state.lower()}")
         return lines
 
 
@@ -65,8 +65,8 @@ def reschedule_crashed_runs(api_url: str, pool: str, *, now: datetime | None = N
         lines = []
         for run in list(_runs_in_states(client, pool, ("CRASHED",))):
             age = now - datetime.fromisoformat(run["state"]["timestamp"])
-            if TAG in run["tags"] and MIN_CRASH_AGE <= age <= MAX_CRASH_AGE:
-                _set_state(client, run["id"], "SCHEDULED", reason="it crashed")
+            is_missed = TAG in run["tags"] and MIN_CRASH_AGE <= age <= MAX_CRASH_AGE
+            if is_missed and _set_state(client, run, "SCHEDULED", reason="it crashed"):
                 lines.append(f"{run['name']}: had crashed, is scheduled")
         return lines
 
@@ -84,8 +84,9 @@ def fail_runs_that_never_began(api_url: str, pool: str) -> list[str]:
             if TAG not in run["tags"] or run["run_count"] > 0 or is_new:
                 continue
             errors = _errors_before_the_flow(client, run["id"])
-            if errors >= MAX_ERRORS_BEFORE_THE_FLOW:
-                _set_state(client, run["id"], "FAILED", reason=f"its process ended {errors} times with an error")
+            if errors < MAX_ERRORS_BEFORE_THE_FLOW:
+                continue
+            if _set_state(client, run, "FAILED", reason=f"its process ended {errors} times with an error"):
                 lines.append(f"{run['name']}: its process never reached the flow, is failed")
         return lines
 
@@ -130,7 +131,15 @@ def _runs_in_states(client: httpx.Client, pool: str, states: Sequence[str]) -> I
         offset += PAGE_SIZE
 
 
-def _set_state(client: httpx.Client, run: str, new_state: str, *, reason: str = "its worker ended") -> None:
+def _set_state(
+    client: httpx.Client, run: dict[str, Any], new_state: str, *, reason: str = "its worker ended"
+) -> bool:
+    """Sets the state of a listed flow run. Returns False if its state has changed since it was listed: a person who
+    pressed Retry or Cancel meanwhile, or another process, has decided what the run does."""
+    current = client.get(f"/flow_runs/{run['id']}")
+    current.raise_for_status()
+    if current.json()["state_id"] != run["state_id"]:
+        return False
     state: dict[str, Any] = {"type": new_state, "message": "its worker ended before the flow run did"}
     if new_state == "FAILED":
         state |= {
@@ -145,4 +154,6 @@ def _set_state(client: httpx.Client, run: str, new_state: str, *, reason: str = 
             "message": f"{reason}; it continues after its last committed step",
             "state_details": {"scheduled_time": datetime.now(UTC).isoformat()},
         }
-    client.post(f"/flow_runs/{run}/set_state", json={"state": state, "force": True}).raise_for_status()
+    response = client.post(f"/flow_runs/{run['id']}/set_state", json={"state": state, "force": True})
+    response.raise_for_status()
+    return True

@@ -24,6 +24,7 @@ from flows.ops.processes import (
     process_environment,
     processes_of_up,
     reap,
+    rotate_log,
     spawn,
     terminate_all,
 )
@@ -42,6 +43,8 @@ FLOW_GRACE_SECONDS = 30.0
 """After SIGTERM, a flow gets this many seconds to release its run. The engine writes a checkpoint in this time."""
 WAIT_MESSAGE_SECONDS = 10.0
 """Interval of the messages that say what the start waits for."""
+SUPERVISOR_LOG = "supervisor.log"
+"""Name of the log of the supervisor itself, where it runs in the background."""
 LOG_TAIL = 3000
 """Bytes of a log, or characters of a command's output, that an error message shows."""
 
@@ -124,6 +127,8 @@ class Supervisor:
         while not self.stop.wait(TICK_SECONDS):
             for service in self.services:
                 self._restart_if_ended(service)
+                rotate_log(self._log_file(service))
+            rotate_log(self.home / SUPERVISOR_LOG)
             if time.monotonic() - self._last_crash_search > RESCHEDULE_INTERVAL_SECONDS:
                 self._reschedule_crashed_runs()
 

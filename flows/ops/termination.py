@@ -1,6 +1,7 @@
 """Decides how a flow run ends that is cancelled or gets SIGTERM.
 
 - A flow run of a worker that a person cancels: Prefect makes it Cancelled. Its log says how many steps are committed.
+  The state keeps Prefect's message: setting one afterwards could overwrite the state of a Retry.
 - A flow run of a worker that gets SIGTERM for another reason: Prefect makes it Crashed, and it is rescheduled.
 - A flow run from a terminal that gets Ctrl-C or SIGTERM: it becomes Cancelled here. Prefect would make it Crashed.
 
@@ -17,6 +18,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 from uuid import UUID
 
 import httpx
@@ -28,12 +30,16 @@ from prefect.states import Cancelled, Cancelling
 
 from engine.workspace import Workspace
 from flows.display.run_log import log_line
-from flows.ops.cancellation import cancellation_message
 from flows.ops.deployment_settings import is_deployed
 from flows.ops.processes import FLOW_RUN_ENV
+from storage.chain.listing import committed_steps
 from storage.errors import StorageError
+from storage.store.objects import ObjectStore
 
 log = logging.getLogger(__name__)
+
+NEXT_ACTION = {"deployed": "Retry", "terminal": "The same command"}
+"""What continues a cancelled run, by where it was started."""
 
 
 class FlowRunCancelled(Abort):
@@ -76,6 +82,15 @@ def reraise_termination() -> Iterator[RunEnding]:
         if state is not None and state.is_final():
             raise FlowRunCancelled(state) from error
         raise
+
+
+def cancellation_message(store: ObjectStore, run: str, started: Literal["deployed", "terminal"]) -> str:
+    """Returns the message of a cancelled run: how many steps are committed, and how the run continues."""
+    steps = sum(committed_steps(store, run).values())
+    if steps == 0:
+        return f"cancelled; no step is committed. {NEXT_ACTION[started]} begins the run again"
+    count = "1 step is" if steps == 1 else f"{steps} steps are"
+    return f"cancelled; {count} committed. {NEXT_ACTION[started]} continues after them"
 
 
 def _end(ending: RunEnding) -> State | None:

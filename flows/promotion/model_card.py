@@ -24,6 +24,11 @@ from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
 from tasks.evaluation.model_comparison import compare, comparison_markdown
 
+EVIDENCE = {
+    "baseline": "compared with", "start": "trained from", "dataset": "training data", "training_run": "training run",
+}  # fmt: skip
+"""Key in a decision's evidence -> its title on the page."""
+
 
 def commit_card(store: ObjectStore, decision: Decision, *, provenance: Provenance) -> str:
     """Writes the card of the decision's version and returns its text. If the decision has a card, returns that one."""
@@ -61,8 +66,7 @@ def render_card(store: ObjectStore, name: str, version: str, decision: Decision 
         *(_fork(segment) for segment in lineage.segments),
         _config_of_last_run(stages),
         _data(store, name, version, lineage),
-        _decision(decision),
-        _evaluation(store, decision),
+        *decision_sections(store, decision),
         _lineage(lineage, name, version),
     ]
     return "\n".join(section for section in sections if section)
@@ -182,9 +186,14 @@ def _data(store: ObjectStore, name: str, version: str, lineage: Lineage) -> str:
     return "## Data\n\n" + "\n".join(lines) + "\n"
 
 
-def _decision(decision: Decision | None) -> str:
+def decision_sections(store: ObjectStore, decision: Decision | None) -> list[str]:
+    """The decision with its reasons, and the evaluation that it is based on, as sections in Markdown."""
     if decision is None:
-        return ""
+        return []
+    return [_decision(decision), _evaluation(store, decision)]
+
+
+def _decision(decision: Decision) -> str:
     champion = f"`{decision.champion}`" if decision.champion else "no champion"
     source = f"decision `{decision.id}`"
     if decision.run:
@@ -194,11 +203,15 @@ def _decision(decision: Decision | None) -> str:
         f"`{decision.action}` by {decision.who}, {decision.created[:19]} UTC, over {champion} ({source}):\n",
     ]
     lines += [f"- {reason}" for reason in decision.reasons]
+    # what the challenger was compared with and made from
+    facts = [f"{title}: `{decision.evidence[name]}`" for name, title in EVIDENCE.items() if name in decision.evidence]
+    if facts:
+        lines += ["", *(f"- {fact}" for fact in facts)]
     return "\n".join(lines) + "\n"
 
 
-def _evaluation(store: ObjectStore, decision: Decision | None) -> str:
-    if decision is None or decision.evaluation is None:
+def _evaluation(store: ObjectStore, decision: Decision) -> str:
+    if decision.evaluation is None:
         return ""
     # the table may be in another store, or may have been deleted
     key, _, sha256 = decision.evaluation.partition("#")

@@ -1,19 +1,28 @@
 """The decorator of every flow. If the config is invalid, or an error explains itself, the flow run fails with only that
-message as its state.
+message as its state. A flow that has ended returns its result although no Prefect server records the end.
 
-Plain Prefect puts its own words before the message and a traceback into the log, and does not log the message of an
-invalid config.
+Plain Prefect puts its own words before the message and a traceback into the log, does not log the message of an
+invalid config, and raises the error of its connection in place of the result.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import logging
+import time
 from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
+import httpx
+from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
 from prefect.flows import Flow
 from prefect.logging.loggers import get_run_logger
-from prefect.states import Failed
+from prefect.states import Completed, Failed
 from prefect.utilities.hashing import file_hash
 from pydantic import BaseModel, ValidationError
 
@@ -26,6 +35,26 @@ from flows.runs.program import print_expected_errors, with_log_file, with_server
 Config = TypeVar("Config")
 R = TypeVar("R")
 Function = Callable[[Config], Coroutine[Any, Any, R]]
+log = logging.getLogger(__name__)
+
+
+START_PATIENCE = 600.0
+"""Seconds that the start of a child run waits for a Prefect server that does not answer."""
+START_INTERVAL = 5.0
+"""Seconds between tries to start a child run."""
+
+
+@dataclass
+class FlowOutcome:
+    """How far the function of a flow has come, for a caller that Prefect does not tell."""
+
+    has_begun: bool = False
+    state: State[Any] | None = None
+    """The state in which the function ended: Completed with its result, or Failed with its exception."""
+
+
+_outcome: ContextVar[FlowOutcome | None] = ContextVar("flow_outcome", default=None)
+"""The outcome of the flow that runs in this context."""
 
 
 class InvalidConfig:
@@ -52,7 +81,8 @@ class CheckedFlow(Flow[[Config], Coroutine[Any, Any, R]]):
     if not TYPE_CHECKING:  # the types of the call are those of Flow
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            call = super().__call__(*args, **kwargs)
+            make_call = partial(super().__call__, *args, **kwargs)
+            call = _survive_outage(make_call, self.name, return_state=kwargs.get("return_state", False))
             return with_server(with_log_file(call, self.name) if self.is_of_program else call)
 
     def validate_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -68,6 +98,33 @@ class CheckedFlow(Flow[[Config], Coroutine[Any, Any, R]]):
         return super().validate_parameters(parameters | {"config": config})
 
 
+async def _survive_outage(make_call: Callable[[], Coroutine[Any, Any, Any]], name: str, *, return_state: bool) -> Any:
+    """Calls a flow. Returns its result even if the server never heard that it ended.
+
+    A child run that the server could not be told of at its start is started again; a flow run without a parent fails
+    at once. By then, Prefect's client has tried for about a minute.
+    """
+    outcome = FlowOutcome()
+    token = _outcome.set(outcome)
+    deadline = time.monotonic() + START_PATIENCE
+    try:
+        while True:
+            try:
+                return await make_call()
+            except httpx.HTTPError as error:
+                is_child = FlowRunContext.get() is not None
+                if outcome.state is None and (outcome.has_begun or not is_child or time.monotonic() > deadline):
+                    raise
+                if outcome.state is not None and outcome.state.data is error:
+                    raise  # an error of the flow's own requests
+                log.warning("the Prefect server does not record flow run %r: %s: %s", name, type(error).__name__, error)
+                if outcome.state is not None:
+                    return outcome.state if return_state else await outcome.state.aresult()
+                await asyncio.sleep(START_INTERVAL)
+    finally:
+        _outcome.reset(token)
+
+
 def checked_flow(
     *, name: str, flow_run_name: str | Callable[[], str] | None = None
 ) -> Callable[[Function[Config, R]], CheckedFlow[Config, R]]:
@@ -78,15 +135,23 @@ def checked_flow(
 
     def decorate(function: Function[Config, R]) -> CheckedFlow[Config, R]:
         async def run(config: Any) -> Any:
+            outcome = _outcome.get() or FlowOutcome()
+            outcome.has_begun = True
             try:
                 if isinstance(config, InvalidConfig):
                     raise ConfigError(config.reason)
-                return await function(config)
+                result = await function(config)
+                outcome.state = Completed(data=result)
+                return result
             except (*EXPECTED_ERRORS, TooManyAttempts) as error:
                 logger = get_run_logger()
                 logger.error(str(error))
                 logger.debug("the error in full", exc_info=error)
-                return Failed(message=str(error), data=error)
+                outcome.state = Failed(message=str(error), data=error)
+                return outcome.state
+            except Exception as error:
+                outcome.state = Failed(message=f"{type(error).__name__}: {error}", data=error)
+                raise
 
         # Prefect shows the name, the docstring and the parameter of the function, and takes the version from its file
         for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):

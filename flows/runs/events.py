@@ -19,6 +19,7 @@ from tasks.datasets.spec import DatasetSpec, DatasetUse, MixtureDataset, RowsDat
 
 MODEL_PROMOTED = "ostinato.model.promoted"
 RUN_STALLED = "ostinato.run.stalled"
+RUN_IDLE = "ostinato.run.idle"
 EVAL_REGRESSED = "ostinato.eval.regressed"
 DATASET_REGISTERED = "ostinato.dataset.registered"
 
@@ -80,6 +81,14 @@ def emit_run_stalled(run: str, *, step: int, silent_seconds: float, usual_second
         "usual_seconds": None if usual_seconds is None else round(usual_seconds, 3),
     }
     _emit(RUN_STALLED, "run", run, payload)
+
+
+def emit_run_idle(run: str, *, step: int, reason: str) -> None:
+    """Sends the event that a step of the run taught the model nothing, once per attempt.
+
+    `step` is counted from 1. `reason` is a clause: why the step had no gradient.
+    """
+    _emit(RUN_IDLE, "run", run, {"run": run, "step": step, "reason": reason})
 
 
 def emit_eval_regressed(

@@ -9,6 +9,7 @@ from storage.errors import StorageError
 from tasks.datasets.errors import DatasetError
 from tasks.environments.spec import EnvironmentSpecError
 from tasks.graders.spec import GraderSpecError
+from tasks.loggers.base import LoggerMissing
 from tasks.sampling.grading import TooManyMasked
 
 
@@ -18,5 +19,5 @@ class DoesNotFit(ValueError):
 
 EXPECTED_ERRORS = (
     ConfigError, DoesNotFit, EngineError, StorageError, DatasetError, GraderSpecError, EnvironmentSpecError,
-    TooManyMasked, TrialsFailed,
+    LoggerMissing, TooManyMasked, TrialsFailed,
 )  # fmt: skip

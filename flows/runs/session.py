@@ -14,6 +14,7 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel
 
 from engine.errors import EngineError
+from engine.models.folder import router_loss_warning
 from engine.models.hub import hub_repo_of_key
 from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
@@ -127,7 +128,7 @@ async def open_run(
     the datasets that the flow trains on besides `config.data.train`.
 
     Raises:
-        ConfigError: something that the config names is not there. Raised before anything is loaded.
+        ConfigError, LoggerMissing: something that the config names is not there. Raised before anything is loaded.
         SemanticMismatch: the key belongs to a run with another semantic config, or of another dataset or base model;
             the differences are listed.
         DoesNotFit: the engine's memory or the store's disk cannot hold the run.
@@ -141,6 +142,7 @@ async def open_run(
         resumed = store.exists(keys.run_json(workspace.run))
         workspace = with_hub_commits(workspace, config)
         _check_config(workspace, config, use, resumed=resumed)
+        config.logging.trackers()
 
         # the inputs: datasets and base model
         data = _load(workspace, config.data.train, use, logger)
@@ -154,7 +156,7 @@ async def open_run(
         notes = await _check_fit(workspace, config, base, data, further_data, use, logger, resumed=resumed)
 
         # create the run, or check that a resumed one has the same inputs
-        warnings = _create_or_check_run(workspace, flow_name, config, _input_digests(base, data, further_data))
+        warnings = _create_or_check_run(workspace, flow_name, config, base, _input_digests(base, data, further_data))
         sources = {"dataset": (config.data.train, use), **(further or {})}
         _record_versions(workspace, sources, {"dataset": data, **further_data})
         # from here on, this process alone acts for the run
@@ -185,17 +187,21 @@ async def _with_imported_value_model(workspace: Workspace, config: TrainingConfi
 
 
 def _create_or_check_run(
-    workspace: Workspace, flow_name: str, config: TrainingConfig, input_digests: dict[str, str]
+    workspace: Workspace, flow_name: str, config: TrainingConfig, base: ArtifactRef, input_digests: dict[str, str]
 ) -> tuple[str, ...]:
-    """Creates the run, or checks that it has the same semantic config. Returns the warnings about what else changed.
+    """Creates the run, or checks that it has the same semantic config. Returns the warnings about its base model and
+    about what else changed.
 
     The config only names its inputs, so the digests of their contents belong to the semantic config, too."""
+    store = workspace.open_store()
+    warning = router_loss_warning(store, base)
     opening = create_or_check_run(
-        workspace.open_store(),
+        store,
         workspace.run,
         semantic=config.semantic() | {"inputs": input_digests},
         other=config.other() | {FLOW: flow_name} | commits_entry(workspace.hub),
         code_version=workspace.provenance.code_version,
+        warnings=() if warning is None else (warning,),
     )
     return opening.warnings
 

@@ -11,11 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, TypeVar
 
+from pydantic import ValidationError
+
 from engine.losses.base import LossNorm, TermsNorm
 from engine.losses.kl import KLEstimator
 from engine.losses.policy_gradient import PolicyLoss
 from flows.callbacks import Callback
 from flows.configs.defaults import default_of
+from flows.configs.overrides import ConfigError, describe_validation
 from flows.configs.reinforcement import BatchRules, KLControl, KLPlace, RefillEnd
 from flows.display.terminal import TerminalProgress
 from flows.loggers import StageNotifier
@@ -36,6 +39,7 @@ Config = TypeVar("Config", bound=Frozen)
 
 NOT_OF_EPISODES = (
     "dynamic_sampling", "mask_truncated", "overlong_buffer", "overlong_penalty", "max_refill_rounds", "refill_end",
+    "max_skipped_steps",
 )  # fmt: skip
 """Options that act on single answers, of which an episode has several."""
 
@@ -59,6 +63,8 @@ class LoopOptions(TypedDict, total=False):
     data_seed: int
     callbacks: Sequence[Callback]
     stage_notifier: StageNotifier | None
+    max_idle_steps: int | None
+    """Field of flows.configs.reinforcement.RunRules."""
     restart_from_checkpoint: str | None
     """A named checkpoint, `run/stage/name`. The stage begins with its weights."""
 
@@ -118,7 +124,7 @@ class RegularisationOptions(TypedDict, total=False):
 
 
 class BatchOptions(TypedDict, total=False):
-    """Fields of flows.configs.reinforcement.BatchRules."""
+    """Fields of flows.configs.reinforcement.BatchRules, except those of RunRules."""
 
     dynamic_sampling: bool
     max_refill_rounds: int
@@ -127,6 +133,7 @@ class BatchOptions(TypedDict, total=False):
     mask_truncated: bool
     overlong_buffer: int | None
     overlong_penalty: float
+    max_skipped_steps: int
 
 
 class PolicyOptions(LoopOptions, AlgorithmOptions, RegularisationOptions, BatchOptions, total=False):
@@ -203,9 +210,13 @@ def check_names(owner: str, options: Mapping[str, Any], names: Iterable[str]) ->
 
 
 def read_options(config_type: type[Config], options: Mapping[str, Any], **values: Any) -> Config:
-    """A config of the options that its fields name, and of `values`. Raises ValidationError, a ValueError."""
-    named = {name: options[name] for name in config_type.model_fields if name in options}
-    return config_type.model_validate(named | values)
+    """A config of the options that its fields name, and of `values`. Raises ConfigError, a ValueError, that names each
+    wrong option."""
+    named = {name: options[name] for name in config_type.model_fields if name in options} | values
+    try:
+        return config_type.model_validate(named)
+    except ValidationError as error:
+        raise ConfigError(describe_validation(error, config_type, named)) from None
 
 
 def episode_plan(environment: EnvironmentFactory | EnvironmentSpec, options: EpisodeLimits) -> EpisodePlan:

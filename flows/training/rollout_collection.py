@@ -20,7 +20,7 @@ from engine.handles import TrainingModel
 from flows.configs.reinforcement import RefillEnd
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
-from tasks.batches.rl import count_informative_prompts
+from tasks.batches.rl import count_informative_prompts, has_grades
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import RunOrder
 from tasks.datasets.order import DataCursor, repetitions
@@ -29,6 +29,10 @@ from tasks.sampling.completions import PromptShard, Truncation
 
 class BatchNotFilled(PermanentEngineError):
     """Dynamic sampling did not fill a batch in the allowed number of draws, and refill_end is "fail"."""
+
+
+class TooManySkipped(PermanentEngineError):
+    """In more steps in a row than the run allows, no completion got a grade."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,11 @@ class PromptSource:
     max_prompt_tokens: int | None
     truncation: Truncation
 
-    def shards(self, rows: list[int], *, earlier_rows: list[int], first_index: int) -> list[PromptShard]:
+    def shards(
+        self, rows: list[int], *, earlier_rows: list[int], first_index: int, resampled: bool = False
+    ) -> list[PromptShard]:
         """The shards of `rows`. `earlier_rows` were taken by the same step before; the shards are numbered from
-        `first_index`."""
+        `first_index`. `resampled`: they are all of `earlier_rows` once more."""
         # a prompt that occurs again in the step gets other random numbers
         repeated = repetitions([*earlier_rows, *rows])[len(earlier_rows) :]
         size = self.prompts_per_shard
@@ -79,6 +85,7 @@ class PromptSource:
                 repetitions=tuple(repeated[start : start + size]),
                 max_prompt_tokens=self.max_prompt_tokens,
                 truncation=self.truncation,
+                resampled=resampled,
             )
             shards.append(shard)
         return shards
@@ -129,14 +136,26 @@ class RolloutCollector:
             missing = self.source.prompts_per_step - await self._count_informative_prompts(graded)
             if missing <= 0:
                 break
-        # fail if the draws did not fill the batch
+        # fail if the draws of dynamic sampling did not fill the batch
         if self.refill is not None and missing > 0 and self.refill.on_shortfall == "fail":
             raise BatchNotFilled(
                 f"step {step + 1}: after {draws} draws of prompts, {missing} of {self.source.prompts_per_step} groups "
-                "are still missing, because all rewards of the other groups are equal. Raise max_refill_rounds, set "
-                "refill_end='short', or give prompts that the model sometimes solves"
+                "are still missing, because all rewards of the other groups are equal or missing. Raise "
+                "max_refill_rounds, set refill_end='short', or give prompts that the model sometimes solves"
             )
+        # without dynamic sampling: sample the same prompts once more if no completion got a grade
+        if self.refill is None and not await self._has_grades(graded):
+            again = self.source.shards(rows, earlier_rows=rows, first_index=len(rollouts), resampled=True)
+            new_rollouts, new_graded = await self.sample_and_grade(policy, again, step)
+            rollouts += new_rollouts
+            graded += new_graded
         return CollectedRollouts(rollouts, graded, cursor, cursor_out)
+
+    async def _has_grades(self, graded: list[ArtifactRef]) -> bool:
+        """Whether a completion got a grade. True for episodes, whose environment grades turns."""
+        if any(ref.kind != "graded" for ref in graded):
+            return True
+        return await asyncio.to_thread(has_grades, self.source.model.workspace.open_store(), graded)
 
     async def _count_informative_prompts(self, graded: list[ArtifactRef]) -> int:
         """The number of prompts whose completions have different rewards."""
@@ -157,7 +176,7 @@ class RolloutLookahead:
     """The position in the dataset before the first step that is collected."""
     total_steps: int | None
     staleness: int = 0
-    _tasks: dict[int, asyncio.Task[CollectedRollouts]] = field(default_factory=dict)
+    _tasks: dict[int, asyncio.Task[CollectedRollouts]] = field(default_factory=dict, init=False)
     """The collections that have been started, by step."""
 
     async def rollouts_for(self, policy: PolicyRef) -> CollectedRollouts:
@@ -184,7 +203,8 @@ class RolloutLookahead:
         sampling_step = max(0, step - self.staleness)
         sampling_policy = policy
         if sampling_step != policy.step:
-            sampling_policy = self.collector.source.model.chain_of(policy).policy(sampling_step)
+            chain = self.collector.source.model.chain_of(policy)
+            sampling_policy = await asyncio.to_thread(chain.policy, sampling_step)
         return await self.collector.collect(sampling_policy, cursor, step=step)
 
     async def __aenter__(self) -> Self:

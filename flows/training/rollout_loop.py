@@ -26,11 +26,13 @@ from flows.training.rollout_collection import (
     RolloutCollector,
     RolloutLookahead,
     SampleAndGrade,
+    TooManySkipped,
 )
 from flows.training.schedules import are_endless
 from flows.training.training_loop import TrainingLoop
 from flows.training.training_steps import TrainingSteps
 from storage.chain.records import MinibatchPlan, PolicyRef, StepRequest
+from storage.inspect.step_grades import hint_about_missing_grades
 from storage.store.artifacts import ArtifactRef
 from tasks.batches.rl import BatchPlan
 from tasks.credit.kl_controllers import AdaptiveKL, FixedKL
@@ -88,7 +90,7 @@ class RolloutLoop(TrainingLoop):
         self.max_prompt_tokens = options.get("max_prompt_tokens")
         self.truncation = options.get("truncation", default_of(PromptDataConfig, "truncation"))
         algorithm = self.algorithm
-        self.regularisation.check(algorithm)
+        self.regularisation.check(algorithm, model.sampling, max_staleness=self.rules.max_staleness)
         # what follows from them
         self.samples_per_batch = algorithm.samples_per_batch
         self.prompts_per_batch = algorithm.samples_per_batch // algorithm.completions_per_sample
@@ -146,7 +148,8 @@ class RolloutLoop(TrainingLoop):
         if self.epochs is not None:
             total_steps = -(-self.epochs * order.rows // self.prompts_per_batch)
         # notes on settings that have no effect or follow from others
-        if self.minibatches.size is None and self.minibatches.epochs == 1:
+        one_update = self.minibatches.size is None and self.minibatches.epochs == 1
+        if one_update and self.algorithm.old_logprobs == "trainer":
             self.logger.note("one update per batch: every ratio is 1, so clip_range cannot act")
         if self.ends_with_the_data:
             self.logger.note(
@@ -216,7 +219,10 @@ class RolloutLoop(TrainingLoop):
         value_only_steps: int = 0,
     ) -> StepRequest:
         """Returns the request for the step that starts from `policy`. The first `value_only_steps` steps do not train
-        it. Its schedules start after them."""
+        it. Its schedules start after them. A step with an empty batch is skipped: it makes no update. Raises
+        TooManySkipped."""
+        if batch.rows == 0:
+            self._check_skipped_steps(policy)
         # the schedules of the policy run over the steps that train it
         step = policy.step
         trained_steps = None if total_steps is None else total_steps - value_only_steps
@@ -228,12 +234,33 @@ class RolloutLoop(TrainingLoop):
             loss=self._loss_settings(kl_beta),
             controllers_in=self.kl.state(kl_beta),
             optimizer=self.optimizer.at(max(0, step - value_only_steps), trained_steps, self.schedule),
-            minibatches=self.minibatches_of(step, updates=step >= value_only_steps),
+            minibatches=self.minibatches_of(step, updates=step >= value_only_steps and batch.rows != 0),
             temperature=plan.temperature,
             cursor_in=collected.cursor_in.model_dump(),
             cursor_out=collected.cursor_out.model_dump(),
             nan_policy=self.nan_policy,
         )
+
+    def _check_skipped_steps(self, policy: PolicyRef) -> None:
+        """Notes that the step from `policy` is skipped. Raises TooManySkipped if more than rules.max_skipped_steps
+        steps in a row were."""
+        chain, limit = self.model.chain_of(policy), self.rules.max_skipped_steps
+        skipped = 1
+        while skipped <= policy.step and skipped <= limit:
+            if chain.committed_record(policy.step + 1 - skipped).request.batch.rows != 0:
+                break
+            skipped += 1
+        number = policy.step + 1
+        reasons = hint_about_missing_grades(chain.store, policy.run, policy.stage, number)
+        problem = f"no completion of step {number} got a grade"
+        if not self.rules.dynamic_sampling:
+            problem += ", although its prompts were sampled twice"
+        if skipped > limit:
+            raise TooManySkipped(
+                f"{problem}. It is step {skipped} in a row without a grade, and rules.max_skipped_steps={limit}. "
+                f"{reasons}. Correct the grader, give it a stronger judge, or raise the limit"
+            )
+        self.logger.note(f"{problem}: the step is skipped. {reasons}")
 
     def value_request(
         self,
@@ -250,7 +277,7 @@ class RolloutLoop(TrainingLoop):
             batch=batch,
             loss=critic.loss.model_dump(),
             optimizer=critic.optimizer.at(value.step, total_steps, critic.schedule),
-            minibatches=self.minibatches_of(value.step),
+            minibatches=self.minibatches_of(value.step, updates=batch.rows != 0),
             cursor_in=collected.cursor_in.model_dump(),
             cursor_out=collected.cursor_out.model_dump(),
             nan_policy=self.nan_policy,
@@ -274,8 +301,8 @@ class RolloutLoop(TrainingLoop):
 def _algorithm(
     algorithm_type: type[GRPOAlgorithm], options: PolicyOptions, max_steps: int | None, epochs: int | None
 ) -> GRPOAlgorithm:
-    """The settings of the algorithm. Raises ValueError if a count is not a whole number, ValidationError if an option
-    is invalid."""
+    """The settings of the algorithm. Raises ValueError if a count is not a whole number, ConfigError if an option is
+    invalid."""
     values: Mapping[str, Any] = options
     counts = {name: whole_number(name, values[name]) for name in COUNTS if name in values}
     return read_options(algorithm_type, options, **counts, steps=max_steps, epochs=epochs)

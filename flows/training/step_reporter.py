@@ -84,9 +84,10 @@ class StepReporter:
             return DataCursor.model_validate(self.last_record.cursor_out)
         return DataCursor()
 
-    def record(self, policy: PolicyRef, collected: CollectedRollouts | None = None) -> None:
-        """Measures the step that made `policy`, stores its metrics and shows them. `collected`: the rollouts that it
-        trained on. Raises prefect.exceptions.Pause when a user has paused the flow run."""
+    def record(self, policy: PolicyRef, collected: CollectedRollouts | None = None) -> CommitRecord:
+        """Measures the step that made `policy`, stores its metrics and shows them. Returns its commit record.
+        `collected`: the rollouts that it trained on. Raises prefect.exceptions.Pause when a user has paused the flow
+        run."""
         rollouts, graded = _refs(collected)
         record = self.chain.committed_record(policy.step)
         self.last_record = record
@@ -110,6 +111,7 @@ class StepReporter:
         self.loggers.step(metrics)
         self._notify(policy.step)
         self.watch.stepped(policy.step - 1)
+        return record
 
     async def call(self, callbacks: Sequence[Callback], collected: CollectedRollouts | None = None) -> None:
         """Calls the callbacks that are due at the current policy, also after a resume: what a callback commits is
@@ -214,4 +216,4 @@ def open_loggers(store: ObjectStore, policy: PolicyRef, config: LoggingConfig) -
         project=config.project, name=config.experiment or policy.run.replace("/", "-"), run=policy.run,
         folder=config.folder, config=semantic,
     )  # fmt: skip
-    return Loggers(store, policy, config.loggers, run)
+    return Loggers(store, policy, config.trackers(), run)

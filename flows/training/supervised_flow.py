@@ -36,6 +36,7 @@ async def supervised_arguments(
         **optimizer_arguments(config.optimizer),
         "checkpoints": CheckpointSchedule(config.checkpoints),
         "data_seed": config.seed,
+        **config.rules.model_dump(),
         "max_steps": algorithm.steps,
         **algorithm.model_dump(exclude={"steps"}),
     }

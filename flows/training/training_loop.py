@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 from engine.handles import TrainingModel
+from flows.callbacks import check_callbacks
 from flows.configs.common import CheckpointConfig
 from flows.configs.optimizer import OptimizerConfig
+from flows.configs.reinforcement import RunRules
 from flows.display.terminal import TerminalProgress
 from flows.training.checkpointing import CheckpointSchedule
 from flows.training.optimizer import AdamW
-from flows.training.options import LoopOptions, check_names
+from flows.training.options import LoopOptions, check_names, read_options
 from flows.training.schedules import CosineScheduler
 from storage.chain.records import NanPolicy, PolicyRef
 from tasks.task_runs import link_stage_start
@@ -54,9 +56,10 @@ class TrainingLoop:
         )
         self.checkpoints = options.get("checkpoints") or CheckpointSchedule(checkpoints)
         self.restart_from = options.get("restart_from_checkpoint")
+        self.max_idle_steps = read_options(RunRules, options).max_idle_steps
         # the order of the data, and what is called during the run
         self.data_seed = options.get("data_seed", DATA_SEED)
-        self.callbacks, self.notifier = list(options.get("callbacks", ())), options.get("stage_notifier")
+        self.callbacks, self.notifier = check_callbacks(options.get("callbacks", ())), options.get("stage_notifier")
         self._start: PolicyRef | None = None
 
     async def open(self) -> PolicyRef:

@@ -21,6 +21,7 @@ from itertools import count
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
 from flows.training.checkpointing import CheckpointWriter, Due
+from flows.training.idle_steps import IdleSteps
 from flows.training.rollout_collection import CollectedRollouts
 from flows.training.step_reporter import StepReporter, kind_of_work
 from flows.training.time_left import TimeLeft
@@ -73,6 +74,9 @@ class TrainingSteps:
         self.total_steps = total_steps
         self._loop, self._models = loop, models
         self._checkpoints, self._reporter = checkpoints, reporter
+        self._idle = IdleSteps(
+            reporter.chain, last_step=self.policy.step, limit=loop.max_idle_steps, note=loop.logger.note
+        )
 
     @property
     def policy(self) -> PolicyRef:
@@ -90,7 +94,9 @@ class TrainingSteps:
         return self._reporter.cursor()
 
     async def begin(self) -> None:
-        """Writes the checkpoint and calls the callbacks of the last committed step, in case a crash prevented them."""
+        """Writes the checkpoint and calls the callbacks of the last committed step, in case a crash prevented them.
+        Raises NothingLearned if an earlier attempt ended with that."""
+        self._idle.check(self.policy.step)
         due = self._loop.checkpoints.missed(self.policy.step, self.total_steps, model=self._loop.model.name)
         if due is not None:
             await self._write_checkpoint(self.policies[:1], due)
@@ -113,7 +119,7 @@ class TrainingSteps:
             await self._checkpoints.write(policies, due)
 
     async def _finish(self, step: TrainingStep) -> None:
-        """Records a complete step, shows it, calls what is due and saves what is due."""
+        """Records a complete step, shows it, calls what is due and saves what is due. Raises NothingLearned."""
         if len(step.results) != len(self._models):
             raise RuntimeError(f"step {step.index + 1} ended without step.complete(...) with the policy of each model")
         self.policies = step.results
@@ -121,11 +127,13 @@ class TrainingSteps:
         for model, policy in zip(self._models, self.policies, strict=True):
             model.set_policy(policy)
         # report the step, then call and save what is due
-        self._reporter.record(self.policy, step.collected)
+        record = self._reporter.record(self.policy, step.collected)
+        self._idle.add(record)
         await self._reporter.call(self._loop.callbacks, step.collected)
         due = self._loop.checkpoints.due(step.index, self.total_steps, model=self._loop.model.name)
         if due is not None:
             await self._write_checkpoint(self.policies, due)
+        self._idle.check(self.policy.step)
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from flows.verl.convert_data import DATA_CONVERSIONS
 from flows.verl.convert_engine import ENGINE_CONVERSIONS
-from flows.verl.convert_loss import LOSS_CONVERSIONS
+from flows.verl.convert_loss import LOSS_CONVERSIONS, MEAN_OF_MEANS, WHICH_VERSION
 from flows.verl.convert_schedule import SCHEDULE_CONVERSIONS
 from flows.verl.convert_validation import VALIDATION_CONVERSIONS
 from flows.verl.read import Verl
@@ -24,6 +24,7 @@ from flows.verl.values import (
     local_path,
     times,
 )
+from flows.verl.workers import ranks_of_a_sequence, workers_of
 
 REWARD_GRADER = "tasks.graders.verl:VerlReward"
 REWARD_MODEL_GRADER = "tasks.graders.reward_model:RewardModelGrader"
@@ -32,7 +33,10 @@ REWARD_MODEL_GRADER = "tasks.graders.reward_model:RewardModelGrader"
 # -- which flow ------------------------------------------------------------------------------------------------
 
 
-LOSS_MODES = {"vanilla": "clip", "cispo": "cispo"}
+LOSS_MODES = {"vanilla": "clip", "cispo": "cispo", "gpg": "cispo"}
+NO_RATIO = 1e-12
+"""Clip range of cispo that leaves every ratio at 1: the gradient is the advantage times that of the log-probability, as
+of verl's gpg (trainer/ppo/core_algos.py, compute_policy_loss_gpg)."""
 
 
 def _loss_mode(verl: Verl, key: str, value: Any) -> Any:
@@ -45,19 +49,29 @@ def _loss_mode(verl: Verl, key: str, value: Any) -> Any:
         raise NoCounterpart("GSPO computes advantages from groups and not from a critic; use adv_estimator=grpo")
     if value not in LOSS_MODES:
         raise NoCounterpart(f"there is no loss {value!r} here; expected {', '.join(LOSS_MODES)} or gspo")
+    if value == "gpg":
+        clips = {"algorithm.clip_range": NO_RATIO, "algorithm.clip_range_high": NO_RATIO}
+        return PathValues({"regularisation.policy_loss": LOSS_MODES[value]} | clips)
     return LOSS_MODES[value]
 
 
 ESTIMATORS = {
     "grpo": None, "grpo_vectorized": None, "rloo": "leave_one_out", "rloo_vectorized": "leave_one_out",
     "reinforce_plus_plus": "reinforce_plus_plus", "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "gpg": "centred",
 }  # fmt: skip
 
 
 # the only completion of a prompt keeps its reward there: its baseline is 0, and its standard deviation counts as 1
 SINGLE_ESTIMATORS = {
     "grpo": "raw", "grpo_vectorized": "raw", "rloo": "raw", "reinforce_plus_plus_baseline": "reinforce_plus_plus",
+    "gpg": "raw",
 }  # fmt: skip
+GPG_FACTOR = (
+    "verl multiplies the advantages of a batch by its completions, divided by those whose reward is not 0: by 2 if "
+    "half of the rewards are 0. AdamW's steps do not depend on a constant factor, but on its changes from step to "
+    "step, and on the norm at which the gradient is clipped"
+)
 
 
 def _estimator(verl: Verl, key: str, value: Any) -> Any:
@@ -69,8 +83,12 @@ def _estimator(verl: Verl, key: str, value: Any) -> Any:
     if verl.get(ROLLOUT + "n") == 1 and value in SINGLE_ESTIMATORS:
         if value == "reinforce_plus_plus_baseline" and verl.get("algorithm.use_kl_in_reward"):
             raise NoCounterpart("with rollout.n=1 it has no baseline; use reinforce_plus_plus")
-        return SINGLE_ESTIMATORS[value]
-    return ESTIMATORS[value] or Unused("norm_adv_by_std_in_grpo decides")
+        advantages: str | None = SINGLE_ESTIMATORS[value]
+    else:
+        advantages = ESTIMATORS[value]
+    if value == "gpg":
+        return Approximate(advantages, GPG_FACTOR)
+    return advantages or Unused("norm_adv_by_std_in_grpo decides")
 
 
 def _gamma(verl: Verl, key: str, value: Any) -> Any:
@@ -98,6 +116,56 @@ def _completions(verl: Verl, key: str, value: Any) -> Any:
     return times(value, verl.get(ROLLOUT + "n"))
 
 
+def _drawn_prompts(verl: Verl, key: str, value: Any) -> Any:
+    """The prompts of a step of verl's data loader."""
+    train = verl.get("data.train_batch_size")
+    if value in (None, train):
+        return Unused("a step draws the prompts that it trains on")
+    if verl.get("algorithm.filter_groups.enable"):
+        difference = "verl's recipe of DAPO draws rounds of this many prompts; a round here draws the missing groups"
+        return Approximate(PathValues({}), difference)
+    workers = workers_of(verl)
+    if workers is None:
+        raise NoCounterpart(
+            f"January 2026 trains on these prompts, August 2026 on train_batch_size={train}; {WHICH_VERSION}"
+        )
+    if workers == "august":
+        return Unused("data.train_batch_size decides; the data loader only reads in portions of this size")
+    return times(value, verl.get(ROLLOUT + "n"))
+
+
+def _mini_batch_order(verl: Verl, key: str, value: Any) -> Any:
+    """The order in which the completions of a step are split into mini-batches."""
+    if value:
+        return Unused("the order of mini-batches is drawn from the run's seed")
+    if verl.get(ACTOR + "ppo_mini_batch_size") == verl.get("data.train_batch_size"):
+        return Unused("a step has one mini-batch")
+    difference = (
+        "mini-batches are drawn at random from the completions of a step; verl takes them in order, so that a prompt's "
+        "completions are often in one mini-batch"
+    )
+    return Approximate(PathValues({}), difference)
+
+
+def _router_replay(verl: Verl, key: str, value: Any) -> Any:
+    """R2 computes an update with the routes of the pass that computed the logprobs before the step (January 2026:
+    workers/megatron_workers.py, compute_log_prob), R3 with those of the sampler."""
+    if value in (None, "disabled"):
+        return Unused()
+    has_one_update = (
+        verl.get(ACTOR + "ppo_mini_batch_size") == verl.get("data.train_batch_size")
+        and verl.get(ACTOR + "ppo_epochs") == 1
+        and not verl.get("algorithm.rollout_correction.bypass_mode")
+    )
+    if value == "R2" and has_one_update:
+        difference = (
+            "the routes of the experts are not recorded. A step has one update, whose weights are those that recorded "
+            "the routes, so only rounding can choose other experts"
+        )
+        return Approximate(PathValues({}), difference)
+    raise NoCounterpart("mixture-of-experts: routing is neither recorded nor frozen here")
+
+
 def _micro_batch(verl: Verl, key: str, value: Any) -> Any:
     if value is None:
         return Unused()
@@ -109,13 +177,13 @@ def _micro_batch(verl: Verl, key: str, value: Any) -> Any:
 
 def _dynamic_batch(verl: Verl, key: str, value: Any) -> Any:
     """GPUs that share a sequence share the token budget."""
-    # the trainers have the same keys in other groups
-    group, engine = "data.", "engine."
     if verl.kind == "ppo_trainer":
-        group, engine = ACTOR, ACTOR
-    if not verl.get(group + "use_dynamic_bsz"):
+        is_dynamic, ranks = verl.get(ACTOR + "use_dynamic_bsz"), ranks_of_a_sequence(verl, ACTOR)
+    else:
+        is_dynamic, ranks = verl.get("data.use_dynamic_bsz"), ranks_of_a_sequence(verl, "engine.")
+    if not is_dynamic:
         return Unused("use_dynamic_bsz is false")
-    return times(value, verl.get(engine + "ulysses_sequence_parallel_size"))
+    return times(value, ranks)
 
 
 def _conversations(verl: Verl, key: str, value: Any) -> Any:
@@ -125,6 +193,18 @@ def _conversations(verl: Verl, key: str, value: Any) -> Any:
         return Unused("use_dynamic_bsz counts tokens instead")
     # a conversation has at most max_length tokens
     return times(value, verl.get("data.max_length"))
+
+
+def _sft_micro_batch(verl: Verl, key: str, value: Any) -> Any:
+    """The SFT trainer of January 2026 averages each micro-batch alone, or with balance_dp_token those of all ranks
+    that are computed at the same time (trainer/fsdp_sft_trainer.py, _compute_loss_and_backward)."""
+    tokens = _conversations(verl, key, value)
+    gpus = times(verl.get("trainer.n_gpus_per_node"), verl.get("trainer.nnodes"))
+    ranks = max(1, gpus // verl.get("ulysses_sequence_parallel_size"))
+    rounds = -(-verl.get("data.train_batch_size") // (ranks * value))
+    if rounds == 1 and (ranks == 1 or verl.get("data.balance_dp_token")):
+        return tokens
+    return Approximate(tokens, f"the ranks of verl's fsdp_sft_trainer {MEAN_OF_MEANS}")
 
 
 def _conversation_length(verl: Verl, key: str, value: Any) -> Any:
@@ -175,6 +255,17 @@ def _overlong_part(verl: Verl, key: str, value: Any) -> Any:
     if not all(verl.get(f"{group}.{name}") for name in ("enable", "len", "penalty_factor")):
         return Unused("the buffer is not enabled, or has no length or penalty")
     return value
+
+
+def _longest_answer(verl: Verl, key: str, value: Any) -> Any:
+    """The length at which the penalty for overlong completions is largest."""
+    group = key.rpartition(".")[0] + ".overlong_buffer_cfg"
+    if value is None or not verl.get(group + ".enable"):
+        return Unused("only the penalty for overlong completions reads it, and it is off")
+    longest = verl.get("data.max_response_length")
+    if value != longest:
+        raise NoCounterpart(f"the penalty's buffer ends at data.max_response_length={longest} here; give that number")
+    return Unused("it is data.max_response_length, where the buffer ends here too")
 
 
 # -- rewards ------------------------------------------------------------------------------------
@@ -278,11 +369,13 @@ CONVERSIONS: dict[str, Conversion] = {
     **DATA_CONVERSIONS, **ENGINE_CONVERSIONS, **SCHEDULE_CONVERSIONS, **LOSS_CONVERSIONS, **VALIDATION_CONVERSIONS,
     "completions": _completions, "conversation_length": _conversation_length,
     "conversation_truncation": _conversation_truncation, "conversations": _conversations,
-    "dynamic_batch": _dynamic_batch, "estimator": _estimator, "filter_metric": _filter_metric, "gamma": _gamma,
-    "loss_mode": _loss_mode, "megatron_lora": _megatron_lora, "micro_batch": _micro_batch, "names": _names,
-    "only_true": _only_true,
-    "overlong": _overlong, "overlong_part": _overlong_part, "positive": _positive, "refill_rounds": _refill_rounds,
-    "reward_file": _reward_file, "reward_model": _reward_model, "reward_model_switch": _reward_model_switch,
-    "reward_name": _reward_name, "scale_by_std": _scale_by_std, "when_set": _when_set,
+    "drawn_prompts": _drawn_prompts, "dynamic_batch": _dynamic_batch, "estimator": _estimator,
+    "filter_metric": _filter_metric, "gamma": _gamma, "longest_answer": _longest_answer, "loss_mode": _loss_mode,
+    "megatron_lora": _megatron_lora, "micro_batch": _micro_batch, "mini_batch_order": _mini_batch_order,
+    "names": _names, "only_true": _only_true, "overlong": _overlong, "overlong_part": _overlong_part,
+    "positive": _positive, "refill_rounds": _refill_rounds, "reward_file": _reward_file,
+    "reward_model": _reward_model, "reward_model_switch": _reward_model_switch, "reward_name": _reward_name,
+    "router_replay": _router_replay,
+    "scale_by_std": _scale_by_std, "sft_micro_batch": _sft_micro_batch, "when_set": _when_set,
 }  # fmt: skip
 """All conversions, by their names in keys.toml."""

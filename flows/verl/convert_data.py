@@ -64,6 +64,25 @@ def _model(verl: Verl, key: str, value: Any) -> Any:
     return local_path(value)
 
 
+def _remote_code(verl: Verl, key: str, value: Any) -> Any:
+    if not value:
+        return Unused()
+    difference = (
+        "code of the model folder is never run: the class of transformers for this kind of model is used, and a model "
+        "without one is refused when it is loaded"
+    )
+    return Approximate(PathValues({}), difference)
+
+
+def _positions(verl: Verl, key: str, value: Any) -> Any:
+    if value is None:
+        return Unused()
+    difference = (
+        "the config of the model folder is used; the number of positions changes no rotary embedding without scaling"
+    )
+    return Approximate(PathValues({}), difference)
+
+
 def _prompt_column(verl: Verl, key: str, value: Any) -> Any:
     return {"prompt": value}
 
@@ -122,6 +141,19 @@ def _images(verl: Verl, key: str, value: Any) -> Any:
     return PathValues(paths)
 
 
+def _turns_alone(verl: Verl, key: str, value: Any) -> Any:
+    if not value:
+        return Unused()
+    difference = "a conversation is rendered once, as a whole; verl joins the tokens of its turns, rendered one by one"
+    return Approximate(PathValues({}), difference)
+
+
+def _videos(verl: Verl, key: str, value: Any) -> Any:
+    if any(file and value in file.columns for file in train_files(verl)):
+        raise NoCounterpart("the training files have this column, and videos are not supported; remove it there")
+    return Unused("no training file here has this column")
+
+
 def _nested_column(verl: Verl, key: str, value: Any) -> Any:
     """A field within the objects of a column, by the names that lead to it."""
     if not value:
@@ -153,7 +185,11 @@ def _unless_multiturn(verl: Verl, key: str, value: Any) -> Any:
 
 def _multiturn(verl: Verl, key: str, value: Any) -> Any:
     if not value:
-        return Unused()
+        # utils/dataset/sft_dataset.py: the template's prompt, then the answer and tokenizer.eos_token
+        difference = (
+            "verl's answer ends with the tokenizer's end-of-sequence token, ours with the chat template's end of turn"
+        )
+        return Approximate(PathValues({}), difference)
     return verl.get("data.multiturn.messages_key")
 
 
@@ -161,6 +197,8 @@ DATA_CONVERSIONS: dict[str, Conversion] = {
     "dataset_class": _dataset_class, "dataset_class_name": _dataset_class_name, "drop_overlong": _drop_overlong,
     "evaluation_metadata": _evaluation_metadata, "files": _files, "images": _images, "limit": _limit,
     "metadata_columns": _metadata_columns, "model": _model, "multiturn": _multiturn,
-    "nested_column": _nested_column, "prompt_column": _prompt_column, "shuffle": _shuffle,
-    "truncation": _truncation, "unless_multiturn": _unless_multiturn,
+    "nested_column": _nested_column, "positions": _positions, "prompt_column": _prompt_column,
+    "remote_code": _remote_code, "shuffle": _shuffle,
+    "truncation": _truncation, "turns_alone": _turns_alone, "unless_multiturn": _unless_multiturn,
+    "videos": _videos,
 }  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from flows.verl.read import Verl
 from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused, local_path, times
+from flows.verl.workers import strategy_of
 
 # -- optimizer -------------------------------------------------------------------------------------------------
 
@@ -14,6 +15,8 @@ from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues
 def _betas(verl: Verl, key: str, value: Any) -> Any:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise TypeError(f"{value!r} is not a pair")
+    if strategy_of(verl) == "megatron":
+        value = MEGATRON_BETAS
     group = "value_model.optimizer" if key.startswith("critic.") else "optimizer"
     return PathValues({f"{group}.beta1": value[0], f"{group}.beta2": value[1]})
 
@@ -21,24 +24,49 @@ def _betas(verl: Verl, key: str, value: Any) -> Any:
 # -- engine ----------------------------------------------------------------------------------------------------
 
 
-MEGATRON = "Megatron's layout is replaced by ZeRO 3 over the same GPUs: the same sums, in another order"
+MEGATRON_BETAS = [0.9, 0.999]
+"""The betas of Megatron's optimizer. verl does not pass its own to it (utils/megatron/optimizer.py)."""
+ZERO = "layout is replaced by ZeRO 3 over the same GPUs: the same sums, in another order"
+LAYOUTS = {
+    "megatron": f"Megatron's {ZERO}. Its AdamW does not decay norms and biases, ours decays all weights",
+    "veomni": f"VeOmni's {ZERO}", "automodel": f"Automodel's {ZERO}",
+    "fsdp_turbo": f"FSDP Turbo's {ZERO}",
+}  # fmt: skip
+"""How our trainer differs from those of verl that are not FSDP."""
 
 
 def _trainer(verl: Verl, key: str, value: Any) -> Any:
-    if value == "megatron":
-        return Approximate("deepspeed", MEGATRON)
+    if value in LAYOUTS:
+        return Approximate("deepspeed", LAYOUTS[value])
     if value not in ("fsdp", "fsdp2"):
-        raise NoCounterpart(f"there is no trainer {value!r} here; expected fsdp, fsdp2 or megatron")
+        raise NoCounterpart(f"there is no trainer {value!r} here; expected fsdp, fsdp2, {', '.join(LAYOUTS)}")
     return "deepspeed"
 
 
 def _model_engine(verl: Verl, key: str, value: Any) -> Any:
     """The group of files that verl's trainer is configured by."""
     if value == "dp":
-        return Unused("it is FSDP, which actor.strategy gives")
-    if value != "megatron":
-        raise NoCounterpart(f"there is no trainer {value!r} here; expected dp or megatron")
-    return Approximate("deepspeed", MEGATRON)
+        return Unused("actor.strategy decides")
+    if value not in LAYOUTS:
+        raise NoCounterpart(f"there is no trainer {value!r} here; expected dp, {', '.join(LAYOUTS)}")
+    return Approximate("deepspeed", LAYOUTS[value])
+
+
+MASTER_DTYPE = "master weights and moments are float32 here, bfloat16 in verl"
+
+
+def _master_dtype(verl: Verl, key: str, value: Any) -> Any:
+    if value in (None, "fp32", "float32"):
+        return Unused()
+    if value not in ("bf16", "bfloat16"):
+        raise NoCounterpart(f"the master weights are float32 here, not {value}")
+    return Approximate(PathValues({}), MASTER_DTYPE)
+
+
+def _mixed_precision(verl: Verl, key: str, value: Any) -> Any:
+    if value:
+        return Unused()
+    return Approximate(PathValues({}), MASTER_DTYPE)
 
 
 def _recompute(verl: Verl, key: str, value: Any) -> Any:
@@ -174,7 +202,7 @@ def _keep_one(verl: Verl, key: str, value: Any) -> Any:
 ENGINE_CONVERSIONS: dict[str, Conversion] = {
     "activation_offload": _activation_offload, "betas": _betas, "cluster": _cluster, "compute_dtype": _compute_dtype,
     "cpu_offload": _cpu_offload, "device": _device, "folder": _folder, "keep_one": _keep_one,
-    "model_engine": _model_engine, "offload": _offload, "ranks": _ranks, "recompute": _recompute, "run_key": _run_key,
-    "sampler": _sampler, "samplers": _samplers, "save_every": _save_every, "top_k": _top_k, "trainer": _trainer,
-    "zero_stage": _zero_stage,
+    "master_dtype": _master_dtype, "mixed_precision": _mixed_precision, "model_engine": _model_engine,
+    "offload": _offload, "ranks": _ranks, "recompute": _recompute, "run_key": _run_key, "sampler": _sampler,
+    "samplers": _samplers, "save_every": _save_every, "top_k": _top_k, "trainer": _trainer, "zero_stage": _zero_stage,
 }  # fmt: skip

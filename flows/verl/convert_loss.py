@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from flows.verl.read import Verl
-from flows.verl.values import ACTOR, Conversion, NoCounterpart, PathValues, Unused, flow_of
+from flows.verl.values import ACTOR, Approximate, Conversion, NoCounterpart, PathValues, Unused, flow_of
+from flows.verl.workers import MicroBatches, micro_batches, workers_of
 
 
 def _clip(verl: Verl, key: str, value: Any) -> Any:
     """verl reads it only if low and high are null. Older configs have only this key."""
+    if _has_no_ratio(verl):
+        return Unused("the loss gpg has no ratio to clip")
     if any(verl.is_given(ACTOR + name) for name in ("clip_ratio_low", "clip_ratio_high")):
         return Unused("clip_ratio_low and clip_ratio_high decide")
     if not verl.is_given(key):
         return Unused("clip_ratio_low and clip_ratio_high decide")
+    # the ratio of two probabilities is never below 0, so no lower clip of 1 or more ever binds
+    if value > 1:
+        return PathValues({"algorithm.clip_range": 1.0, "algorithm.clip_range_high": value})
     return value
 
 
 def _clip_side(verl: Verl, key: str, value: Any) -> Any:
+    if _has_no_ratio(verl):
+        return Unused("the loss gpg has no ratio to clip")
     if not verl.is_given(key) and _only_clip_ratio(verl):
         return Unused("clip_ratio is given")
     if value is None:
-        return verl.get(ACTOR + "clip_ratio")
+        value = verl.get(ACTOR + "clip_ratio")
+    if key.endswith("_low"):
+        return min(1.0, value)
     return value
+
+
+def _has_no_ratio(verl: Verl) -> bool:
+    return bool(verl.get(ACTOR + "policy_loss.loss_mode") == "gpg")
 
 
 def _only_clip_ratio(verl: Verl) -> bool:
@@ -35,45 +50,120 @@ LOSS_NORMS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"
 
 
 def _loss_norm(verl: Verl, key: str, value: Any) -> Any:
-    norm, constant = _norm(verl, value, verl.get(ACTOR + "loss_scale_factor"))
+    norm, constant, difference = _norm(verl, ACTOR, value)
     if flow_of(verl) == "gspo":
-        return _terms_norm(verl, value, norm)
+        return _terms_norm(verl, value, norm, difference)
+    paths: dict[str, Any] = {"algorithm.loss_norm": norm}
     if constant is not None:
-        return PathValues({"algorithm.loss_norm": norm, "regularisation.norm_constant": constant})
-    return PathValues({"algorithm.loss_norm": norm})
+        paths["regularisation.norm_constant"] = constant
+    return _with_difference(paths, difference)
 
 
-def _terms_norm(verl: Verl, value: str, norm: str) -> Any:
+def _with_difference(paths: dict[str, Any], difference: str) -> Any:
+    if difference:
+        return Approximate(PathValues(paths), difference)
+    return PathValues(paths)
+
+
+def _terms_norm(verl: Verl, value: str, norm: str, difference: str) -> Any:
     """GSPO's own part is always the mean of the sequence means. The mode reduces its KL and entropy terms."""
     kl = verl.get(ACTOR + "use_kl_loss") and verl.get(ACTOR + "kl_loss_coef")
     if norm == "sequence_mean" or not (kl or verl.get(ACTOR + "entropy_coeff")):
+        own_difference = _norm(verl, ACTOR, "seq-mean-token-mean")[2]
+        if own_difference:
+            return Approximate(PathValues({}), own_difference)
         return Unused("verl's GSPO always uses the mean of the sequence means, as ours does")
     if norm == "constant":
         known = ", ".join(LOSS_NORMS)
         raise NoCounterpart(f"the KL and entropy terms of GSPO have no norm {value!r} here; expected {known}")
-    return PathValues({"regularisation.terms_norm": norm})
+    return _with_difference({"regularisation.terms_norm": norm}, difference)
 
 
-def _norm(verl: Verl, value: Any, scale: Any) -> tuple[str, Any]:
-    """(our norm, the constant that it divides by, if it does). `scale` is verl's loss_scale_factor."""
+Norm = tuple[str, Any, str]
+"""(our norm, the constant that it divides by, how it differs from verl's)."""
+
+
+def _norm(verl: Verl, group: str, mode: Any) -> Norm:
+    """The norm of the loss of the actor or the critic. `group` is that of its keys, with the dot at the end."""
+    norm, constant = _norm_of_all_tokens(verl, group, mode)
+    workers = workers_of(verl)
+    if workers == "august":
+        return norm, constant, ""
+    parts = micro_batches(verl, group)
+    if workers == "january_engine":
+        return _norm_of_first_engine(group, mode, parts, norm, constant)
+    january = _norm_of_micro_batches(verl, mode, parts, norm, constant)
+    if workers == "january":
+        return *january[:2], january[2] and f"verl's workers {january[2]}"
+    # the config does not say which version it is for
+    if january == (norm, constant, ""):
+        return january
+    difference = january[2] or MEAN_OF_MEANS
+    return norm, constant, f"exact with August 2026; the workers of January 2026 {difference}; {WHICH_VERSION}"
+
+
+MEAN_OF_MEANS = (
+    "average within each micro-batch, then over the micro-batches and ranks: two micro-batches of one completion, with "
+    "100 and 900 tokens and losses 1 and 2, give 1.50, and 1.90 here"
+)
+WHICH_VERSION = (
+    "say which by --override trainer.use_legacy_worker_impl=auto (January), or --override trainer.use_v1=true (August)"
+)
+
+
+def _norm_of_all_tokens(verl: Verl, group: str, mode: Any) -> tuple[str, Any]:
+    """(our norm, its constant) of verl's engine workers, whose losses are reduced over the whole mini-batch."""
     # a sum over the tokens of each completion, as a mean over completions
-    if value == "seq-mean-token-sum":
+    if mode == "seq-mean-token-sum":
         return "constant", 1
     # divided by the longest completion, unless the config gives a number
-    if value == "seq-mean-token-sum-norm":
+    if mode == "seq-mean-token-sum-norm":
+        scale = verl.get(group + "loss_scale_factor")
         return "constant", verl.get("data.max_response_length") if scale is None else scale
-    if value not in LOSS_NORMS:
+    if mode not in LOSS_NORMS:
         known = ", ".join([*LOSS_NORMS, "seq-mean-token-sum", "seq-mean-token-sum-norm"])
-        raise NoCounterpart(f"there is no norm {value!r} here; expected {known}")
-    return LOSS_NORMS[value], None
+        raise NoCounterpart(f"there is no norm {mode!r} here; expected {known}")
+    return LOSS_NORMS[mode], None
+
+
+def _norm_of_first_engine(group: str, mode: str, parts: MicroBatches, norm: str, constant: Any) -> Norm:
+    """The norm of January's engine workers (use_legacy_worker_impl=disable)."""
+    if group == "critic.":
+        return norm, constant, "the critic of January's engine workers adds up the losses of its micro-batches"
+    if mode == "seq-mean-token-sum-norm":
+        # the sum of each rank over the longest completion, as a mean over the ranks
+        return norm, constant * parts.ranks / parts.completions, ""
+    return norm, constant, ""
+
+
+def _norm_of_micro_batches(verl: Verl, mode: str, parts: MicroBatches, norm: str, constant: Any) -> Norm:
+    """The norm of January's workers. They reduce the loss of each micro-batch alone, and average over micro-batches and
+    ranks (workers/actor/dp_actor.py, workers/actor/megatron_actor.py)."""
+    if mode == "token-mean":
+        if parts.number == 1:
+            return norm, constant, ""
+        # the mean of a single completion's tokens
+        if parts.size == 1:
+            return "sequence_mean", None, ""
+        return norm, constant, MEAN_OF_MEANS
+    if mode == "seq-mean-token-sum-norm":
+        # a sum over the completions of a micro-batch, over the longest completion; loss_scale_factor is not read
+        longest = verl.get("data.max_response_length")
+        if parts.size is None:
+            return norm, longest, "multiply a completion's loss by the number of completions of its micro-batch"
+        return norm, longest / parts.size, ""
+    # means over sequences: FSDP's dynamic micro-batches count by their completions, Megatron's all alike
+    if mode.startswith("seq-mean") and parts.size is None and parts.is_megatron:
+        return norm, constant, "give micro-batches with different numbers of completions the same weight"
+    return norm, constant, ""
 
 
 def _value_norm(verl: Verl, key: str, value: Any) -> Any:
-    norm, constant = _norm(verl, value, verl.get("critic.loss_scale_factor"))
-    paths = {"credit.value_loss_norm": norm}
+    norm, constant, difference = _norm(verl, "critic.", value)
+    paths: dict[str, Any] = {"credit.value_loss_norm": norm}
     if constant is not None:
         paths["credit.value_norm_constant"] = constant
-    return PathValues(paths)
+    return _with_difference(paths, difference)
 
 
 def _value_grad_norm(verl: Verl, key: str, value: Any) -> Any:
@@ -88,7 +178,7 @@ def _loss_scale(verl: Verl, key: str, value: Any) -> Any:
         return Unused("only loss_agg_mode=seq-mean-token-sum-norm reads it")
     if value is None:
         return Unused("data.max_response_length decides")
-    return value
+    return Unused("loss_agg_mode uses it, if verl does")
 
 
 def _kl_loss(verl: Verl, key: str, value: Any) -> Any:
@@ -110,7 +200,15 @@ def _kl_in_reward(verl: Verl, key: str, value: Any) -> Any:
 def _kl_controller(verl: Verl, key: str, value: Any) -> Any:
     if value not in ("fixed", "adaptive"):
         raise NoCounterpart(f"there is no controller {value!r} here; expected fixed or adaptive")
+    if value == "adaptive":
+        return Approximate(value, ADAPTIVE_KL)
     return value
+
+
+ADAPTIVE_KL = (
+    "verl's controller measures the KL as a mean over the completions' means, ours as a mean over tokens; a completion "
+    "of 100 tokens at 0.2 nats and one of 900 at 0.1 give 0.15 there and 0.11 here"
+)
 
 
 def _importance(verl: Verl, key: str, value: Any) -> Any:
@@ -124,9 +222,18 @@ def _importance(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _importance_cap(verl: Verl, key: str, value: Any) -> Any:
-    if isinstance(value, str):
-        raise NoCounterpart("importance weights have an upper cap only; give a number")
-    return value
+    if not isinstance(value, str):
+        return value
+    # "low_high" of August 2026 (trainer/ppo/rollout_corr_helper.py, compute_rollout_correction_weights)
+    limits = re.fullmatch(r"([\d.]+)_([\d.]+)", value)
+    if limits is None:
+        raise NoCounterpart("expected a number, or two as in '0.5_4.0'")
+    low, high = float(limits[1]), float(limits[2])
+    difference = (
+        f"verl leaves out the tokens whose weight is below {low} or above {high}; here a weight below {low} counts as "
+        f"it is, and one above {high} as {high}"
+    )
+    return Approximate(high, difference)
 
 
 def _bypass(verl: Verl, key: str, value: Any) -> Any:

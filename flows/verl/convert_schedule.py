@@ -7,6 +7,7 @@ from typing import Any
 from flows.verl.read import Verl
 from flows.verl.train_files import train_files
 from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused
+from flows.verl.workers import strategy_of, workers_of
 
 NULL = "verl needs a number here; give one, or leave the key out for verl's default"
 
@@ -39,6 +40,9 @@ def steps_per_epoch(verl: Verl) -> int | None:
     Raises NoCounterpart for batches of no rows."""
     rows = _training_rows(verl)
     batch = verl.get("data.train_batch_size")
+    # the data loader of January's PPO trainer reads this many prompts per step
+    if verl.kind == "ppo_trainer" and workers_of(verl) in ("january", "january_engine"):
+        batch = verl.get("data.gen_batch_size") or batch
     if rows is None or not isinstance(batch, int):
         return None
     if batch < 1:
@@ -103,17 +107,41 @@ def _critic_warmup(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _schedule(verl: Verl, key: str, value: Any) -> Any:
-    # warmup_style is an older name of the schedule, and comes first
     group = key.rpartition(".")[0]
+    if strategy_of(verl) == "megatron":
+        return Unused("Megatron reads lr_decay_style")
+    # warmup_style is an older name of the schedule, and comes first
     if verl.kind != "sft_trainer" and verl.get(group + ".warmup_style") is not None:
         return Unused("warmup_style decides")
     return _named_schedule(verl, key, value)
 
 
 def _schedule_alias(verl: Verl, key: str, value: Any) -> Any:
-    if value is None:
+    if value is None or strategy_of(verl) == "megatron":
         return Unused()
     return _named_schedule(verl, key, value)
+
+
+MEGATRON_SCHEDULES = {"cosine": "cosine", "linear": "linear", "inverse-square-root": "inverse_sqrt"}
+
+
+def _megatron_schedule(verl: Verl, key: str, value: Any) -> Any:
+    """utils/megatron/optimizer.py, get_megatron_optimizer_param_scheduler; its warm-up begins at lr_warmup_init."""
+    if value == "constant":
+        return _named_schedule(verl, key, value)
+    if value not in MEGATRON_SCHEDULES:
+        expected = ", ".join(["constant", *MEGATRON_SCHEDULES])
+        raise NoCounterpart(f"there is no schedule {value!r} here; expected {expected}")
+    return Approximate(MEGATRON_SCHEDULES[value], SCHEDULE_DIFFERENCE)
+
+
+def _decay_steps(verl: Verl, key: str, value: Any) -> Any:
+    if value is None:
+        return Unused("the schedule ends with the run")
+    steps = total_steps(verl)
+    if value != steps:
+        raise NoCounterpart(f"the schedule ends with the run, after {steps or 'an unknown number of'} steps")
+    return Unused("it is the length of the run")
 
 
 def _schedule_name(verl: Verl, key: str) -> Any:
@@ -121,6 +149,8 @@ def _schedule_name(verl: Verl, key: str) -> Any:
     group = key.rpartition(".")[0]
     if verl.kind == "sft_trainer":
         return verl.get(group + ".lr_scheduler")
+    if strategy_of(verl) == "megatron":
+        return verl.get(group + ".lr_decay_style")
     return verl.get(group + ".warmup_style") or verl.get(group + ".lr_scheduler_type")
 
 
@@ -188,13 +218,31 @@ def _warmup_ratio(verl: Verl, key: str, value: Any) -> Any:
     return PathValues({f"{optimizer}.warmup_steps": int(value * total)})
 
 
+def _first_rate(verl: Verl, key: str, value: Any) -> Any:
+    """Automodel's warm-up begins at this share of the highest rate."""
+    if not value or not _warms_up(verl, key):
+        return Unused()
+    return Approximate(PathValues({}), f"verl's warm-up begins at {value} of the rate, ours at 0 or its first step")
+
+
+def _lowest_absolute_rate(verl: Verl, key: str, value: Any) -> Any:
+    """Megatron and VeOmni have the rate itself, our config its share of the highest rate."""
+    if _schedule_name(verl, key) == "constant":
+        return Unused("a constant rate has no minimum")
+    return value / verl.get(key.rpartition(".")[0] + ".lr")
+
+
 def _lowest_rate(verl: Verl, key: str, value: Any) -> Any:
+    if strategy_of(verl) in ("megatron", "veomni"):
+        return Unused("the trainer reads the key of the lowest rate itself")
     if _schedule_name(verl, key) == "constant":
         return Unused("a constant rate has no minimum")
     return 0.0 if value is None else value
 
 
 SCHEDULE_CONVERSIONS: dict[str, Conversion] = {
-    "critic_warmup": _critic_warmup, "epochs": _epochs, "lowest_rate": _lowest_rate, "schedule": _schedule,
-    "schedule_alias": _schedule_alias, "steps": _steps, "warmup_ratio": _warmup_ratio, "warmup_steps": _warmup_steps,
+    "critic_warmup": _critic_warmup, "decay_steps": _decay_steps, "epochs": _epochs, "first_rate": _first_rate,
+    "lowest_absolute_rate": _lowest_absolute_rate, "lowest_rate": _lowest_rate,
+    "megatron_schedule": _megatron_schedule, "schedule": _schedule, "schedule_alias": _schedule_alias,
+    "steps": _steps, "warmup_ratio": _warmup_ratio, "warmup_steps": _warmup_steps,
 }  # fmt: skip

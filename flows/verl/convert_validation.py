@@ -8,21 +8,8 @@ from flows.verl.read import Verl
 from flows.verl.values import ROLLOUT, Conversion, NoCounterpart, Unused
 
 
-def _greedy_or_value(verl: Verl, key: str, value: Any) -> Any:
-    if verl.get(ROLLOUT + "val_kwargs.do_sample"):
-        return value
-    return Unused("val_kwargs.do_sample is false: greedy")
-
-
-def _do_sample_validation(verl: Verl, key: str, value: Any) -> Any:
-    if not value:
-        return 0.0
-    return Unused("val_kwargs.temperature decides")
-
-
-def _drawn_validation(verl: Verl, key: str, value: Any) -> Any:
-    if not verl.get(ROLLOUT + "val_kwargs.do_sample"):
-        return Unused("val_kwargs.do_sample is false: greedy")
+def _validation(verl: Verl, key: str, value: Any) -> Any:
+    """The sampling of the validation. verl's agent loop reads the temperature and never `do_sample`."""
     if key.endswith(".n") and value > 1 and verl.get(ROLLOUT + "val_kwargs.temperature") == 0:
         return Unused("at temperature 0 all completions would be equal")
     if key.endswith(".top_k"):
@@ -35,15 +22,13 @@ LOGGERS = ("tensorboard", "wandb", "mlflow", "swanlab")
 
 def _loggers(verl: Verl, key: str, value: Any) -> Any:
     names = [value] if isinstance(value, str) else list(value)
-    unknown = [name for name in names if name not in (*LOGGERS, "console")]
+    # metrics are always shown in the terminal and kept in the store
+    unknown = [name for name in names if name not in (*LOGGERS, "console", "file")]
     if unknown:
         text = ", ".join(map(repr, unknown))
         raise NoCounterpart(f"there is no logger {text} here; expected console, {', '.join(LOGGERS)}")
-    trackers = [name for name in names if name != "console"]
-    return trackers or Unused("the console always shows the metrics")
+    trackers = [name for name in names if name in LOGGERS]
+    return trackers or Unused("the terminal always shows the metrics, and the store keeps them")
 
 
-VALIDATION_CONVERSIONS: dict[str, Conversion] = {
-    "do_sample_validation": _do_sample_validation, "drawn_validation": _drawn_validation,
-    "greedy_or_value": _greedy_or_value, "loggers": _loggers,
-}  # fmt: skip
+VALIDATION_CONVERSIONS: dict[str, Conversion] = {"loggers": _loggers, "validation": _validation}

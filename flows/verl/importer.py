@@ -19,6 +19,7 @@ from flows.verl.conditions import unmet_condition
 from flows.verl.convert import CONVERSIONS
 from flows.verl.convert_loss import VALUE_LOSS_FACTOR
 from flows.verl.keys import KeyTable, Mapped, Unmapped, key_tables
+from flows.verl.launch import read_launch_script
 from flows.verl.read import Verl, VerlError, read_config
 from flows.verl.values import Approximate, NoCounterpart, PathValues, Unused, flow_of
 from storage.chain.records import OptimizerSpec
@@ -77,6 +78,11 @@ class Imported:
     absent: list[str] = field(default_factory=list)
     """Names in `defaults:` without a file. The key table's defaults are used for them."""
 
+    @property
+    def approximate(self) -> list[MappedKey]:
+        """The keys whose value in our config is not exactly verl's."""
+        return [line for line in self.mapped if line.difference]
+
 
 def import_verl(
     path: Path,
@@ -86,33 +92,43 @@ def import_verl(
     kind: str | None = None,
     force: bool = False,
 ) -> Imported:
-    """Imports a verl config. `overrides` are `key=value` pairs of verl, `sets` are `key=value` pairs of our config.
+    """Imports a verl config or a launch script (.sh). `overrides` are `key=value` pairs of verl, `sets` are `key=value`
+    pairs of our config.
 
     Keys that are not given have verl's defaults. Raises ConfigError (VerlError) for a bad file, for unknown keys, for
     keys that cannot be imported (unless `force`), and for a result that our config class refuses.
     """
     # read the file and check its keys
-    given_keys, absent = read_config(path, overrides)
+    config_path: Path | None = path
+    if path.suffix == ".sh":
+        launch = read_launch_script(path, overrides)
+        config_path, overrides, kind = launch.config, [*launch.overrides, *overrides], kind or launch.kind
+    given_keys, absent, options = read_config(config_path, overrides)
     kind = kind or kind_of(given_keys)
     if kind not in key_tables():
         raise VerlError(f"there is no kind {kind!r} of verl config; expected one of {', '.join(key_tables())}")
     table = key_tables()[kind]
     _check_keys(given_keys, table, kind)
     known = {key: value for key, value in given_keys.items() if table.find(key)}
-    verl = Verl(known, table, kind=kind)
+    verl = Verl(known, table, kind=kind, options=options)
 
     # sort every key by what happens to it
     imported = Imported(kind, flow_of(verl), absent=absent)
     _import_mapped(verl, imported)
     _import_unmapped(verl, imported)
-    if imported.refused and not force:
-        raise VerlError(describe_refusals(imported.refused))
-
     # build the config; later keys win
     values = IMPLICIT_VALUES[imported.flow]
     for line in imported.mapped:
         values = values | line.paths
-    imported.config = _validate(_nested(values), sets, imported)
+    config = _nested(values)
+    for name, value in load_config(None, sets).items():
+        config[name] = _override(config.get(name), value)
+    # everything that is missing or refused is named at once
+    missing = _missing_grader(imported.flow, config)
+    if (imported.refused and not force) or missing:
+        problems = [describe_refusals(imported.refused)] if imported.refused and not force else []
+        raise VerlError("\n".join([*problems, *missing]))
+    imported.config = _validate(config, imported)
     return imported
 
 
@@ -160,8 +176,9 @@ def _import_mapped(verl: Verl, imported: Imported) -> None:
         if entry.flows and imported.flow not in entry.flows:
             _note(imported.unread, f"the flow {imported.flow} does not read it", key, given=is_given)
             continue
-        # keys whose default is only a placeholder
-        if not is_given and (entry.placeholder or entry.required):
+        # keys whose default is only a placeholder, unless the config names the same folder elsewhere
+        is_placeholder = entry.placeholder or (entry.required and verl.default(key) not in verl.given.values())
+        if not is_given and is_placeholder:
             if entry.required:
                 imported.refused.append((key, None, "it is required, and verl's default is a placeholder; give it"))
             continue
@@ -185,6 +202,10 @@ def _convert(verl: Verl, imported: Imported, key: str, entry: Mapped, value: Any
     except TypeError:
         imported.refused.append((key, value, f"a {type(value).__name__} is not a valid value for it"))
         return
+    except (ArithmeticError, OSError) as error:
+        # a number of 0 that others are divided by, or a path that no file can have
+        imported.refused.append((key, value, f"it cannot be converted: {error!s:.200}"))
+        return
     if isinstance(result, Unused):
         _note(imported.unread, result.why or "it has no effect at this value", key, given=is_given)
         return
@@ -206,12 +227,12 @@ def _convert(verl: Verl, imported: Imported, key: str, entry: Mapped, value: Any
 
 
 def _import_unmapped(verl: Verl, imported: Imported) -> None:
-    """Records the given keys without a counterpart: dropped, without effect, or refused."""
+    """Records the given keys without a counterpart: dropped, without effect, approximate, or refused."""
     for key in verl.given:
         entry = verl.table.find(key)
         if not isinstance(entry, Unmapped):
             continue
-        if not entry.refused:
+        if entry.result == "dropped":
             _note(imported.dropped, entry.why, key)
             continue
         value = verl.get(key)
@@ -221,6 +242,8 @@ def _import_unmapped(verl: Verl, imported: Imported) -> None:
             _note(imported.unread, why, key)
         elif any(_is_same(value, default) for default in defaults):
             _note(imported.off, entry.why, key)
+        elif entry.result == "approximate":
+            imported.mapped.append(MappedKey(key, value, {}, True, entry.why))
         else:
             imported.refused.append((key, value, entry.why))
 
@@ -258,16 +281,24 @@ def _numbers_to_lists(value: Any) -> Any:
     return entries
 
 
-def _validate(config: dict[str, Any], sets: Sequence[str], imported: Imported) -> dict[str, Any]:
-    """Returns the config with the `sets` applied. Raises VerlError if our config class refuses it."""
-    for name, value in load_config(None, sets).items():
-        config[name] = _override(config.get(name), value)
-    # these two flows have no reward in verl's config
-    if imported.flow not in ("sft", "evaluation") and "path" not in config.get("grader", {}):
-        raise VerlError(
-            "custom_reward_function.path is not given, and verl then chooses the reward by each row's data_source; "
-            "give a grader, for instance --set grader.path=tasks.graders.rules:LastNumber"
-        )
+SUITE = (
+    "an evaluation of ours has a suite: its graders, and for models also its datasets of prompts; with stored answers, "
+    "a grader is enough: --set suite.graders='[{path: tasks.graders.rules:LastNumber}]'"
+)
+
+
+def _missing_grader(flow: str, config: dict[str, Any]) -> list[str]:
+    """What to give instead of the reward that verl chooses by each row's data_source. Empty: there is a grader."""
+    function = "custom_reward_function.path is not given, and verl then chooses the reward by each row's data_source; "
+    if flow == "evaluation" and not config.get("suite"):
+        return [f"{function}{SUITE}"]
+    if flow not in ("sft", "evaluation") and "path" not in config.get("grader", {}):
+        return [f"{function}give a grader, for instance --set grader.path=tasks.graders.rules:LastNumber"]
+    return []
+
+
+def _validate(config: dict[str, Any], imported: Imported) -> dict[str, Any]:
+    """Returns the config. Raises VerlError if our config class refuses it."""
     model = CONFIGS[imported.flow]
     try:
         model.model_validate(config)

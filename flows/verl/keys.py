@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 NULL: Final = "null"
 """Stands for null in the table, because TOML has no null."""
@@ -34,11 +34,16 @@ class Mapped:
     """The flows that use the key. Empty: all flows."""
 
 
+UnmappedResult = Literal["dropped", "approximate", "refused"]
+"""What becomes of a key without a counterpart: it is dropped, or if its value is not one of the defaults, reported as a
+difference or refused."""
+
+
 @dataclass(frozen=True)
 class Unmapped:
-    """A key without a counterpart. It is dropped, or refused if its value is not one of the defaults."""
+    """A key without a counterpart."""
 
-    refused: bool
+    result: UnmappedResult
     why: str
     when: str | None
     defaults: tuple[Any, ...]
@@ -53,6 +58,8 @@ class KeyTable:
     unmapped: dict[str, Unmapped] = field(default_factory=dict)
     patterns: dict[str, Unmapped] = field(default_factory=dict)
     """Keys by pattern: `a.b.**` means every key under a.b, and `**.name` a key of this name anywhere."""
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Files that verl chooses by name, such as "model_engine=veomni", with the defaults that they change."""
 
     def find(self, key: str) -> Mapped | Unmapped | None:
         """Returns the entry of a key, or None if verl has no such key."""
@@ -102,7 +109,7 @@ def key_tables() -> dict[str, KeyTable]:
 
 def _table(tables: dict[str, Any]) -> KeyTable:
     """Builds a key table from its part of keys.toml."""
-    table = KeyTable()
+    table = KeyTable(options=tables.get("options", {}))
     # keys with a counterpart
     for key, entry in tables["mapped"].items():
         fields = entry | {"default": _value(entry["default"]), "to": _as_tuple(entry["to"])}
@@ -110,13 +117,13 @@ def _table(tables: dict[str, Any]) -> KeyTable:
         table.mapped[key] = Mapped(**fields)
     # keys without one, in groups with the same reason
     for group in tables["unmapped"]:
-        is_refused = "refused" in group
-        why = group["refused"] if is_refused else group["dropped"]
+        result = next(name for name in get_args(UnmappedResult) if name in group)
+        why = group[result]
         for key, entry in group["keys"].items():
             if "**" in key:
-                table.patterns[key] = Unmapped(is_refused, why, group.get("when"), ())
+                table.patterns[key] = Unmapped(result, why, group.get("when"), _defaults(entry))
             else:
-                table.unmapped[key] = Unmapped(is_refused, why, group.get("when"), _defaults(entry))
+                table.unmapped[key] = Unmapped(result, why, group.get("when"), _defaults(entry))
     return table
 
 

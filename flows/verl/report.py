@@ -47,6 +47,9 @@ def _command(flow: str) -> str:
 
 def _lines(imported: Imported) -> Iterator[str]:
     yield f"verl's {imported.kind} -> ostinato {_command(imported.flow)}"
+    if imported.approximate:
+        keys = ", ".join(line.key for line in imported.approximate)
+        yield f"APPROXIMATE ({len(imported.approximate)}; the differences are below): {keys}"
     for name in imported.absent:
         yield f"defaults: there is no file {name} here; verl's own defaults are used"
     # what was converted

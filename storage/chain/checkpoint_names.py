@@ -4,7 +4,8 @@ A name belongs to a committed step. It stays when the checkpoint of the step is 
 seconds apart) or is removed from a finished run: the policy is then computed from an earlier checkpoint.
 
 The full name of a checkpoint contains its run and its stage: `run/0-sft/policy-0.4`. A shorter name is accepted if only
-one checkpoint matches it: `policy-0.4` or `0-sft/policy-0.4` in the same run, `run/policy-0.4` in another.
+one checkpoint matches it: `policy-0.4` or `0-sft/policy-0.4` in the same run, `run/policy-0.4` in another. In the same
+run it may be a checkpoint of an earlier stage of the model, or of any stage of another model.
 """
 
 from __future__ import annotations
@@ -96,11 +97,14 @@ def resolve_restart_point(store: ObjectStore, text: str, *, run: str, stage: str
         if any(checkpoint.matches(text, run) for checkpoint in candidates):
             return start
 
-    # otherwise look among the named checkpoints of earlier stages, and of the runs that `text` may name
+    # Otherwise look among the named checkpoints of the run, and of the runs that `text` may name. Each model counts its
+    # own stages, so only the stages of this model can be later ones.
     known: list[NamedCheckpoint] = []
+    later: list[NamedCheckpoint] = []
     for checkpoint in named_checkpoints(store, run):
-        if stage_position(checkpoint.policy.stage) < stage_position(stage):
-            known.append(checkpoint)
+        policy = checkpoint.policy
+        is_later = policy.model == model and stage_position(policy.stage) >= stage_position(stage)
+        (later if is_later else known).append(checkpoint)
     for other_run in _runs_in(text):
         if other_run != run:
             known += named_checkpoints(store, other_run)
@@ -111,7 +115,11 @@ def resolve_restart_point(store: ObjectStore, text: str, *, run: str, stage: str
         raise NoSuchCheckpoint(_ambiguous_message(text, list(matching.values())))
     if start is not None and not start_names:
         return start  # its checkpoint was pruned after the stage began there
-    raise NoSuchCheckpoint(f"there is no checkpoint {text!r} to restart {stage} of {run} from; {_list_names(known)}")
+    message = f"there is no checkpoint {text!r} to restart {stage} of {run} from; {_list_names(known)}"
+    not_earlier = [checkpoint.title for checkpoint in later if checkpoint.matches(text, run)]
+    if not_earlier:
+        message += f"; {', '.join(not_earlier)} is of this stage or a later one of {model!r}, which begins before it"
+    raise NoSuchCheckpoint(message)
 
 
 def resolve_checkpoint_name(store: ObjectStore, text: str) -> PolicyRef:
@@ -178,7 +186,10 @@ def _ambiguous_message(text: str, checkpoints: list[NamedCheckpoint]) -> str:
 
 def _list_names(known: list[NamedCheckpoint]) -> str:
     if not known:
-        return "there is no named checkpoint; runs with checkpoints.frequency write them, named run/stage/name"
+        return (
+            "no named checkpoint was found; runs with checkpoints.frequency write them, and one of another run is "
+            "given as run/stage/name"
+        )
     listed = ", ".join(checkpoint.title for checkpoint in known[:MAX_LISTED])
     if len(known) > MAX_LISTED:
         listed += f" and {len(known) - MAX_LISTED} more"

@@ -1,4 +1,6 @@
-"""Deletes runs: everything in their folders. Datasets, prompts and published models are not in there and stay.
+"""Deletes runs and versions of models.
+
+A run is everything in its folder. Datasets, prompts and published models are not in there and stay.
 
 A deletion first marks the run (`keys.deletion`). From then on the run cannot be opened, resumed or forked, and
 `runs ls` shows it as `deleting`. If nothing needs the run then, the mark is changed to `begun`, and the objects are
@@ -8,14 +10,16 @@ removed by a call that is refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from storage.chain.fork import read_fork
 from storage.chain.leases import current_epoch, is_held
-from storage.chain.records import Chain
-from storage.errors import ObjectNotFound, RunInUse
+from storage.chain.records import Chain, Root
+from storage.errors import ModelInUse, ObjectNotFound, RunInUse
 from storage.failpoints import failpoint
+from storage.registry.decisions import champion_of
+from storage.registry.models import list_versions, move_latest_from
 from storage.serialization import Frozen, canonical_json
 from storage.store import key_patterns, keys
 from storage.store.artifacts import find_artifact, read_manifest
@@ -88,6 +92,42 @@ def delete_runs(store: ObjectStore, run: str, *, no_active_runs: bool = False, f
     for name in planned.runs:
         _delete_objects(store, name)
     return planned
+
+
+def delete_model(store: ObjectStore, name: str, version: str, *, dry_run: bool = False) -> int:
+    """Deletes the files of a version of a model; returns their bytes. With `dry_run`, only returns them.
+
+    Decisions about the version and its cards stay. The alias "latest" then names the newest version that is left. A
+    deletion that was killed is finished by the same call. Slow in a large store: it reads the list of all runs.
+
+    Raises:
+        ObjectNotFound: there is no such version.
+        ModelInUse: the version is the champion, or a run was trained from it; nothing was deleted.
+    """
+    if not store.exists(keys.model_claim(name, version)):
+        known = ", ".join(list_versions(store, name)) or "none"
+        raise ObjectNotFound(f"model {name!r} has no version {version!r}; published: {known}")
+    champion = champion_of(store, name)
+    if champion is not None and champion.version == version:
+        raise ModelInUse(f"nothing was deleted: {name}@{version} is the champion; promote another version first")
+    model = keys.model_version(name, version)
+    roots = _chain_roots(store, store.list(keys.runs_prefix()))
+    runs = sorted({run for run, _, root in roots if root.base is not None and root.base.key == model})
+    if runs:
+        raise ModelInUse(
+            f"nothing was deleted: {', '.join(runs)} began at {name}@{version}, and without it they could neither be "
+            "verified nor resumed; delete these runs first"
+        )
+    files = list(store.list(f"{model}/"))
+    if not dry_run:
+        # the manifest first, so that nothing takes the rest for a whole version; the claim last: it lists the version
+        move_latest_from(store, name, version)
+        manifest = keys.manifest_of_files(model)
+        store.delete(manifest)
+        failpoint("deletion.hidden")
+        _delete_all(store, [info.key for info in files if info.key != manifest])
+        store.delete(keys.model_claim(name, version))
+    return sum(info.size for info in files)
 
 
 def _mark(run: str, *, begun: bool) -> bytes:
@@ -186,18 +226,25 @@ def _fork_uses(store: ObjectStore, runs: Collection[str], listed: Collection[Obj
 
 def _start_uses(store: ObjectStore, runs: Collection[str], listed: Collection[ObjectInfo]) -> Iterator[str]:
     """Yields the stages of other runs that began at a policy of the runs."""
-    for info in listed:
-        chain_name = keys.chain_of(info.key)
-        if chain_name is None or chain_name[0] in runs or info.key != keys.chain_root(*chain_name):
-            continue
-        root = Chain(store, *chain_name).root()
-        if root is not None and root.start is not None and root.start.run in runs:
-            run, stage, _ = chain_name
+    for run, stage, root in _chain_roots(store, listed):
+        if run not in runs and root.start is not None and root.start.run in runs:
             start = root.start.uri.partition("#")[0].removeprefix("policy:")
             yield (
                 f"stage {stage} of run {run!r} began at {start}: without it the stage could neither be verified nor "
                 "resumed; delete that run first"
             )
+
+
+def _chain_roots(store: ObjectStore, listed: Iterable[ObjectInfo]) -> Iterator[tuple[str, str, Root]]:
+    """Yields the run, the stage and the root of each chain among the listed objects."""
+    for info in listed:
+        chain_name = keys.chain_of(info.key)
+        if chain_name is None or info.key != keys.chain_root(*chain_name):
+            continue
+        root = Chain(store, *chain_name).root()
+        if root is not None:
+            run, stage, _ = chain_name
+            yield run, stage, root
 
 
 def _registry_uses(store: ObjectStore, runs: Collection[str]) -> Iterator[str]:

@@ -133,8 +133,8 @@ class Root(Frozen):
     base_digest: str
     """Digest of the base model's weights, or the state of `start`."""
     trainable: dict[str, JsonValue] = {"kind": "full"}
-    init_seed: int = 0
-    """Seed of the initial values of new parameters. It is only hashed, so it may have any size."""
+    init_seed: int = Field(0, ge=0, lt=2**64)
+    """Seed of the initial values of new parameters. It is only hashed."""
 
     def state(self) -> str:
         body = self.model_dump(mode="json", exclude={"base", "start"})

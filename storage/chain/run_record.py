@@ -41,6 +41,8 @@ class RunInfo(Frozen):
     machine: dict[str, JsonValue]
     attempt: str
     created: str
+    warnings: tuple[str, ...] = ()
+    """What a person should know of the run's inputs, although it may start."""
 
 
 class RunOpening(Frozen):
@@ -49,12 +51,18 @@ class RunOpening(Frozen):
     created: bool
     """Whether the run is new. False for a resume."""
     warnings: tuple[str, ...]
-    """Differences from the start of the run that do not change its meaning."""
+    """Those of the run, then differences from its start that do not change its meaning."""
     info: RunInfo
 
 
 def create_or_check_run(
-    store: ObjectStore, run: str, *, semantic: Mapping[str, Any], other: Mapping[str, Any], code_version: str
+    store: ObjectStore,
+    run: str,
+    *,
+    semantic: Mapping[str, Any],
+    other: Mapping[str, Any],
+    code_version: str,
+    warnings: tuple[str, ...] = (),
 ) -> RunOpening:
     """Records a new run, or checks that the recorded one has the same semantic configuration.
 
@@ -70,12 +78,13 @@ def create_or_check_run(
         machine=machine_info(),
         attempt=uuid4().hex,
         created=datetime.now(UTC).isoformat(),
+        warnings=warnings,
     )
     # give the store an id, so that it is recognized after its disk was unmounted
     store_id(store)
     put = store.put_if_absent(keys.run_json(run), canonical_json(new_info))
     if put.won:
-        return RunOpening(created=True, warnings=(), info=new_info)
+        return RunOpening(created=True, warnings=warnings, info=new_info)
 
     # the run exists: compare its configuration with this one
     recorded = _parse(put.data, keys.run_json(run))
@@ -86,7 +95,8 @@ def create_or_check_run(
             f"run {run!r} was started with another configuration:\n{listed}\n"
             "resume it with its own values, choose another run key, or fork it ('ostinato fork') to change them mid-way"
         )
-    return RunOpening(created=False, warnings=tuple(_warnings(recorded, new_info)), info=recorded)
+    differences_noted = (*recorded.warnings, *_warnings(recorded, new_info))
+    return RunOpening(created=False, warnings=differences_noted, info=recorded)
 
 
 def read_run(store: ObjectStore, run: str) -> RunInfo:

@@ -67,8 +67,9 @@ def step_inputs(store: ObjectStore, record: CommitRecord) -> StepInputs:
 def check_accounting(store: ObjectStore, record: CommitRecord) -> list[str]:
     """Returns the problems with the prompts of a step, one sentence each. Empty if each prompt is accounted for once.
 
-    The data cursor must pass as many rows as the shards have prompts. Every completion must be graded, and every graded
-    completion that is not empty must be in the batch. A batch without rollouts and without a cursor has nothing to
+    The data cursor must pass as many rows as the shards have prompts, not counting prompts that were sampled a second
+    time because no completion got a grade. Every completion must be graded, and every graded completion that is not
+    empty must be in the batch. A batch without rollouts and without a cursor has nothing to
     check.
     """
     try:
@@ -137,7 +138,8 @@ class _Accounting:
         return [read_manifest(self.store, ref.key) for ref in self.inputs.rollouts]
 
     def _check_taken(self, manifests: list[Manifest]) -> None:
-        prompts = sum(_count(manifest, "prompts") for manifest in manifests)
+        # a step without a grade samples its prompts a second time, and the cursor passes them once
+        prompts = sum(_count(manifest, "prompts") for manifest in manifests if not manifest.extra.get("resampled"))
         # a cursor that passed more rows than the shards have prompts has lost some
         for dataset in self.inputs.datasets:
             consumed = rows_consumed(self.record, dataset.rows or 0)
@@ -183,8 +185,12 @@ class _Accounting:
                 )
 
 
+@dataclass
 class _CompletionAccounting(_Accounting):
     """Checks a step on sampled and graded completions."""
+
+    with_grades: set[str] = field(default_factory=set)
+    """URIs of the rollouts of which a completion got a grade."""
 
     def check(self) -> list[str]:
         manifests = self._manifests()
@@ -192,6 +198,7 @@ class _CompletionAccounting(_Accounting):
         sampled = {ref.uri: self._rows(ref, _COMPLETION_COLUMNS) for ref in self.inputs.rollouts}
         self._check_sampled(manifests, sampled)
         self._check_trained(self._check_graded(sampled))
+        self._check_resampled(manifests)
         return self.problems
 
     def _check_sampled(self, manifests: list[Manifest], sampled: dict[str, list[Row]]) -> None:
@@ -241,6 +248,7 @@ class _CompletionAccounting(_Accounting):
             for row, grade in zip(rows, grades, strict=True):
                 if grade["status"] != "ok":
                     continue
+                self.with_grades.add(uri)
                 rewards[row["prompt_id"]].add(grade["reward"])
                 is_masked = rules.get("mask_truncated") and row["stop_reason"] == "length"
                 if row["completion_ids"] and not is_masked:
@@ -251,6 +259,19 @@ class _CompletionAccounting(_Accounting):
         for refs in graded_by_parent.values():
             self.problems.extend(f"{ref.key} grades no shard of this step" for ref in refs)
         return expected
+
+    def _check_resampled(self, manifests: list[Manifest]) -> None:
+        """Checks that prompts were sampled a second time only where no completion of the first time got a grade, and
+        that these were all prompts of the step."""
+        again = [manifest for manifest in manifests if manifest.extra.get("resampled")]
+        first = [manifest for manifest in manifests if not manifest.extra.get("resampled")]
+        if not again:
+            return
+        if any(manifest.ref.uri in self.with_grades for manifest in first):
+            self.problems.append(f"{again[0].key} samples prompts again although their completions have grades")
+        counts = [sum(_count(manifest, "prompts") for manifest in part) for part in (first, again)]
+        if counts[0] != counts[1]:
+            self.problems.append(f"{counts[0]} prompts were sampled, and {counts[1]} of them a second time")
 
 
 class _EpisodeAccounting(_Accounting):

@@ -69,6 +69,8 @@ class RunDetails(Frozen):
     row: RunSummary
     semantic: dict[str, JsonValue]
     """The configuration that decides the result. Empty for a fork that has not run yet."""
+    warnings: tuple[str, ...] = ()
+    """What a person should know of the run's inputs."""
     code_version: str | None
     machine: dict[str, JsonValue]
     packages: dict[str, JsonValue]
@@ -100,6 +102,7 @@ def describe_run(store: ObjectStore, run: str) -> RunDetails:
     return RunDetails(
         row=summarize_run(store, run),
         semantic=info.semantic if info else {},
+        warnings=info.warnings if info else (),
         code_version=info.code_version if info else None,
         machine=machine,
         packages=packages if isinstance(packages, dict) else {},

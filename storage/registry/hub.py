@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from storage.errors import CorruptArtifact, PermanentStorageError
 from storage.registry.models import find_model, registered_key
+from storage.secrets import refuse_secrets
 from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
@@ -24,9 +25,13 @@ _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _REVISION = r"(?:@(?P<revision>[A-Za-z0-9_][\w./+-]*))?"
 _WITH_OWNER = re.compile(rf"(?P<repo>{_NAME}/{_NAME}){_REVISION}", re.ASCII)
 _AFTER_SCHEME = re.compile(rf"(?:(?P<kind>models|datasets)/)?(?P<repo>(?:{_NAME}/)?{_NAME}){_REVISION}", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 NO_CONNECTION = ("ConnectError", "ConnectTimeout")
 """Names of the HTTP client's errors before a connection. Which package the client is depends on huggingface_hub."""
+_UNREADABLE = (
+    ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError, StopIteration,
+)  # fmt: skip
+"""Errors of Python that huggingface_hub raises for replies that do not have the hub's form."""
 
 RepoKind = Literal["model", "dataset"]
 
@@ -55,7 +60,7 @@ class HubRepo(NamedTuple):
     @property
     def is_pinned(self) -> bool:
         """Whether the revision is a commit, which never moves."""
-        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+        return self.revision is not None and COMMIT.fullmatch(self.revision) is not None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.repo!r}" + (f" at {self.revision!r}" if self.revision else "")
@@ -64,7 +69,8 @@ class HubRepo(NamedTuple):
 def parse_hub_repo(text: str, kind: RepoKind) -> HubRepo | None:
     """Reads `owner/name`, `owner/name@revision`, and both after `hf://`. None: the text is none of these.
 
-    Raises HubError for other text after `hf://`."""
+    Raises HubError for other text after `hf://`, SecretInURL for a password in it."""
+    refuse_secrets(text)
     if not text.startswith(SCHEME):
         match = _WITH_OWNER.fullmatch(text)
         return None if match is None else HubRepo(kind, match["repo"], match["revision"])
@@ -91,9 +97,16 @@ def resolve_commit(repo: HubRepo) -> HubRepo:
         return repo
     from huggingface_hub import HfApi
 
-    with hub_errors_explained(repo):
+    with checked_hub(repo):
         revision = HfApi().resolve_revision(repo.repo, repo_type=repo.kind, revision=repo.revision)
-    return repo._replace(revision=revision.resolved)
+    resolved = repo._replace(revision=revision.resolved)
+    if not resolved.is_pinned:
+        # the cache of huggingface_hub keeps what a hub gave before
+        raise HubError(
+            f"the cache of huggingface_hub names no commit for the {repo}; delete the repository below "
+            f"{_cache_folders(repo)} and run it again"
+        )
+    return resolved
 
 
 def find_imported(store: ObjectStore, repo: HubRepo) -> ArtifactRef | None:
@@ -120,8 +133,16 @@ def _record_key(repo: HubRepo) -> str:
 
 
 @contextmanager
-def hub_errors_explained(repo: HubRepo) -> Iterator[None]:
-    """Raises HubError, with a sentence that says what to do, in place of the errors of huggingface_hub and datasets."""
+def checked_hub(repo: HubRepo) -> Iterator[None]:
+    """Checks the hub's replies before huggingface_hub and datasets use them (storage.registry.hub_checks).
+
+    Raises HubError, with a sentence that says what to do, in place of the errors of these libraries."""
+    from huggingface_hub import constants
+
+    from storage.registry.hub_checks import install_checks
+
+    install_checks()
+    refuse_secrets(constants.ENDPOINT, "HF_ENDPOINT")
     try:
         yield
     except HubError:
@@ -143,6 +164,8 @@ def _explanation(repo: HubRepo, error: BaseException) -> str | None:
     def caused_by(*kinds: type[BaseException]) -> BaseException | None:
         return next((cause for cause in causes if isinstance(cause, kinds)), None)
 
+    if refusal := caused_by(HubError):
+        return str(refusal)
     hub = constants.ENDPOINT
     page = f"{hub}/{'datasets/' if repo.kind == 'dataset' else ''}{repo.repo}"
     login = "log in by 'hf auth login', or set HF_TOKEN"
@@ -171,6 +194,8 @@ def _explanation(repo: HubRepo, error: BaseException) -> str | None:
         return f"the download of the {repo} broke off ({_first_line(broken)}); run it again: complete files are kept"
     if any(_is_disk_full(cause) for cause in causes):
         return f"the disk is full: the {repo} does not fit below {_cache_folders(repo)}; free space, or set HF_HOME"
+    if isinstance(error, _UNREADABLE) or type(error).__name__ == "InvalidURL":
+        return f"{hub} gave a reply about the {repo} that cannot be used ({_first_line(error)}); check HF_ENDPOINT"
     return None
 
 

@@ -92,15 +92,36 @@ def resolve_alias(store: ObjectStore, name: str, alias: str = LATEST) -> str | N
     return _read_entry(store, name, alias, numbers[-1])
 
 
+def move_latest_from(store: ObjectStore, name: str, version: str) -> None:
+    """Moves the alias "latest" from a version that will be deleted to the newest other one. Without another one,
+    deletes the alias."""
+    if resolve_alias(store, name) != version:
+        return
+    numbers = _log_numbers(store, name, LATEST)
+    others = set(list_versions(store, name)) - {version}
+    for number in reversed(numbers):
+        candidate = _read_entry(store, name, LATEST, number)
+        if candidate in others:
+            _append_latest(store, name, candidate, after=numbers[-1])
+            return
+    for number in numbers:
+        store.delete(keys.model_alias(name, LATEST, number))
+
+
 def _make_latest_once(store: ObjectStore, name: str, version: str) -> None:
     """Adds the version to the log of the alias "latest", unless the log has it."""
     # a late retry of an old publication must not move "latest" back
     numbers = _log_numbers(store, name, LATEST)
     if version in {_read_entry(store, name, LATEST, number) for number in numbers}:
         return
+    _append_latest(store, name, version, after=numbers[-1] if numbers else 0)
+
+
+def _append_latest(store: ObjectStore, name: str, version: str, *, after: int) -> None:
+    """Adds an entry to the log of the alias "latest", at the first free number above `after`."""
     # the attempt id makes the entries of two writers different bytes
     body = {"version": version, "attempt": uuid4().hex, "created": datetime.now(UTC).isoformat()}
-    number = numbers[-1] if numbers else 0
+    number = after
     while True:
         number += 1
         key = keys.model_alias(name, LATEST, number)

@@ -9,10 +9,12 @@ from typing import Any
 import fsspec
 
 from storage.errors import PermanentStorageError
+from storage.secrets import refuse_secrets
 from storage.store import keys
 from storage.store.artifacts import Manifest, read_manifest
 from storage.store.download import materialise_files
 from storage.store.objects import ObjectStore
+from storage.temporary import process_folder
 
 CARD = "README.md"
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"})
@@ -31,10 +33,11 @@ def push_model(store: ObjectStore, name: str, version: str, url: str, *, card: s
     folder with other files is refused; with `force`, files are added to it and overwritten. `hf://owner/name` is a
     repository of a Hugging Face hub, and is written in one commit.
 
-    Raises PushRefused, ObjectNotFound, CorruptArtifact.
+    Raises PushRefused, ObjectNotFound, CorruptArtifact, SecretInURL.
     """
+    refuse_secrets(url)
     manifest = read_manifest(store, keys.model_version(name, version))
-    with tempfile.TemporaryDirectory(prefix="ostinato-push-") as folder:
+    with tempfile.TemporaryDirectory(prefix="push-", dir=process_folder()) as folder:
         files = materialise_files(store, manifest.key, Path(folder))  # digests are checked
         if url.startswith("hf://"):
             _to_hub(url.removeprefix("hf://"), files, card, message=f"{name}@{version}")

@@ -12,6 +12,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from uuid import uuid4
 
 from storage.errors import CorruptArtifact, ObjectNotFound, StorageFull, TransientStorageError, UnsupportedFilesystem
+from storage.secrets import refuse_secrets
 from storage.store.backends.local import LocalBackend
 from storage.store.backends.memory import MemoryBackend
 from storage.store.backends.protocol import HIDDEN_PREFIX, Backend, Leftover, ObjectInfo, PutResult
@@ -179,9 +180,10 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Obj
 
     `options` are those of s3fs (endpoint_url, key, secret, client_kwargs …) and only for s3://. Options that are left
     out come from the environment, as for any AWS client (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID …). The call contacts
-    and creates nothing. Raises UnsupportedFilesystem for another scheme.
+    and creates nothing. Raises UnsupportedFilesystem for another scheme, SecretInURL for a password in the URL.
     """
     text = str(url)
+    refuse_secrets(text)
     scheme, separator, _ = text.partition("://")
     parts = urlsplit(text)
     # one backend per scheme

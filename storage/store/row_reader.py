@@ -21,6 +21,7 @@ from storage.store.artifacts import ArtifactRef, FileEntry, single_file_entry
 from storage.store.backends.local_errors import storage_error_of
 from storage.store.objects import ObjectStore
 from storage.store.recent_tables import table_key
+from storage.temporary import process_folder
 
 CACHED_GROUPS = 8
 """Row groups that a RowReader keeps in memory."""
@@ -159,7 +160,7 @@ def _download(store: ObjectStore, entry: FileEntry) -> BinaryIO:
 
     Raises ObjectNotFound, CorruptArtifact.
     """
-    with tempfile.TemporaryDirectory(prefix="ostinato-table-") as folder:
+    with tempfile.TemporaryDirectory(prefix="table-", dir=process_folder()) as folder:
         path = Path(folder, "table.parquet")
         store.fetch(entry.key, path)
         sha256 = digest_file(path)[0]

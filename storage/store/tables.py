@@ -30,6 +30,7 @@ from storage.store.objects import ObjectStore
 from storage.store.recent_tables import KINDS, MAX_BYTES, RECENT
 from storage.store.row_reader import RowReader, read_column, read_rows
 from storage.store.schemas import OPTIONAL, SCHEMAS, table_schema
+from storage.temporary import process_folder
 
 __all__ = [
     "ROW_GROUP",
@@ -47,6 +48,8 @@ __all__ = [
 
 ROW_GROUP = 256
 """Rows that are compressed together: the unit of random access, and of memory when writing."""
+PENDING_BYTES = 64 * 2**20
+"""Bytes of rows after which a table is written although its row group has fewer rows than ROW_GROUP."""
 
 
 def commit_table(
@@ -106,13 +109,14 @@ class TableWriter:
             version = writer.digest()           # sha256 of the finished file, for a key that names the content
             ref = writer.commit(store, key, provenance=provenance)
 
-    Equal rows give the same digest as commit_table. The end of the block removes what was not committed.
+    Equal rows give the same digest as commit_table, if no row group exceeds PENDING_BYTES. The end of the block removes
+    what was not committed.
     """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.rows = 0
-        self._folder = tempfile.TemporaryDirectory(prefix="ostinato-table-")
+        self._folder = tempfile.TemporaryDirectory(prefix="table-", dir=process_folder())
         self.path = Path(self._folder.name) / "table.parquet"
         self._schema = table_schema(kind)
         self._writer: pq.ParquetWriter | None = None
@@ -152,6 +156,10 @@ class TableWriter:
             complete_rows = pending.num_rows // ROW_GROUP * ROW_GROUP
             _write_groups(self._open(), pending.slice(0, complete_rows))
             self._pending, self._pending_rows = [pending.slice(complete_rows)], pending.num_rows - complete_rows
+        # a row may have megabytes, so that a whole row group of them does not fit into memory
+        elif sum(waiting.nbytes for waiting in self._pending) >= PENDING_BYTES:
+            _write_groups(self._open(), pa.concat_tables(self._pending))
+            self._pending, self._pending_rows = [], 0
 
     def digest(self) -> str:
         """Returns the sha256 of the whole file. No rows can be written afterwards."""

@@ -23,7 +23,7 @@ from tasks.batches.committed import find_batch
 from tasks.batches.rl import (
     BatchPlan,
     apply_rules,
-    check_gradable,
+    check_batch_rows,
     kl_per_token,
     score_shards,
     sequences_of,
@@ -80,7 +80,7 @@ async def value_batch(
         first += table.num_rows
         old_values = await values_before(workspace, values.value, table)
         tables.append(credited(table, grades.rewards_after_penalty_N[rows], old_values, plan, values))
-    check_gradable(first > 0, grades, step)
+    check_batch_rows(first, grades, step)
 
     # Commit all rows as one batch.
     parents = (policy.uri, values.value.uri, *(ref.uri for ref in (*rollouts, *graded)))

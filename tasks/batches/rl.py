@@ -140,10 +140,12 @@ async def rollout_batch(
             with timed("storage"):
                 writer.write(table)
         if scored_tables:
-            table, extra = with_batch_advantages(pa.concat_tables(scored_tables), grades, plan)
+            table = pa.concat_tables(scored_tables)
+            if table.num_rows:
+                table, extra = with_batch_advantages(table, grades, plan)
             with timed("storage"):
                 writer.write(table)
-        check_gradable(bool(writer.rows), grades, step)
+        check_batch_rows(writer.rows, grades, step)
 
         # Commit. The call returns the batch of another process if that one was faster, and it may have another parent.
         with timed("storage"):
@@ -167,12 +169,15 @@ def _check_finite(table: pa.Table, policy: PolicyRef, step: int) -> None:
             )
 
 
-def check_gradable(has_rows: bool, grades: Grades, step: int) -> None:
-    """Raises BadSpec if no completion of a step is left to train."""
-    if not has_rows:
+def check_batch_rows(rows: int, grades: Grades, step: int) -> None:
+    """Raises BadSpec if completions of the step have grades, and none of them is left to train. A step without any
+    grade has an empty batch, and is skipped."""
+    graded = len(grades.rewards) - grades.rewards.null_count
+    if graded and not rows:
         raise BadSpec(
-            f"step {step + 1} has no gradable completion: all {len(grades.rewards)} sampled completions are empty, "
-            "masked, ignored or left out by the rules of the batch; look at the reasons in the step's graded table"
+            f"step {step + 1} has no completion to train on: of {len(grades.rewards)} sampled completions {graded} got "
+            "a grade, and each of these is empty or left out by a rule of the batch; change rules.mask_truncated, "
+            "rules.dynamic_sampling or sampling.max_new_tokens"
         )
 
 
@@ -229,6 +234,12 @@ def kl_per_token(table: pa.Table, reward_kl: RewardKL, old_logprobs: StepOldLogp
     """(T,) float64: the KL to the reference at each trained token, in nats, by the estimator of `reward_kl`."""
     old_column = "old_logprobs" if old_logprobs == "trainer" else "sampler_logprobs"
     return KL_OF_GAP[reward_kl.estimator](gap_to_reference(table, old_column))
+
+
+def has_grades(store: ObjectStore, graded: list[ArtifactRef]) -> bool:
+    """Whether a completion of these shards got a grade."""
+    tables = read_tables(store, graded, ["status"])
+    return any(pc.any(pc.equal(table["status"], "ok")).as_py() for table in tables)
 
 
 def count_informative_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:

@@ -42,7 +42,10 @@ class FixedKL(Frozen):
 
 class AdaptiveKL(Frozen):
     """Raises the coefficient while the KL is above `target` and lowers it below (arXiv:1909.08593, section 2.2):
-    beta' = beta (1 + clip(KL / target - 1, -0.2, 0.2) · samples / horizon)."""
+    beta' = beta (1 + clip(KL / target - 1, -0.2, 0.2) · min(1, samples / horizon)).
+
+    The bound of samples / horizon is not in the paper, whose batches are smaller than its horizon. Without it, a step
+    with more completions than 5 horizons could make the coefficient negative, which rewards divergence."""
 
     kind: Literal["adaptive"] = "adaptive"
     beta: Positive
@@ -50,7 +53,8 @@ class AdaptiveKL(Frozen):
     target: Divisor = 0.1
     """KL per token that the controller aims at, in nats."""
     horizon: Positive = 10_000
-    """Number of completions over which the coefficient changes by at most a fifth."""
+    """Number of completions over which the coefficient changes by at most a fifth. A step with more completions changes
+    it by at most a fifth, too."""
 
     def next(self, record: CommitRecord | None, *, samples: int) -> float:
         if record is None:
@@ -60,7 +64,7 @@ class AdaptiveKL(Frozen):
         if kl is None:  # no sample of the step had a gradient, so no KL was measured
             return beta
         error = min(0.2, max(-0.2, kl / self.target - 1))
-        return beta * (1 + error * samples / self.horizon)
+        return beta * (1 + error * min(1.0, samples / self.horizon))
 
     def state(self, beta: float) -> dict[str, float]:
         return {STATE: beta}

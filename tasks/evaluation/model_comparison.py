@@ -12,12 +12,18 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
+from engine.text.threads import StringThread
 from storage.serialization import Frozen
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
 from tasks.evaluation.several_answers import PASS_AT, AnswerScores, GradedAnswer
 from tasks.evaluation.statistics import PairedDifference, mean_interval, paired_difference
+
+SAMPLE_PROMPTS = 3
+"""Number of prompts of each dataset whose answers are shown with a comparison."""
+SAMPLE_CHARACTERS = 1000
+"""Characters of a prompt, an answer or a reason that are shown."""
 
 
 class Cell(Frozen):
@@ -33,8 +39,7 @@ class Cell(Frozen):
 
 
 class Score(Frozen):
-    """The mean reward of one model on one dataset by one grader, over prompts, with its 95 % interval. The interval of
-    pass@k, which is a probability, is clipped to [0, 1]."""
+    """The mean reward of one model on one dataset by one grader, over prompts, with its 95 % interval."""
 
     model: str
     dataset: str
@@ -92,6 +97,41 @@ class Comparison(Frozen):
         """The differences between two models, one per dataset and grader."""
         models = (first, second)
         return [difference for difference in self.differences if (difference.first, difference.second) == models]
+
+
+class SampleAnswer(Frozen):
+    """An answer of a model to a prompt, with one grader's grade."""
+
+    dataset: str
+    prompt: str
+    """The last turn of the prompt. The texts are cut after `SAMPLE_CHARACTERS`."""
+    model: str
+    answer: str
+    grader: str
+    reward: float | None
+    """None if the grade failed."""
+    reason: str | None
+    """Why the answer has this grade, or none, in the grader's words."""
+
+
+def sample_answers(store: ObjectStore, cells: Iterable[Cell], prompts: int = SAMPLE_PROMPTS) -> list[SampleAnswer]:
+    """The first answer of each model to the first prompts of each dataset, with its grades."""
+    samples = []
+    for cell in cells:
+        # both tables have the same rows; the first shard has the first prompts
+        answers = read_table(store, cell.rollouts[0], ["prompt_index", "thread", "text"]).to_pylist()
+        grades = read_table(store, cell.graded[0], ["reward", "reason"]).to_pylist()
+        shown: set[int] = set()
+        for answer, grade in zip(answers, grades, strict=True):
+            if answer["prompt_index"] in shown or len(shown) == prompts:
+                continue
+            shown.add(answer["prompt_index"])
+            texts = {"prompt": StringThread.from_json(answer["thread"]).last_content(), "answer": answer["text"]}
+            texts = {name: text[:SAMPLE_CHARACTERS] for name, text in texts.items()}
+            names = {"dataset": cell.dataset, "model": cell.model, "grader": cell.grader}
+            reason = grade["reason"] and grade["reason"][:SAMPLE_CHARACTERS]
+            samples.append(SampleAnswer(**names, **texts, reward=grade["reward"], reason=reason))
+    return samples
 
 
 def prompt_rows(
@@ -170,9 +210,6 @@ def _score(model: str, dataset: str, grader: str, rows: Sequence[dict[str, Any]]
     mean = mean_interval(rewards) if rewards else None
     completions = sum(row["completions"] for row in rows)
     low, high = (mean.low, mean.high) if mean else (None, None)
-    # the t interval of a probability near 1 would go above 1
-    if PASS_AT in grader and low is not None and high is not None:
-        low, high = max(low, 0.0), min(high, 1.0)
     return Score(
         model=model,
         dataset=dataset,
@@ -225,7 +262,7 @@ def comparison_markdown(comparison: Comparison) -> str:
         cell = (difference.dataset, difference.grader, *models, change, interval, prompts, difference.verdict)
         lines.append(_line(cell))
     if comparison.differences:
-        lines += ["", "Changes are means over the prompts for which both models have a grade (paired t interval)."]
+        lines += ["", "Changes are means over the prompts for which both models have a grade."]
     return "\n".join(lines) + "\n"
 
 

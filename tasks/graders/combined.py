@@ -23,8 +23,9 @@ class CombinedGrader(BaseGrader):
         mean   sum_A w g / sum_A w
         sum    sum_A w g * sum w / sum_A w      the scale does not depend on A
 
-    If no grader of weight > 0 gave a grade, the thread is ignored. If one fails, the whole grade fails and is retried
-    and masked like any other: a reward of the remaining graders would be a different reward.
+    If no grader of weight > 0 gave a grade, the thread is ignored, with the reason of each grader. If one fails, the
+    whole grade fails and is retried and masked like any other: a reward of the remaining graders would be a different
+    reward.
 
     `graders` may be specs, {"path": …, "arguments": {…}}, so that a config can declare a whole combination.
     """
@@ -86,6 +87,7 @@ class CombinedGrader(BaseGrader):
         reasons: list[str] = []
         for grader, weight, grade in zip(self.graders, self.weights, outcomes, strict=True):
             if not isinstance(grade, Grade):
+                reasons.append(f"{grader.grader_key}: no grade ({grade})")
                 continue
             weighted_values.append((weight, grade.value))
             reasons.append(_reason(grader.grader_key, grade))
@@ -94,9 +96,10 @@ class CombinedGrader(BaseGrader):
                 logs[grader.grader_key] = grade.value
 
         # Combine them.
-        value = self._aggregate(weighted_values)
+        explanation = "; ".join(reasons)
+        value = self._aggregate(weighted_values, explanation)
         self.add_log(logs)
-        return Grade(value=value, grader_key=self.grader_key, reasoning="; ".join(reasons))
+        return Grade(value=value, grader_key=self.grader_key, reasoning=explanation)
 
     def get_logs(self) -> dict[str, float]:
         """The statistics of each grader's value as `{key}/mean` and so on, and its own logs as `{key}/{name}/mean`."""
@@ -111,11 +114,13 @@ class CombinedGrader(BaseGrader):
         for grader in self.graders:
             grader.clear_logs()
 
-    def _aggregate(self, weighted_values: Sequence[tuple[float, float]]) -> float:
-        """Combine (weight, value) pairs."""
+    def _aggregate(self, weighted_values: Sequence[tuple[float, float]], explanation: str) -> float:
+        """Combine (weight, value) pairs. `explanation` has the reason of each grader."""
         total_weight = sum(weight for weight, _ in weighted_values)
         if total_weight == 0:
-            raise IgnoreGradeException(f"no grader of {self.grader_key!r} with a weight above 0 gave a grade")
+            raise IgnoreGradeException(
+                f"no grader of {self.grader_key!r} with a weight above 0 gave a grade: {explanation}"
+            )
         # Leave out graders of weight 0: 0 times a NaN would be NaN.
         mean = sum(weight * value for weight, value in weighted_values if weight) / total_weight
         return mean if self.aggregation_method == "mean" else mean * sum(self.weights)

@@ -13,7 +13,7 @@ from engine.errors import EngineError, SampleTooLong
 from engine.handles import InferenceModel, Model, OpenAIModel
 from engine.models.served_policy import served_policy
 from engine.protocol import SamplingParams
-from engine.text.answers import MalformedAnswer, parse_answer
+from engine.text.answers import MalformedAnswer, answer_in_prose, parse_answer
 from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
 from engine.workspace import Workspace, derive_seed
@@ -76,16 +76,19 @@ def seeded(model: JudgeModel, thread: StringThread) -> JudgeModel:
     return model.seed(derive_seed(0, "judge", thread.to_json()))
 
 
-async def ask(model: JudgeModel, thread: StringThread, schema: type[Answer]) -> tuple[Answer, bool]:
+async def ask(
+    model: JudgeModel, thread: StringThread, schema: type[Answer], *, lenient: bool = False
+) -> tuple[Answer, bool]:
     """Ask the model for an answer in the form of `schema`. Returns the answer and whether it had to be repaired.
 
     A model that can (`generate(thread, schema)`) generates under the constraint of the schema; of others the answer is
-    parsed from the text. An answer in another form is shown to the model once, with the error, to be repaired.
-    Raises UnusableAnswer, and the errors of the engine.
+    parsed from the text. With `lenient`, a number or a verdict in prose is an answer, too
+    (engine.text.answers.answer_in_prose). An answer in another form is shown to the model once, with the error, to be
+    repaired. Raises UnusableAnswer, and the errors of the engine.
     """
     # The first answer.
     try:
-        return await _answer(model, thread, schema), False
+        return await _answer(model, thread, schema, lenient=lenient), False
     except MalformedAnswer as first:
         again = thread.assistant(first.text or "(no answer)").user(
             f"That answer cannot be used: {first}. Answer again, with one JSON object and nothing else."
@@ -93,7 +96,7 @@ async def ask(model: JudgeModel, thread: StringThread, schema: type[Answer]) -> 
 
     # The repaired answer.
     try:
-        return await _answer(model, again, schema), True
+        return await _answer(model, again, schema, lenient=lenient), True
     except MalformedAnswer as second:
         raise UnusableAnswer(f"the judge gave no usable {schema.__name__}, even shown its error: {second}") from second
     except SampleTooLong as second:
@@ -102,8 +105,21 @@ async def ask(model: JudgeModel, thread: StringThread, schema: type[Answer]) -> 
         ) from second
 
 
-async def _answer(model: JudgeModel, thread: StringThread, schema: type[Answer]) -> Answer:
+async def _answer(model: JudgeModel, thread: StringThread, schema: type[Answer], *, lenient: bool) -> Answer:
     """Ask once. Raises MalformedAnswer."""
+    try:
+        return await _answer_in_json(model, thread, schema)
+    except MalformedAnswer as error:
+        if not lenient:
+            raise
+        try:
+            return answer_in_prose(error.text, schema)
+        except MalformedAnswer:
+            raise error from None
+
+
+async def _answer_in_json(model: JudgeModel, thread: StringThread, schema: type[Answer]) -> Answer:
+    """Ask once for an answer in JSON. Raises MalformedAnswer."""
     view = seeded(model, thread)
     if isinstance(view, InferenceModel):
         view = _fitted(view, thread)

@@ -34,9 +34,11 @@ class JudgeGrader(BaseGrader):
         *,
         temperature: float = 0.0,
         max_judge_tokens: int = 1024,
+        lenient: bool = False,
         client: Client | None = None,
     ) -> None:
-        """`client`, `ctx.client` or `ctx`, says where a model given by its key is spawned. None: the open context."""
+        """`lenient`: an answer in prose that has one number, or one of the verdicts, is used, too. `client`,
+        `ctx.client` or `ctx`, says where a model given by its key is spawned. None: the open context."""
         super().__init__(grader_key)
         if not temperature >= 0 or max_judge_tokens < 1:
             raise ValueError(
@@ -45,7 +47,7 @@ class JudgeGrader(BaseGrader):
             )
         self.model, self.temperature, self.max_judge_tokens = model, temperature, max_judge_tokens
         self._key = model if isinstance(model, str) else None
-        self._client = client
+        self._client, self._lenient = client, lenient
 
     async def setup(self) -> None:
         """Spawn the model if it was given by its key."""
@@ -68,7 +70,7 @@ class JudgeGrader(BaseGrader):
         unscored."""
         # Log each answer with both names, so that their means are shares of the same answers.
         try:
-            answer, repaired = await ask(self.judge, thread, schema)
+            answer, repaired = await ask(self.judge, thread, schema, lenient=self._lenient)
         except UnusableAnswer:
             self.add_log({"unusable": 1.0, "repaired": 0.0})
             raise
@@ -124,9 +126,13 @@ class BinaryJudgeGrader(JudgeGrader):
         temperature: float = 0.0,
         *,
         max_judge_tokens: int = 1024,
+        lenient: bool = False,
         client: Client | None = None,
     ) -> None:
-        super().__init__(grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, client=client)
+        super().__init__(
+            grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, lenient=lenient,
+            client=client,
+        )  # fmt: skip
         self.criteria = criteria
         self.shots = [BinaryShot.model_validate(shot) for shot in shots or ()]
 

@@ -76,9 +76,13 @@ class RangeJudgeGrader(JudgeGrader):
         normalize_score: bool = True,
         *,
         max_judge_tokens: int = 1024,
+        lenient: bool = False,
         client: Client | None = None,
     ) -> None:
-        super().__init__(grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, client=client)
+        super().__init__(
+            grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, lenient=lenient,
+            client=client,
+        )  # fmt: skip
         low, high = score_range
         if not (isinstance(low, int) and isinstance(high, int) and low < high < low + MAX_SCORES):
             raise ValueError(f"given score_range={score_range}; expected whole numbers low < high, at most 100 apart")

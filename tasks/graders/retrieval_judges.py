@@ -77,9 +77,13 @@ class _PartsGrader(JudgeGrader):
         documents_key: str = "documents",
         temperature: float = 0.0,
         max_judge_tokens: int = 1024,
+        lenient: bool = False,
         client: Client | None = None,
     ) -> None:
-        super().__init__(grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, client=client)
+        super().__init__(
+            grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, lenient=lenient,
+            client=client,
+        )  # fmt: skip
         self.documents_key = documents_key
 
     async def _grade_parts(self, question: str, context: str, parts: Sequence[str]) -> Grade:

@@ -11,11 +11,14 @@ import asyncio
 import math
 import os
 import random
+from http import HTTPStatus
 from typing import Any
 
 import httpx
 
+from engine.http.replies import UnusableReply, post_json
 from engine.text.threads import StringThread
+from storage.secrets import refuse_secrets
 from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -55,6 +58,7 @@ class RewardServerGrader(BaseGrader):
         token_variable: str | None = None,
     ) -> None:
         super().__init__(grader_key)
+        refuse_secrets(url)
         if httpx.URL(url).scheme not in ("http", "https") or not httpx.URL(url).host:
             raise ValueError(f"given url={url!r}; expected http://host/path or https://host/path")
         if not timeout_seconds > 0 or retries < 0 or not retry_delay_seconds >= 0 or concurrency < 1:
@@ -103,21 +107,23 @@ class RewardServerGrader(BaseGrader):
 
             # One attempt. httpx limits each read and write; wait_for limits the whole attempt.
             try:
-                response = await asyncio.wait_for(self._client.post(self.url, json=body), self.timeout_seconds)
+                reply = await asyncio.wait_for(post_json(self._client, self.url, body), self.timeout_seconds)
+            except UnusableReply as error:
+                raise GraderError(f"{self.url} {error}") from error
             except (httpx.TransportError, TimeoutError) as error:
                 problem, retry_after = f"{type(error).__name__} {error}".strip(), None
                 continue
 
             # Repeat it after a transient status, and raise after any other error.
-            if response.status_code in RETRIED:
-                problem, retry_after = f"HTTP {response.status_code}", response.headers.get("Retry-After")
+            if reply.status in RETRIED:
+                problem, retry_after = f"HTTP {reply.status}", reply.headers.get("Retry-After")
                 continue
-            if response.status_code != 200:
-                raise GraderError(f"{self.url} answered HTTP {response.status_code}: {response.text[:200]}")
+            if reply.status != HTTPStatus.OK:
+                raise GraderError(f"{self.url} answered HTTP {reply.status}: {reply.text[:200]}")
             try:
-                return response.json()
-            except ValueError as error:
-                raise GraderError(f"{self.url} did not answer with JSON: {response.text[:200]!r}") from error
+                return reply.json()
+            except UnusableReply as error:
+                raise GraderError(f"{self.url} {error}") from error
         raise RewardServerUnavailable(f"{self.url}: no answer in {self.retries + 1} attempts, the last: {problem}")
 
     def _delay(self, attempt: int, retry_after: str | None) -> float:

@@ -52,9 +52,13 @@ class TemplatedPromptJudgeGrader(JudgeGrader):
         variables: Mapping[str, Any] | None = None,
         temperature: float = 0.0,
         max_judge_tokens: int = 1024,
+        lenient: bool = False,
         client: Client | None = None,
     ) -> None:
-        super().__init__(grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, client=client)
+        super().__init__(
+            grader_key, model, temperature=temperature, max_judge_tokens=max_judge_tokens, lenient=lenient,
+            client=client,
+        )  # fmt: skip
         # The form of the answer.
         self.output_model = _imported(output_model) if isinstance(output_model, str) else output_model
         if score_field not in self.output_model.model_fields:

@@ -1,8 +1,9 @@
 """The common parts of loggers: the names of metrics, and a record of what each logger was sent.
 
 A run may be resumed by another process, and most services cannot be asked what they have. So the store keeps one object
-per logger with the steps that it was sent, written *before* they are sent. Each step is logged at most once. A crash
-between writing and sending loses the metrics of that step in the service, and nothing in the run.
+per logger with the steps that it was sent, written *before* they are sent. A crash between writing and sending loses
+the metrics of that step in the service, and nothing in the run. If the service refuses them or does not answer, the
+record is taken back, and the process that resumes the run sends them.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ class SentLog:
             self._sent = SentItems.model_validate_json(store.get(self._key))
         except ObjectNotFound:
             self._sent = SentItems()
+        self._before = self._sent
+        """The record before the last change."""
 
     @property
     def steps(self) -> int:
@@ -121,26 +124,29 @@ class SentLog:
         """Record a step as sent. Returns False if it was recorded before."""
         if steps_done <= self._sent.steps:
             return False
-        self._write(self._sent.model_copy(update={"steps": steps_done}))
-        return True
+        return self._write({"steps": steps_done})
 
     def mark_validation(self, validation: Validation) -> bool:
         """Record a validation as sent. Returns False if it was recorded before."""
         name = f"{validation.step} {validation.name}"
         if name in self._sent.validations:
             return False
-        self._write(self._sent.model_copy(update={"validations": (*self._sent.validations, name)}))
-        return True
+        return self._write({"validations": (*self._sent.validations, name)})
 
     def mark_table(self, table: Table) -> bool:
         """Record a table as sent. Returns False if it was recorded before."""
         name = f"{table.step} {table.name}"
         if name in self._sent.tables:
             return False
-        self._write(self._sent.model_copy(update={"tables": (*self._sent.tables, name)}))
-        return True
+        return self._write({"tables": (*self._sent.tables, name)})
 
-    def _write(self, sent: SentItems) -> None:
+    def take_back(self) -> None:
+        """Forget the last item that was recorded, because it could not be sent."""
+        self._write(dict(self._before))
+
+    def _write(self, changes: Mapping[str, object]) -> bool:
         # Store first: if that fails, nothing is sent, and the item can be marked again.
+        sent = self._sent.model_copy(update=dict(changes))
         self._store.put(self._key, sent.model_dump_json().encode())
-        self._sent = sent
+        self._before, self._sent = self._sent, sent
+        return True

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any, Literal
 
-from tasks.loggers.base import LoggedRun, Sink, imported
+from tasks.loggers.base import LoggedRun, imported
 from tasks.loggers.tables import Table
 
 LoggerName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
@@ -25,8 +25,10 @@ def run_id(run: LoggedRun, length: int) -> str:
 class TensorBoard:
     """Writes an event file per process into folder/project/name. It does not need torch."""
 
+    module = "tensorboard.summary.writer.event_file_writer"
+
     def __init__(self, run: LoggedRun) -> None:
-        writer = _module("tensorboard.summary.writer.event_file_writer", "tensorboard")
+        writer = _module(self.module, "tensorboard")
         self._event = _module("tensorboard.compat.proto.event_pb2", "tensorboard").Event
         self._summary = _module("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
         self._writer = writer.EventFileWriter(os.path.join(run.folder, run.project, run.name))
@@ -62,6 +64,8 @@ class TensorBoard:
 class WandB:
     """Logs to Weights & Biases. WANDB_API_KEY and WANDB_BASE_URL in the environment set the account and the server."""
 
+    module = "wandb"
+
     def __init__(self, run: LoggedRun) -> None:
         os.makedirs(run.folder, exist_ok=True)
         self._run = _module("wandb", "wandb").init(
@@ -83,8 +87,10 @@ class WandB:
 class MLflow:
     """Logs to an MLflow run of the experiment with the project's name. MLFLOW_TRACKING_URI sets the server."""
 
+    module = "mlflow.entities"
+
     def __init__(self, run: LoggedRun) -> None:
-        self._entities = _module("mlflow.entities", "mlflow")
+        self._entities = _module(self.module, "mlflow")
         self._client = client = _module("mlflow.tracking", "mlflow").MlflowClient()
         # MLflow chooses the ids of runs itself, so a tag tells which run is ours.
         experiment = client.get_experiment_by_name(run.project)
@@ -113,6 +119,8 @@ class MLflow:
 class SwanLab:
     """Logs to SwanLab. SWANLAB_API_KEY in the environment sets the account."""
 
+    module = "swanlab"
+
     def __init__(self, run: LoggedRun) -> None:
         os.makedirs(run.folder, exist_ok=True)
         self._run = _module("swanlab", "swanlab").init(
@@ -132,13 +140,13 @@ class SwanLab:
 
 def check_installed(name: LoggerName) -> None:
     """Raises LoggerMissing if the package of a logger is not installed."""
-    _module(name, name)
+    _module(SINKS[name].module, name)
 
 
 def _module(name: str, package: str) -> Any:
     return imported(name, logger=package, package=package)
 
 
-SINKS: dict[LoggerName, Callable[[LoggedRun], Sink]] = {
+SINKS: dict[LoggerName, type[TensorBoard | WandB | MLflow | SwanLab]] = {
     "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "swanlab": SwanLab,
 }  # fmt: skip

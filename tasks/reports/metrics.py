@@ -59,6 +59,8 @@ class StepMetrics(Frozen):
     """Prompts that were dropped because they were too long (truncation = drop)."""
     skipped_updates: int = 0
     """Optimizer updates that were skipped because their gradient was not finite."""
+    skipped: bool = False
+    """Whether the step made no update because no completion got a grade."""
     entropy: float | None = None
     """Mean per-token entropy of the policy, nats."""
     logprob_gap: float | None = None
@@ -78,7 +80,7 @@ class EvaluationSummary(Frozen):
     name: str
     mean: float
     low: float | None
-    """Lower end of the 95 % confidence interval of the mean; None if n is 1."""
+    """Lower end of the 95 % confidence interval of the mean; None as in `statistics.Mean`."""
     high: float | None
     n: int
     """Number of prompts with a grade."""

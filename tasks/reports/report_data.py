@@ -51,6 +51,7 @@ def collect_report(
             **facts,
             **_origin(store, policy.run),
             "store": store.url,
+            **({"warnings": list(run_record.warnings)} if run_record.warnings else {}),
             "code version": run_record.code_version,
             "numerics": _numerics(store, policy),
             "config": run_record.semantic,

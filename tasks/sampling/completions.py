@@ -49,6 +49,8 @@ class PromptShard(Frozen):
     repeated."""
     max_prompt_tokens: int | None = None
     truncation: Truncation = "error"
+    resampled: bool = Field(False, exclude_if=lambda value: not value)
+    """Whether the step has sampled these prompts before, in shards of which no completion got a grade."""
 
 
 async def sample_shard(
@@ -97,6 +99,7 @@ async def sample_shard(
                 "prompts": len(shard.rows),
                 "dropped": len(rows) - len(prompts),
                 "completion_tokens": sum(len(completion.token_ids) for completion in completions),
+                **({"resampled": True} if shard.resampled else {}),
             },
         )
     return require_parent(committed, policy.uri)

@@ -27,7 +27,7 @@ BAD_ENDS = ENDED[1:3]
 
 
 def answers(folder: Path, character: str) -> None:
-    """The training data from now on. The suite rewards characters with an even code point."""
+    """The training data from now on. The suite rewards characters with an odd code point."""
     rows = [{"prompt": str(digit), "completion": character * 6} for digit in range(10)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -67,7 +67,7 @@ class Schedule:
 @pytest.fixture
 def schedule(world: World) -> Iterator[Schedule]:
     config = recurring_config(world.folder, world.tiny, steps=STEPS)
-    answers(world.folder, "2")
+    answers(world.folder, "1")
     schedule = Schedule(world, config)
     yield schedule
     schedule.stop()
@@ -87,11 +87,12 @@ def read_decision(world: World, watched: Watched, flow_run: str, *said: str) -> 
 
 
 def test_a_schedule_promotes_does_nothing_and_holds(world: World, watched: Watched, schedule: Schedule) -> None:
-    # The first run promotes, because there is no champion.
+    # The first run promotes: there is no champion, and the challenger is better than the model it was trained from.
     promoted = schedule.first("promoted")
     computed = world.engine_figure("ostinato_calls_total")
     assert computed > 0
-    read_decision(world, watched, promoted, "digits: promoted", "there is no champion yet")
+    shown = ("digits: promoted", "there is no champion yet", "compared with", "95 % interval")
+    read_decision(world, watched, promoted, *shown)
     watched.screenshot("recurring-promoted")
 
     # Without new data the next run asks nothing of the engine.
@@ -101,7 +102,7 @@ def test_a_schedule_promotes_does_nothing_and_holds(world: World, watched: Watch
     watched.screenshot("recurring-unchanged")
 
     # Worse data must not replace the champion.
-    answers(world.folder, "1")  # an odd code point
+    answers(world.folder, "2")  # an even code point
     held = schedule.first("held")
     read_decision(world, watched, held, "digits: held", "must not be worse by more than 0.05", "failed")
     watched.screenshot("recurring-held")
@@ -128,7 +129,7 @@ def test_a_person_approves_in_the_browser_and_the_promotion_follows(world: World
     page.get_by_text("recurring approved").first.wait_for(timeout=60_000)
     page.get_by_role("button", name="Resume", exact=True).first.click(timeout=RUN_SECONDS * 1000)
     form = page.get_by_role("dialog")
-    form.get_by_role("heading", name=re.compile("over no champion")).wait_for()
+    form.get_by_role("heading", name=re.compile("as the first champion")).wait_for()
     form.get_by_text("95 % interval").first.wait_for()
     assert alias_log(world.store, "approved") == []
     field(form, "Promote (Optional)").get_by_role("switch").click()

@@ -178,7 +178,9 @@ class Proxy:
 
     def _loses(self, request: Message) -> bool:
         name = call_name(request)
-        call = (*request.first[:2], request.header(REQUEST_HEADER.lower()))
+        method, target = request.first[:2]
+        # The query says how long a try may wait, so it differs between the tries of one call.
+        call = (method, target.partition("?")[0], request.header(REQUEST_HEADER.lower()))
         if self.line.lose_each_once and self.line.losable(request) and call not in self._lost_once:
             self._lost_once.add(call)
             self.lost[name] += 1

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.errors import BadModelFolder, BadSpec, SampleTooLong, StepConflict
+from engine.errors import BadModelFolder, BadSpec, SampleTooLong, StepConflict, UnsupportedSchema
 from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
+from engine.text.tokenizers import load_tokenizer
 from storage.chain.records import PolicyRef, Root
 from storage.store.objects import ObjectStore
 from tests.contracts.engine_fixtures import (
@@ -61,6 +63,19 @@ class ReadingContract(EngineFixtures):
             await engine.create_policy(PolicySpec(run="r", stage="0-s", model="policy", root=root))
 
     # -- generate ----------------------------------------------------------------------------------------------
+
+    async def test_completions_fit_a_json_schema(self, engine: Engine, start: PolicyRef, tiny_folder: Path) -> None:
+        schema = {"type": "object", "properties": {"n": {"enum": [1, 22, 333]}}, "required": ["n"]}
+        text = json.dumps({**schema, "additionalProperties": False})
+        sampling = SamplingParams(max_new_tokens=32, json_schema=text)
+        completions = await engine.generate(GenerateRequest(start, PROMPTS, SEEDS, sampling))
+        tokenizer = load_tokenizer(tiny_folder)
+        for completion in completions:
+            assert json.loads(tokenizer.decode(completion.token_ids))["n"] in (1, 22, 333)
+            assert completion.stop_reason == "eos"
+        unsupported = SamplingParams(json_schema='{"type": "object", "not": {}}')
+        with pytest.raises(UnsupportedSchema, match="simplify it"):
+            await engine.generate(GenerateRequest(start, PROMPTS, SEEDS, unsupported))
 
     async def test_completions_come_in_the_order_of_the_prompts(self, engine: Engine, start: PolicyRef) -> None:
         together = await draw(engine, start)

@@ -4,23 +4,27 @@ describe."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from engine.backends.protocol import Sampler, SamplerBackend, Trainer
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.trainer_samplers import TorchSamplerBackend
-from engine.errors import BadSpec, SampleTooLong
+from engine.errors import BadSpec, SampleTooLong, UnsupportedSchema
 from engine.protocol import Completion, SamplingParams, TokenIds
 from engine.specs.adapters import LoraSpec
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.sampler import VllmSpec
+from engine.text.tokenizers import load_tokenizer
+from tests.contracts.completion_ends import check_stop_strings, with_other_end
 
 SPEC = LocalEngineSpec(
     device="cpu",
@@ -32,6 +36,18 @@ END = 2
 """The tiny model's end-of-sequence id."""
 PROMPTS: list[TokenIds] = [[5, 6, 7], [40], [9, 9, 9, 9, 200, 3], [100, 101], [40], list(range(3, 60))]
 TOLERANCE = 1e-4
+
+
+class Verdict(BaseModel):
+    """An answer with a field of each kind. Its longest JSON has less than 256 tokens of the tiny model."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    why: str = Field(max_length=12)
+    result: Literal["PASS", "FAIL"]
+    score: int = Field(ge=0, le=10)
+    sure: bool
+    tags: list[Literal["a", "b"]] = Field(max_length=3)
 
 
 def reference(trainer: Trainer, folder: Path) -> Any:
@@ -110,8 +126,8 @@ class SamplerContract:
         return trainers.load(tiny_folder)
 
     @pytest.fixture
-    def sampler(self, backend: SamplerBackend, trainer: Any) -> Iterator[Sampler]:
-        sampler = backend.new_sampler(trainer)
+    def sampler(self, backend: SamplerBackend, trainer: Any, tiny_folder: Path) -> Iterator[Sampler]:
+        sampler = backend.new_sampler(trainer, tokenizer=load_tokenizer(tiny_folder))
         sampler.sync(trainer, "state-0")
         yield sampler
         sampler.close()
@@ -225,7 +241,82 @@ class SamplerContract:
         more = SamplingParams(max_new_tokens=4, min_new_tokens=9)
         assert [len(c.token_ids) for c in sampler.sample([[40]] * 4, [1, 2, 3, 4], more)] == [4] * 4
 
+    def test_a_stop_string_ends_at_the_token_that_completes_it(self, sampler: Sampler, tiny_folder: Path) -> None:
+        check_stop_strings(sampler, load_tokenizer(tiny_folder))
+
+    def test_a_turn_ends_at_each_end_that_the_files_of_the_model_name(
+        self, backend: SamplerBackend, trainers: TorchBackend, tiny_folder: Path, tmp_path: Path
+    ) -> None:
+        """The template ends turns with 2, and both configs of the model say 5."""
+        folder = with_other_end(tiny_folder, tmp_path / "planted", end=5)
+        trainer, prompts, seeds = trainers.load(folder), [[40]] * 64, list(range(64))
+        sampler = backend.new_sampler(trainer, tokenizer=load_tokenizer(folder))
+        sampler.sync(trainer, "planted")
+        free = sampler.sample(prompts, seeds, SamplingParams(max_new_tokens=64, ignore_eos=True))
+        drawn = sampler.sample(prompts, seeds, SamplingParams(max_new_tokens=64))
+        for completion, whole in zip(drawn, free, strict=True):
+            ends = [index for index, token in enumerate(whole.token_ids) if token in (END, 5)]
+            length = ends[0] + 1 if ends else 64
+            assert completion.token_ids == whole.token_ids[:length]
+            assert completion.stop_reason == ("eos" if ends else "length")
+        assert {completion.token_ids[-1] for completion in drawn if completion.stop_reason == "eos"} == {END, 5}
+        sampler.close()
+
+    # -- JSON ---------------------------------------------------------------------------------------------------
+
+    def test_a_constrained_completion_fits_its_schema(self, sampler: Sampler, tiny_folder: Path) -> None:
+        tokenizer, params = load_tokenizer(tiny_folder), SamplingParams(max_new_tokens=256)
+        free = sampler.sample([[40]] * 4, [1, 2, 3, 4], params)
+        constrained = params.model_copy(update={"json_schema": json.dumps(Verdict.model_json_schema())})
+        for completion in sampler.sample([[40], [5, 6]] * 8, list(range(16)), constrained):
+            assert completion.stop_reason == "eos"
+            Verdict.model_validate_json(tokenizer.decode(completion.token_ids))
+        again = sampler.sample([[40]] * 4, [1, 2, 3, 4], params)
+        assert [completion.token_ids for completion in again] == [completion.token_ids for completion in free]
+
+    @pytest.mark.parametrize(
+        "params",
+        [{}, {"temperature": 0.5}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 1, "temperature": 2.0}],
+        ids=str,
+    )
+    def test_its_logprobs_are_those_of_the_masked_distribution(
+        self, sampler: Sampler, model: Any, params: dict[str, Any], tiny_folder: Path
+    ) -> None:
+        """Only two texts fit the schema. Each token is one byte, so the allowed ones are known."""
+        tokenizer = load_tokenizer(tiny_folder)
+        texts = [[*tokenizer.encode(json.dumps({"result": word})), END] for word in ("PASS", "FAIL")]
+        word = {"type": "object", "properties": {"result": {"enum": ["PASS", "FAIL"]}}, "required": ["result"]}
+        schema = json.dumps({**word, "additionalProperties": False})
+        constrained = SamplingParams(max_new_tokens=64, json_schema=schema, **params)
+        drawn = sampler.sample([[40]] * 16, list(range(16)), constrained)
+        assert {tuple(completion.token_ids) for completion in drawn} <= {tuple(text) for text in texts}
+        for completion in drawn:
+            rows = next_logits(model, [40], completion.token_ids)
+            for place, logits_V in enumerate(rows):
+                prefix = completion.token_ids[:place]
+                allowed = {text[place] for text in texts if text[:place] == prefix}
+                expected = distribution(logits_V, constrained, forbidden=set(range(len(logits_V))) - allowed)
+                logprob = completion.logprobs[place]
+                assert logprob == pytest.approx(expected[completion.token_ids[place]], abs=TOLERANCE)
+
+    def test_a_schema_without_a_grammar_is_refused(self, sampler: Sampler) -> None:
+        unsupported = SamplingParams(json_schema='{"type": "object", "not": {"type": "string"}}')
+        with pytest.raises(UnsupportedSchema, match="simplify it"):
+            sampler.sample([[40]], [1], unsupported)
+        assert len(sampler.sample([[40]], [1], SamplingParams(max_new_tokens=2))) == 1
+
     # -- refusals ---------------------------------------------------------------------------------------------
+
+    def test_stop_strings_and_schemas_without_a_tokenizer_are_refused(
+        self, backend: SamplerBackend, trainer: Any
+    ) -> None:
+        sampler = backend.new_sampler(trainer)
+        sampler.sync(trainer, "state-0")
+        with pytest.raises(UnsupportedSchema, match="no tokenizer"):
+            sampler.sample([[40]], [1], SamplingParams(json_schema='{"type": "object"}'))
+        with pytest.raises(BadSpec, match="make it with a tokenizer"):
+            sampler.sample([[40]], [1], SamplingParams(stop=("a",)))
+        sampler.close()
 
     def test_prompts_that_cannot_be_continued_are_refused(self, sampler: Sampler) -> None:
         params = SamplingParams(max_new_tokens=2)

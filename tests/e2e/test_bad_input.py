@@ -87,7 +87,7 @@ def wrong_column(run: BadRun) -> None:
     run.config["data"]["train"]["columns"] = {"prompt": "question"}
 
 
-def python_dataset_that_raises(run: BadRun) -> None:
+def python_dataset_without_an_argument(run: BadRun) -> None:
     rows = {"kind": "python", "path": "tests.fixtures.grading:by_hash", "arguments": {"nothing": 1}}
     run.config["data"]["train"] = rows
 
@@ -175,20 +175,20 @@ def check(run: BadRun, status: int, cause: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "cause"),
     [
-        (no_data_file, r"^DatasetNotFound: no file at .*prompts\.jsonl"),
+        (no_data_file, r"^ConfigError: data\.train: no file at .*prompts\.jsonl"),
         (malformed_row, r"^BadRow: .*prompts\.jsonl, row 3: given '{\"prompt\":', not JSON"),
         (wrong_column, r"^BadRow: .*prompts\.jsonl, row 1, column 'question'"),
-        (python_dataset_that_raises, r"^DatasetError: dataset 'tests.fixtures.grading:by_hash'.* raised TypeError"),
-        (unknown_model, "^BadModelFolder: no model 'never-published'"),
+        (python_dataset_without_an_argument, r"^ConfigError: data\.train: 'tests.fixtures.grading:by_hash'.*'thread'"),
+        (unknown_model, r"^ConfigError: model\.key: no model 'never-published'"),
         (no_tokenizer, "^TokenizerMissing: .*model holds .*, but no tokenizer"),
-        (pickled_weights, r"^BadModelFolder: .*pickled weights \(pytorch_model\.bin\)"),
+        (pickled_weights, r"^ConfigError: model\.key: .*pickled weights \(pytorch_model\.bin\)"),
         (nan_weights, r"^BadModelFolder: .*model\.layers\.1\.mlp\.up_proj\.weight holds NaN"),
         (template_that_overflows, "^TemplateRefused: .*OverflowError"),
         (too_long_prompt, r"^SampleTooLong: .*tokens, at most 3 are allowed"),
         (grader_that_raises, "^TooManyMasked: .*TypeError"),
         (enormous_reward, r"^TooManyMasked: .*returned 1e\+308; expected a number from -1e\+15"),
-        (grader_without_that_argument, "^GraderSpecError: .*no_such_argument"),
-        (unknown_grader, "^GraderSpecError: .*no_such_grader"),
+        (grader_without_that_argument, "^ConfigError: grader: .*no_such_argument"),
+        (unknown_grader, "^ConfigError: grader: .*no_such_grader"),
         (other_run_of_the_key, "^SemanticMismatch: "),
         (unreachable_engine, r"^EngineUnreachable: .*127\.0\.0\.1:9"),
         (store_that_does_not_answer, r"^StorageUnavailable: .*127\.0\.0\.1:9"),

@@ -161,6 +161,7 @@ def test_a_signal_leaves_a_checkpoint_a_cancelled_flow_run_and_no_lease(
     status, output = process.wait(timeout=60)
     assert status == expected, output
     assert "the same command resumes" in output
+    assert "asyncio" not in output and "exception" not in output
     assert not is_held(open_store(str(folder.path / "data")), "kill")
     state = last_state(prefect_server, folder)
     assert state["name"] == "Cancelled"

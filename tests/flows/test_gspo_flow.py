@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from engine.protocol import SamplingParams
 from flows.configs.gspo import GSPOConfig
+from flows.configs.overrides import ConfigError
+from flows.configs.reinforcement import old_logprobs_of_step
 from flows.grpo import GRPO
 from flows.gspo import GSPO, gspo
 from flows.training.schedules import ConstantScheduler
@@ -19,6 +23,8 @@ from tests.fixtures.toy import toy_config
 
 STEPS = 180
 GRADER = grader_spec("tests.fixtures.grading:even_share")
+MODEL: Any = SimpleNamespace(sampling=SamplingParams())
+"""A model that is only passed on."""
 
 
 def gspo_runs(folder: Path, tiny_folder: Path) -> FlowRuns:
@@ -31,12 +37,12 @@ def runs(prefect_server: str, tmp_path: Path, tiny_folder: Path) -> FlowRuns:
 
 
 def test_its_defaults_are_those_of_the_algorithm() -> None:
-    trainer = GSPO([], None, GRADER, max_num_gspo_steps=3)  # type: ignore[arg-type]
+    trainer = GSPO([], MODEL, GRADER, max_num_gspo_steps=3)
     assert (trainer.loss.kind, trainer.loss.norm) == ("gspo", "sequence_mean")
     assert (trainer.loss.clip_low, trainer.loss.clip_high, trainer.loss.kl_beta) == (0.01, 0.01, 0.01)
     assert (trainer.max_steps, trainer.algorithm.completions_per_sample, trainer.prompts_per_batch) == (3, 8, 16)
     assert isinstance(trainer, GRPO)
-    high = GSPO([], None, GRADER, max_num_gspo_steps=3, clip_range=3e-4, clip_range_high=4e-4)  # type: ignore[arg-type]
+    high = GSPO([], MODEL, GRADER, max_num_gspo_steps=3, clip_range=3e-4, clip_range_high=4e-4)
     assert (high.loss.clip_low, high.loss.clip_high) == (3e-4, 4e-4)
 
 
@@ -57,12 +63,29 @@ def test_the_config_has_the_same_defaults(tmp_path: Path, tiny_folder: Path) -> 
 )
 def test_what_it_cannot_do_is_said(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        GSPO([], None, None, **arguments)  # type: ignore[arg-type]
+        GSPO([], MODEL, None, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_mini_batch_above_the_batch_is_one_update() -> None:
+    trainer = GSPO([], MODEL, GRADER, samples_per_batch=4, completions_per_sample=4, max_num_gspo_steps=1)
+    explicit = GSPO(
+        [], MODEL, GRADER, samples_per_batch=4, samples_per_mini_batch=64, completions_per_sample=4,
+        max_num_gspo_steps=1,
+    )  # fmt: skip
+    for one in (trainer, explicit):
+        assert (one.minibatches.size, one.minibatches.epochs) == (None, 1)
+        assert old_logprobs_of_step(one.algorithm, one.regularisation) == "forward"
+
+
+def test_a_wrong_size_is_a_sentence_that_names_the_option() -> None:
+    expected = r"samples_per_batch=3 splits a group; use a multiple of"
+    with pytest.raises(ConfigError, match=expected):
+        GSPO([], MODEL, GRADER, samples_per_batch=3, completions_per_sample=4, max_num_gspo_steps=1)
 
 
 def test_an_endless_run_needs_a_constant_rate() -> None:
     trainer = GSPO(
-        [], None, GRADER, lr_scheduler=ConstantScheduler(1e-6), checkpoint_every_steps=5  # type: ignore[arg-type]
+        [], MODEL, GRADER, lr_scheduler=ConstantScheduler(1e-6), checkpoint_every_steps=5
     )  # fmt: skip
     assert trainer.max_steps is None
 

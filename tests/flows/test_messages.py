@@ -9,9 +9,10 @@ ROOT = Path(__file__).parents[2]
 WITH_BACKTICKS = {
     "flows/evaluation.py", "flows/promotion/model_card.py", "flows/recurring.py", "flows/sweep.py",
     "tasks/evaluation/model_comparison.py", "tasks/graders/code.py", "tasks/graders/json_schema.py",
-    "tasks/loggers/services.py", "tasks/report.py", "tasks/reports/flow_run_page.py", "tasks/reports/table_cells.py",
+    "flows/verl/shell.py", "tasks/loggers/services.py", "tasks/report.py", "tasks/reports/flow_run_page.py",
+    "tasks/reports/table_cells.py",
 }  # fmt: skip
-"""Modules that write or read Markdown, or queries whose syntax has backticks."""
+"""Modules that write or read Markdown, or a syntax that has backticks: queries and shell scripts."""
 WITH_DOCSTRING = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

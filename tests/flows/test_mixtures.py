@@ -106,6 +106,7 @@ def test_grpo_on_a_mixture_resumes_in_the_same_bytes(
 ) -> None:
     runs = grpo_runs(tmp_path, tiny_folder)
     changes = {"data": {"train": mixture(tmp_path, {})}, "rules": {"max_staleness": staleness}}
+    changes["regularisation"] = {"importance_cap": 2.0}
     with monkeypatch.context() as patch:
         interrupt_at(patch, flows.grpo, "take_gradient_step", step=2)
         with pytest.raises(Interrupted):

@@ -19,8 +19,10 @@ import flows.promotion.approval
 import flows.recurring
 import storage.registry.decisions
 from engine.connect import connect
+from flows.configs.common import SFTConfig
 from flows.configs.recurring import RecurringConfig
 from flows.recurring import recurring
+from flows.sft import sft
 from storage.registry.decisions import Decision, alias_log, champion_of, commit_decision, decisions_of
 from storage.store.artifacts import Provenance
 from storage.store.objects import open_store
@@ -56,7 +58,7 @@ class Line:
         prompts = {"kind": "file", "path": str(write_prompts(self.folder / "suite.jsonl"))}
         suite = {
             "datasets": [{"name": "all", "source": prompts}],
-            "graders": [{"name": "even", "path": "tests.fixtures.grading:even_share"}],
+            "graders": [{"name": "odd", "path": "tests.fixtures.grading:odd_share"}],
             "sampling": {"max_new_tokens": 6, "min_new_tokens": 6, "temperature": 0.0},
         }
         body = {"model": NAME, "training": {"kind": "sft", "config": training}, "suite": suite}
@@ -65,8 +67,24 @@ class Line:
     def run(self, **changes: Any) -> dict[str, Any]:
         return asyncio.run(recurring(self.config(**changes)))
 
+    def train(self, character: str) -> str:
+        """Publishes a version by a training run that is not part of the flow."""
+        self.answers(character)
+        config = self.config().training.config
+        model = config.model.model_copy(update={"publish_as": NAME})
+        assert isinstance(config, SFTConfig)
+        return str(asyncio.run(sft(config.model_copy(update={"run": "by-hand", "model": model})))["model"])
+
     def keys(self) -> set[str]:
         return {info.key for info in self.store.list()}
+
+    def promote(self, model: str) -> str:
+        """Makes a version the first champion by hand, and returns it."""
+        version = model.partition("@")[2]
+        commit_decision(
+            self.store, NAME, version, "promote", over=None, reasons=["by hand"], who="ada", provenance=PROVENANCE
+        )
+        return version
 
     @property
     def champions(self) -> list[str]:
@@ -80,20 +98,22 @@ class Line:
 @pytest.fixture
 def line(prefect_server: str, tmp_path: Path, tiny_folder: Path) -> Line:
     line = Line(tmp_path, tiny_folder)
-    line.answers("2")  # an even code point: what the suite rewards
+    line.answers("1")  # an odd code point: what the suite rewards
     return line
 
 
 @pytest.mark.slow
 def test_promote_then_nothing_then_hold_then_nothing(line: Line, worklog: Path) -> None:
     first = line.run()
-    assert (first["outcome"], first["reasons"]) == ("promoted", ["there is no champion yet"])
+    assert first["outcome"] == "promoted"
+    assert first["reasons"][0].startswith("there is no champion yet: the challenger was compared with /")
+    assert "all/odd must be better" in first["reasons"][-1] and "passed" in first["reasons"][-1]
     assert line.champions == [first["model"]]
     _card_says_where_it_comes_from(line, first)
 
     _does_nothing(line, worklog, "unchanged", "no new data")
 
-    line.answers("1")  # odd: the suite punishes it
+    line.answers("2")  # even: the suite punishes it
     third = line.run()
     assert third["outcome"] == "held" and third["champion"] == first["model"] != third["model"]
     assert any("must not be worse by more than 0.05" in reason and "failed" in reason for reason in third["reasons"])
@@ -104,7 +124,7 @@ def test_promote_then_nothing_then_hold_then_nothing(line: Line, worklog: Path) 
 
     _does_nothing(line, worklog, "decided before", "hold")
 
-    line.answers("4")  # even again, and new: as good as the champion, so not better
+    line.answers("3")  # odd again, and new: as good as the champion, so not better
     fourth = line.run()
     assert fourth["outcome"] == "held" and "must be better" in " ".join(fourth["reasons"])
     assert [decision.action for decision in line.decisions] == ["promote", "hold", "hold"]
@@ -133,15 +153,49 @@ def _card_says_where_it_comes_from(line: Line, outcome: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_better_challenger_is_promoted_over_the_champion_and_announced(line: Line, prefect_server: str) -> None:
-    line.answers("1")
-    first = line.run()
+def test_without_a_champion_the_newest_version_of_others_is_the_one_to_beat(
+    line: Line, monkeypatch: pytest.MonkeyPatch, answer: Callable[..., list[str]]
+) -> None:
+    pages: list[str] = []
+
+    async def keep_page(_key: str, page: str) -> None:
+        pages.append(page)
+
+    monkeypatch.setattr(flows.recurring, "put_markdown", keep_page)
+    # a good version, published by a training run of its own
+    good = line.train("1")
+    # a worse challenger does not replace it, and the page has every number
     line.answers("2")
+    first = line.run()
+    assert first["outcome"] == "held" and first["champion"] is None and line.champions == []
+    assert f"the challenger was compared with {good}, the newest published version" in first["reasons"][0]
+    # 10 prompts from 1 to 0: the upper end c of the change has (1 - (c + 1) / 2)^10 = 0.025
+    for text in (good, first["model"], "-1.000", "-1.000 to -0.383", "n=10", "| 1.000 |", "| 0.000 |", "trained from"):
+        assert text in pages[-1], text
+    # the one to beat is still the good version, and not the challenger that was held
+    line.answers("4")
+    second = line.run()
+    assert second["outcome"] == "held" and good in second["reasons"][0]
+    # by config, a person decides on the first champion, whether the gate was passed or not
+    questions = answer({"promote": True, "your_name": "Ada"})
+    third = line.run(gate={"first_champion": "approval"}, approval={"timeout_seconds": 60})
+    assert third["outcome"] == "promoted" and line.champions == [second["model"]]
+    assert line.decisions[-1].who == "Ada" and "failed" in questions[0]
+
+
+@pytest.mark.slow
+def test_a_better_challenger_is_promoted_over_the_champion_and_announced(line: Line, prefect_server: str) -> None:
+    line.answers("2")
+    first = line.run()
+    # as bad as the model it was trained from, so a person has to make it the champion
+    assert first["outcome"] == "held" and "'ostinato models promote digits@VERSION'" in first["reasons"][-1]
+    version = line.promote(first["model"])
+    line.answers("1")
     second = line.run()
     assert second["outcome"] == "promoted" and "must be better" in second["reasons"][-1]
     assert line.champions == [first["model"], second["model"]]
-    assert line.decisions[-1].champion == first["model"].partition("@")[2]
-    assert _announced(prefect_server, second["model"])["payload"]["previous"] == first["model"].partition("@")[2]
+    assert line.decisions[-1].champion == version
+    assert _announced(prefect_server, second["model"])["payload"]["previous"] == version
 
 
 def _announced(api: str, model: str) -> dict[str, Any]:
@@ -198,10 +252,7 @@ def test_a_champion_that_is_moved_meanwhile_is_left_alone(line: Line, monkeypatc
     real = flows.recurring.evaluation
 
     async def somebody_promotes(config: Any) -> Any:
-        version = config.models[1].partition("@")[2]
-        commit_decision(
-            line.store, NAME, version, "promote", over=None, reasons=["by hand"], who="ada", provenance=PROVENANCE
-        )
+        line.promote(config.models[1])
         return await real(config)
 
     monkeypatch.setattr(flows.recurring, "evaluation", somebody_promotes)
@@ -258,8 +309,9 @@ def test_a_person_approves_and_is_named(line: Line, answer: Callable[..., list[s
     outcome = line.run(approval=REQUIRED)
     assert outcome["outcome"] == "promoted"
     decision = line.decisions[0]
-    assert (decision.who, decision.reasons) == ("Ada", ("there is no champion yet", "reads well"))
-    assert "95 % interval" in questions[0] and "no champion" in questions[0]
+    assert decision.who == "Ada" and decision.reasons[0].startswith("there is no champion yet")
+    assert decision.reasons[-1] == "reads well"
+    assert "95 % interval" in questions[0] and "as the first champion" in questions[0]
 
 
 @pytest.mark.slow
@@ -293,7 +345,7 @@ def test_without_an_answer(line: Line, prefect_server: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"gate": {"target": "even"}}, "not a dataset/grader of the suite, which has all/even"),
+        ({"gate": {"target": "odd"}}, "not a dataset/grader of the suite, which has all/odd"),
         ({"model": "a/b"}, "is not a name"),
         ({"gate": {"better_by": -1}}, "greater than or equal to 0"),
     ],

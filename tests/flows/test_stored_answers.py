@@ -13,9 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 import engine.workspace
 import flows.evaluation
+from flows.cli.main import app
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.evaluation import evaluation
 from storage.inspect.audit import audit_store
@@ -126,6 +128,21 @@ def test_two_systems_are_compared_on_the_same_prompts(runs: AnswerRuns) -> None:
     (difference,) = result["differences"]
     assert (difference["first"], difference["second"], difference["grader"]) == ("system-a", "system-b", "number")
     assert difference["paired"] == paired_difference(MEANS[:3], [1.0, 1.0, 1.0]).model_dump(mode="json")
+    # the first answer of each system to the first prompts; a shard has two prompts
+    shown = [(each["model"], each["prompt"], each["answer"], each["reward"]) for each in result["samples"]]
+    first = [(f"Say {right}.", answers[0], float(answers[0] == str(right))) for right, answers in ANSWERS[:2]]
+    assert shown == [("system-a", *each) for each in first] + [
+        ("system-b", prompt, prompt.removeprefix("Say ").removesuffix("."), 1.0) for prompt, _, _ in first
+    ]
+
+
+def test_the_command_prints_sample_answers(runs: AnswerRuns, tmp_path: Path) -> None:
+    rows = [{"prompt": "Say 1.", "metadata": {"answer": 1}, "completion": "it is\x1b[31m 2"}]
+    config = runs.config(runs.answers(rows), pass_at=[], majority_vote=False)
+    (tmp_path / "answers.yaml").write_text(config.model_dump_json())
+    done = CliRunner().invoke(app, ["evaluate", "--config", str(tmp_path / "answers.yaml")])
+    assert done.exit_code == 0, done.output
+    assert r"  'Say 1.'  system-a: 'it is\x1b[31m 2'  digits/number 0" in done.output
 
 
 def test_graded_shards_are_not_graded_again(

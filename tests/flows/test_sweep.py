@@ -155,7 +155,8 @@ def test_children_are_runs_a_failed_one_is_tried_again_and_all_are_compared(
     assert asyncio.run(sweep(config)) == result
 
 
-def test_runs_compare_from_a_terminal(toy_run: ToyRun, tmp_path: Path) -> None:
+def test_runs_compare_from_a_terminal(toy_run: ToyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # fork writes the config of the new run to the current folder
     copy = toy_run.copied(tmp_path / "copy")
     storage = ["--storage", str(copy.folder)]
     forked = CliRunner().invoke(app, ["fork", "toy", "--step", "2", "--run", "other", *storage])

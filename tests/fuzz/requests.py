@@ -199,6 +199,7 @@ def arrow_case(world: World, draw: random.Random) -> Case:
             temperature=draw.choice([1.0, 1.0, 0.0, 1e-320, 1e-9, 1e308]), top_p=draw.choice([1.0, 0.5, 1e-300]),
             top_k=draw.choice([0, 1, 10**9]), max_new_tokens=most, min_new_tokens=draw.choice([0, 0, 1, most, 2**40]),
             stop_token_ids=draw.choice([(), (5,), (10**9,), (-1,), tuple(range(300))]),
+            stop=draw.choice([(), (), ("a",), ("é", "</answer>"), ("",), ("\ufffd",), ("a",) * 20, ("a" * 2000,)]),
         )  # fmt: skip
         seeds = [draw.choice([0, -1, 2**63 - 1]) for _ in range(rows)]
         data = wire.encode_generate(GenerateRequest(policy, ids, seeds, sampling), epoch=0)

@@ -1,7 +1,7 @@
 """The documents' two-stage recipe, as printed, with SmolLM2-135M as policy and judge.
 
-The model as it is answers a judge's question in prose. It is first taught, in a few steps, to answer with a verdict:
-the recipe itself then runs without a change.
+The model as it is answers a judge's question in prose. Its answers are constrained to the judge's JSON schema, so the
+recipe runs to its end by itself.
 """
 
 from __future__ import annotations
@@ -13,22 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.handles import Model
-from engine.text.threads import StringThread
 from flows.cli.demo import GGUF
-from flows.recipe import RecipeContext
-from flows.sft import SFT
-from flows.training.schedules import ConstantScheduler
 from storage.chain.records import Chain
+from storage.inspect.step_grades import step_grades
 from storage.registry.models import list_models
 from storage.store.artifacts import read_manifest
 from storage.store.objects import open_store
-from tasks.graders.judges import BinaryJudgeGrader
 from tests.fixtures.spawning import own_engines
 from tests.seeds.two_stages import SFTtoGSPOConfig, sft_to_gspo
 
-CRITERIA = "Is the output high-quality, well-formed, and correct?"
-VERDICT = '{"result": "PASS"}'
 PROMPTS = ["Name a colour.", "Name an animal."]
 ANSWERS = ["Blue.", "Cat."]
 
@@ -52,22 +45,6 @@ def engines() -> Iterator[None]:
         yield
 
 
-async def taught_to_judge(folder: Path, store: Path) -> str:
-    """The key of the model after a few steps on verdicts."""
-    question = BinaryJudgeGrader("quality", "unnamed", CRITERIA).question
-    conversations = [
-        question(StringThread([("user", prompt), ("assistant", answer)])).assistant(VERDICT)
-        for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
-    ]
-    ctx = RecipeContext.open("teacher", store=str(store))
-    model = await Model(str(folder)).to_builder(ctx).spawn_train("policy")
-    await SFT(
-        conversations, model, lr_scheduler=ConstantScheduler(1e-4), samples_per_batch=2, max_steps=8,
-        checkpoint_frequency=None,
-    ).run()  # fmt: skip
-    return await model.save("judge")
-
-
 @pytest.mark.slow
 async def test_it_runs_with_smollm2_as_policy_and_judge(prefect_server: str, tmp_path: Path, smollm: Path) -> None:
     store = tmp_path / "data"
@@ -76,17 +53,21 @@ async def test_it_runs_with_smollm2_as_policy_and_judge(prefect_server: str, tmp
     answers_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts_path.write_text(json.dumps({"prompt": PROMPTS[0]}) + "\n")
     config = SFTtoGSPOConfig.model_validate({
-        "run": "two-stages", "storage": {"url": str(store)}, "model_to_train": await taught_to_judge(smollm, store),
+        "run": "two-stages", "storage": {"url": str(store)}, "model_to_train": str(smollm),
         "sft_dataset": str(answers_path), "sft_learning_rate": 1e-4, "sft_epochs": 6, "sft_batch_size": 2,
-        "gspo_dataset": str(prompts_path), "gspo_max_steps": 1, "gspo_batch_size": 4,
+        "gspo_dataset": str(prompts_path), "gspo_max_steps": 2, "gspo_batch_size": 4,
     })  # fmt: skip
     await sft_to_gspo(config)
 
     objects = open_store(str(store))
     first, second = (Chain(objects, "two-stages", stage, "sft_then_gspo") for stage in ("0-sft", "1-gspo"))
-    assert (list(first.steps()), list(second.steps())) == ([1, 2, 3, 4, 5, 6], [1])
+    assert (list(first.steps()), list(second.steps())) == ([1, 2, 3, 4, 5, 6], [1, 2])
     record = second.record(1)
     assert record is not None
     graded = [ref for ref in read_manifest(objects, record.request.batch.key).parents if "/graded/" in ref]
     assert graded, "the batch names the judge's grades as its parents"
+    # every answer of the judge had the form that it was asked for
+    grades = [grade for step in (1, 2) for grade in step_grades(objects, "two-stages", "1-gspo", step)]
+    assert all(grade.status == "ok" or "not applicable" in str(grade.reason) for grade in grades), grades
+    assert any(grade.status == "ok" for grade in grades)
     assert "sft-then-gspo-final" in list_models(objects)

@@ -12,10 +12,11 @@ import torch
 
 from engine.backends import machine
 from engine.backends.deepspeed.handles import DeepSpeedAdapter, DeepSpeedBase, DeepSpeedBasePolicy, DeepSpeedTrainer
-from engine.backends.deepspeed.meta_model import open_meta_model, probe, streamed_weights
+from engine.backends.deepspeed.meta_model import open_meta_model, streamed_weights
 from engine.backends.deepspeed.options import RankOptions
 from engine.backends.torch.backend import TorchBackend, available_cores
 from engine.backends.torch.loading import check_has_language_head
+from engine.backends.torch.probes import probe_model
 from engine.cluster.inventory import gpu_count
 from engine.cluster.placement import SHARED_GPU, Placement
 from engine.cluster.rank_group import RankGroup
@@ -160,7 +161,7 @@ class DeepSpeedBackend:
         meta_model = open_meta_model(folder, dtype=dtype, parameter_dtype=dtype, device=torch.device("cpu"))
         if not meta_model.probed:
             with streamed_weights(meta_model):
-                probe(meta_model.model, folder)
+                probe_model(meta_model.model, folder)
 
     def load_base(self, folder: Path, *, key: str = "", load_in_4bit: bool = False) -> DeepSpeedBase:
         """Loads the frozen base of adapters. Every rank reads the folder, so all nodes must have access to it. Raises

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.backends.deepspeed.meta_model import MetaModel, probe, streamed_weights
+from engine.backends.deepspeed.meta_model import MetaModel, streamed_weights
 from engine.backends.deepspeed.options import RankOptions
 from engine.backends.deepspeed.rank_model import RankModel, fuse_kernels
 from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.torch.attention import IMPLEMENTATION
 from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.probes import probe_model
 from engine.errors import BadModelFolder
 
 
@@ -65,7 +66,7 @@ def probe_on_ranks(
 
     def compare(model: RankModel) -> Tensor:
         try:
-            probe(model, folder)
+            probe_model(model, folder)
         except BadModelFolder as error:  # raised below, after the ranks have exchanged what they had to
             messages.append(str(error))
         return torch.zeros((), device=device)
@@ -81,7 +82,7 @@ def probe_on_rank_0(meta_model: MetaModel, folder: Path) -> None:
     if dist.get_rank() == 0 and not meta_model.probed:
         try:
             with streamed_weights(meta_model):
-                probe(meta_model.model, folder)
+                probe_model(meta_model.model, folder)
         except BadModelFolder as error:
             messages.append(str(error))
     meta_model.model.use_attention(IMPLEMENTATION)  # as a probe does

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from engine.backends.torch.attention import register_attention
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.loading import load_model
-from engine.backends.torch.probes import probe_packed_forward, probe_scalar_forward
 from engine.backends.torch.scalar_lm import (
     HEAD_NAME,
     ScalarLM,
@@ -95,43 +95,46 @@ def open_meta_model(
     return meta_model
 
 
-def probe(model: CausalLM, folder: Path) -> None:
-    """Raises BadModelFolder for an architecture that packed attention does not reproduce."""
-    if model.scalar:
-        probe_scalar_forward(model, folder)
-    else:
-        probe_packed_forward(model, folder)
-
-
 @contextmanager
 def streamed_weights(meta_model: MetaModel) -> Iterator[None]:
-    """Within this context the model computes: the weights of each module are read when it is called, and dropped
-    afterwards."""
+    """Within this context the model computes: the weights of each layer, and of each module outside of the layers, are
+    read when it is called, and dropped afterwards."""
     # Look parameters up by identity, because hooks get modules, not names.
     names = {id(tensor): name for name, tensor in meta_model.model.named_weights()}
     empty = {id(parameter): parameter.data for parameter in meta_model.model.module.parameters()}
 
-    def fill(module: nn.Module, *_: Any) -> None:
-        for parameter in module.parameters(recurse=False):
+    def fill(parameters: Sequence[nn.Parameter], *_: Any) -> None:
+        for parameter in parameters:
             weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             meta_model.weights.read_into(names[id(parameter)], weight)
             parameter.data = weight
 
-    def drop(module: nn.Module, *_: Any) -> None:
-        for parameter in module.parameters(recurse=False):
+    def drop(parameters: Sequence[nn.Parameter], *_: Any) -> None:
+        for parameter in parameters:
             parameter.data = empty[id(parameter)]
 
-    # Hook into the modules that have parameters themselves, not only through their children.
     handles = []
-    for module in meta_model.model.module.modules():
-        if list(module.parameters(recurse=False)):
-            handles.append(module.register_forward_pre_hook(fill))
-            handles.append(module.register_forward_hook(drop, always_call=True))
+    for module, parameters in _called_with(meta_model.model.module):
+        handles.append(module.register_forward_pre_hook(partial(fill, parameters)))
+        handles.append(module.register_forward_hook(partial(drop, parameters), always_call=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _called_with(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """The modules whose weights are read when they are called, with these weights. A layer is one of them as a whole,
+    because it may use the weights of a part without calling the part, as layers with convolutions do."""
+    parameters = list(module.parameters(recurse=False))
+    if parameters:
+        yield module, parameters
+    for child in module.children():
+        if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList):
+            yield child, list(child.parameters())
+        else:
+            yield from _called_with(child)
 
 
 def _load_whole(folder: Path, dtype: torch.dtype, head_seed: int | None) -> MetaModel:

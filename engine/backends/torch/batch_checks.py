@@ -14,6 +14,7 @@ from engine.backends.torch.updates import count_totals, micro_batch_loss
 from engine.errors import BadSpec, SampleTooLong
 from engine.losses.inputs import Outputs
 from engine.losses.spec import LossSpec
+from engine.models.folder import CONTEXT_SOURCE
 from engine.models.samples import PER_TOKEN, Sample
 
 
@@ -30,7 +31,7 @@ def check_sequences(sequences: Sequence[Packable], *, vocab_size: int, context_l
         if len(token_ids) > context_length:
             raise SampleTooLong(
                 f"a sequence of {len(token_ids)} tokens (group {sequence.group!r}) passes the model's context "
-                f"of {context_length}; shorten it or leave it out"
+                f"of {context_length}{CONTEXT_SOURCE}; shorten it or leave it out"
             )
         is_unknown = (token_ids < 0) | (token_ids >= vocab_size)
         if is_unknown.any():

@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm
 
 from engine.backends.torch.attention import register_attention
 from engine.backends.torch.causal_lm import CausalLM
-from engine.backends.torch.probes import probe_image, probe_packed_forward, probe_scalar_forward
+from engine.backends.torch.probes import probe_model
 from engine.backends.torch.scalar_lm import ScalarLM, check_scalar_head, is_scalar, new_head, with_scalar_head
 from engine.backends.torch.vision_lm import VisionLM, load_image_processor
 from engine.backends.weight_files.tensor_files import shapes_of, shapes_of_tensors
@@ -29,33 +29,31 @@ place."""
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Reads the folder's model, and checks that packed forward passes compute what the model's own forward computes.
+    """Reads the folder's model, and checks that packed forward passes and decoding compute what the model's own forward
+    pass computes.
 
     `dtype` is that of the weights. Only safetensors files are read, and no code of the folder runs.
 
     Raises:
-        BadModelFolder: no config, pickled weights, missing, unexpected or mis-shaped tensors, or a model that packed
-            attention does not reproduce.
+        BadModelFolder: no config, pickled weights, missing, unexpected or mis-shaped tensors, or a model with a layer
+            that cannot be packed.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-    # Each branch loads the module, wraps it, and probes its packed forward pass.
+    # Each branch loads the module and wraps it.
     model: CausalLM
     if is_scalar(folder):
         module = _load_module(AutoModelForSequenceClassification, folder, dtype=dtype, device=device)
         check_scalar_head(module, folder)
         model = ScalarLM(module, compute_dtype=compute_dtype)
-        probe_scalar_forward(model, folder)
     elif read_folder_config(folder).get("model_type") in VISION_MODEL_TYPES:
         processor = load_image_processor(folder)
         module = _load_module(AutoModelForImageTextToText, folder, dtype=dtype, device=device)
         model = VisionLM(module, processor=processor, compute_dtype=compute_dtype)
-        probe_packed_forward(model, folder)
-        probe_image(model, folder)
     else:
         module = _load_module(AutoModelForCausalLM, folder, dtype=dtype, device=device)
         model = CausalLM(module, compute_dtype=compute_dtype)
-        probe_packed_forward(model, folder)
+    probe_model(model, folder)
     return model
 
 

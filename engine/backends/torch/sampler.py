@@ -25,6 +25,9 @@ from engine.backends.torch.decoding.kv_cache import DecodeLayout, PromptKeys, sh
 from engine.backends.torch.packing import PrefixGroup
 from engine.models.images import Images, PlacedImage
 from engine.protocol import Completion, OnToken, SamplingParams, StopReason, TokenIds
+from engine.text.json_grammar import JsonMatcher
+from engine.text.stops import CompletionEnd, stop_strings
+from engine.text.tokenizers import Tokenizer
 
 REFILL_SHARE = 8
 """Waiting rows enter when at least 1/REFILL_SHARE of the places are free. The prompts of several rows are computed in
@@ -62,6 +65,9 @@ class _Row:
     """Index of the completion within the call."""
     prompt: _Prompt
     seed: int
+    end: CompletionEnd
+    matcher: JsonMatcher | None = None
+    """What may follow by the JSON schema. None without a schema."""
     noise: NoiseStream | None = None
     """None while the row is not in the batch."""
     tokens: TokenIds = field(default_factory=list)
@@ -76,8 +82,19 @@ class TorchSampler:
     This class has one model whose weights do not change. How the weights follow a trainer's is defined by subclasses
     (engine.backends.torch.trainer_samplers)."""
 
-    def __init__(self, model: CausalLM, *, max_rows: int = 64, max_prefill_tokens: int = 8192) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        max_rows: int = 64,
+        max_prefill_tokens: int = 8192,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """`tokenizer` tells which ids end a turn and finds stop strings. Without one, completions end at the ids of the
+        model's configs, and stop strings are refused."""
         self.model, self.max_rows, self.max_prefill_tokens = model, max_rows, max_prefill_tokens
+        self.tokenizer = tokenizer
+        self.eos_token_ids = tokenizer.eos_token_ids if tokenizer else model.eos_token_ids()
         # A subclass may compute with another form of the same model.
         self.forward_model = model
         self.loaded_state: str | None = None
@@ -95,8 +112,9 @@ class TorchSampler:
         token when it is drawn, in this thread; an exception from it ends the call.
 
         Raises:
-            BadSpec: empty prompts, ids outside the vocabulary, unequal numbers of prompts and seeds, or stop tokens
-                that leave nothing to draw.
+            UnsupportedSchema: json_schema, without a tokenizer or with a schema that has no grammar.
+            BadSpec: empty prompts, ids outside the vocabulary, unequal numbers of prompts and seeds, stop tokens that
+                leave nothing to draw, or stop strings without a tokenizer.
             SampleTooLong: a prompt and `max_new_tokens` do not fit the model's context.
             UnsupportedFragment: images, and the model takes text only.
         """
@@ -107,13 +125,18 @@ class TorchSampler:
             params,
             vocab_size=self.model.vocab_size,
             context_length=self.model.context_length,
-            eos_token_ids=self.model.eos_token_ids(),
+            eos_token_ids=self.eos_token_ids,
+        )
+        stops = stop_strings(self.tokenizer, params)
+        matcher = JsonMatcher.of(
+            self.tokenizer, params, vocab_size=self.model.vocab_size, eos_token_ids=self.eos_token_ids
         )
         images = images or [()] * len(prompts)
         with_images = [_Prompt(tuple(ids), of_prompt) for ids, of_prompt in zip(prompts, images, strict=True)]
         rows: list[_Row] = []
         for index, (prompt, seed) in enumerate(zip(with_images, seeds, strict=True)):
-            rows.append(_Row(index, prompt, seed))
+            end = CompletionEnd(params, self.eos_token_ids, stops)
+            rows.append(_Row(index, prompt, seed, end, matcher and matcher.copy()))
         if rows:
             _Call(self, rows, params, on_token).run()
         return [Completion(row.tokens, row.logprobs, row.stop or "length") for row in rows]
@@ -134,7 +157,7 @@ class _Call:
     ) -> None:
         self._model, self._max_prefill_tokens = sampler.forward_model, sampler.max_prefill_tokens
         self._params, self._on_token = params, on_token
-        self._eos = self._model.eos_token_ids()
+        self._eos = sampler.eos_token_ids
         self._waiting = deque(rows)
         self._batch: list[_Row] = []
         """The rows that are decoded, in the order of the pool."""
@@ -249,6 +272,10 @@ class _Call:
             # A model's config may name an end-of-sequence id that the vocabulary does not have.
             ending = [token for token in (*eos, *params.stop_token_ids) if 0 <= token < logits_BV.shape[1]]
             logits_BV[torch.tensor(early).unsqueeze(1), torch.tensor(ending, dtype=torch.long)] = -torch.inf
+        matchers = [row.matcher for row in rows if row.matcher is not None]  # those of all rows, or none
+        if matchers:
+            allowed_BV = torch.from_numpy(JsonMatcher.allowed(matchers, logits_BV.shape[1])).to(logits_BV.device)
+            logits_BV = logits_BV.masked_fill(~allowed_BV, -torch.inf)
         streams = [row.noise for row in rows if row.noise is not None]  # those of all rows
         tokens_B, logprobs_B = draw_tokens(logits_BV, params, streams)
         for row, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
@@ -256,12 +283,9 @@ class _Call:
             row.logprobs.append(logprob)
             if self._on_token is not None:
                 self._on_token(row.index, token, logprob)
-            if token in eos and not params.ignore_eos:
-                row.stop = "eos"
-            elif token in params.stop_token_ids:
-                row.stop = "stop"
-            elif len(row.tokens) >= params.max_new_tokens:
-                row.stop = "length"
+            row.stop = row.end.after(token)
+            if row.matcher is not None:
+                row.matcher.advance(token)
 
 
 def _batches(prompts: list[_Prompt], max_tokens: int) -> list[list[_Prompt]]:

@@ -38,6 +38,8 @@ from engine.errors import BadSpec, SamplerOutOfSync
 from engine.models.images import Images
 from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, TokenIds
 from engine.specs.engine import LocalEngineSpec
+from engine.text.tokenizers import Tokenizer
+from storage.temporary import process_folder
 
 
 class TorchSamplerBackend:
@@ -76,17 +78,20 @@ class TorchSamplerBackend:
         # `weights_nbytes` counts the weights in master precision; the sampler's copy has the compute precision.
         return packed + trainer.weights_nbytes * self.compute_dtype.itemsize // master_dtype.itemsize
 
-    def new_sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> Sampler:
+    def new_sampler(
+        self, trainer: Trainer, *, tensor_parallel: int | None = None, tokenizer: Tokenizer | None = None
+    ) -> Sampler:
         if tensor_parallel not in (None, 1):
             raise BadSpec(
                 f"tp({tensor_parallel}) was given, but the torch sampler runs on one device; "
                 "use engine.sampler.kind='vllm', or leave tp out"
             )
+        options: dict[str, Any] = {**self._limits, "tokenizer": tokenizer}
         if isinstance(trainer, SharedTrainer):
-            return AdapterSampler(trainer, **self._limits)
+            return AdapterSampler(trainer, **options)
         if isinstance(trainer, TorchTrainer):
-            return WholeModelSampler(trainer, self.compute_dtype, **self._limits)
-        return StagedFilesSampler(trainer, self.compute_dtype, self.device, **self._limits)
+            return WholeModelSampler(trainer, self.compute_dtype, **options)
+        return StagedFilesSampler(trainer, self.compute_dtype, self.device, **options)
 
     def offload_for_training(self) -> None:
         """Does nothing. A sampler with its own copy of the weights keeps that copy in memory during a step."""
@@ -99,13 +104,14 @@ class WholeModelSampler(TorchSampler):
     """Samples with the weights of a trainer that trains a whole model: with the trainer's own tensors, or with a copy
     of them in the compute precision. On a CPU, linear layers of known architectures are copied in packed form."""
 
-    def __init__(self, trainer: TorchTrainer, compute_dtype: torch.dtype, **limits: int) -> None:
+    def __init__(self, trainer: TorchTrainer, compute_dtype: torch.dtype, **options: Any) -> None:
+        """`options` are those of TorchSampler."""
         model = trainer.model
         self._shapes = shapes_of_tensors(model.named_weights())
         self._has_copy = compute_dtype != model.dtype
         if self._has_copy:
             model = model.with_module(frozen_copy(model.module, compute_dtype), compute_dtype=compute_dtype)
-        super().__init__(model, **limits)
+        super().__init__(model, **options)
         self._lean: LeanModel | None = None
         if can_be_lean(model, compute_dtype):
             self._lean = LeanModel(model)
@@ -143,8 +149,8 @@ class WholeModelSampler(TorchSampler):
 class _LoraSampler(TorchSampler):
     """Samples with the pairs of an adapter in the LoraLinear layers of the model."""
 
-    def __init__(self, model: CausalLM, **limits: int) -> None:
-        super().__init__(model, **limits)
+    def __init__(self, model: CausalLM, **options: Any) -> None:
+        super().__init__(model, **options)
         self._layers = lora_layers(model.module)
         self._pairs: LoraPairs = {}
 
@@ -163,8 +169,8 @@ class _LoraSampler(TorchSampler):
 class AdapterSampler(_LoraSampler):
     """Samples with a shared base model and the adapter of the trainer that `sync` got last."""
 
-    def __init__(self, trainer: SharedTrainer, **limits: int) -> None:
-        super().__init__(trainer.base.sampling_model(), **limits)
+    def __init__(self, trainer: SharedTrainer, **options: Any) -> None:
+        super().__init__(trainer.base.sampling_model(), **options)
         self.base = trainer.base
 
     def sync(self, trainer: Trainer, state: str) -> None:
@@ -187,13 +193,13 @@ class StagedFilesSampler(_LoraSampler):
     """Samples with a model of its own in the compute precision, whose weights come from the files that a trainer in
     other processes stages. If the trainer has an adapter, a sync reads only the adapter, once the base is here."""
 
-    def __init__(self, trainer: Trainer, compute_dtype: torch.dtype, device: torch.device, **limits: int) -> None:
-        with tempfile.TemporaryDirectory(prefix="ostinato-config-") as folder:
+    def __init__(self, trainer: Trainer, compute_dtype: torch.dtype, device: torch.device, **options: Any) -> None:
+        with tempfile.TemporaryDirectory(prefix="config-", dir=process_folder()) as folder:
             trainer.write_config(Path(folder))
             model = _uninitialised_model(Path(folder), compute_dtype, device)
         if is_sampled_on_base(trainer):
             replace_linears(model)
-        super().__init__(model, **limits)
+        super().__init__(model, **options)
         self._base_digest: str | None = None
         """Digest of the base whose weights the model has."""
 

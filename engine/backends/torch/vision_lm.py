@@ -60,10 +60,6 @@ class VisionLM(CausalLM):
         self.decoder.set_attn_implementation(implementation)  # type: ignore[operator]
 
     @property
-    def context_length(self) -> int:
-        return int(getattr(self.decoder.config, "max_position_embeddings", 1 << 30))
-
-    @property
     def image_tokens(self) -> int:
         """Number of placeholder tokens of one image."""
         return int(self.whole.image_seq_len)

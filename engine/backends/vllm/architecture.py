@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from engine.models.folder import context_length_in
 
 _IGNORED_KEYS = {"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Keys of config.json that do not describe the architecture."""
@@ -22,20 +25,23 @@ class Architecture:
     eos_token_ids: tuple[int, ...]
 
 
-def architecture_of(folder: Path) -> Architecture:
-    """Reads config.json and, if it exists, generation_config.json."""
+def architecture_of(folder: Path, eos_token_ids: Sequence[int] | None = None) -> Architecture:
+    """Reads config.json and, if it exists, generation_config.json.
+
+    `eos_token_ids` are the ids that end a turn; None: those of the configs."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     text_config = config.get("text_config", config)
     generation_file = folder / "generation_config.json"
     generation_config = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
-    eos_token_ids = _eos_token_ids(generation_config, config, text_config)
+    if eos_token_ids is None:
+        eos_token_ids = _eos_token_ids(generation_config, config, text_config)
     described = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
     digested = json.dumps([described, eos_token_ids], sort_keys=True).encode()
     return Architecture(
         digest=hashlib.sha256(digested).hexdigest(),
         vocab_size=int(text_config["vocab_size"]),
-        context_length=int(text_config.get("max_position_embeddings", 1 << 30)),
-        eos_token_ids=eos_token_ids,
+        context_length=context_length_in(text_config) or 1 << 30,
+        eos_token_ids=tuple(eos_token_ids),
     )
 
 

@@ -29,9 +29,11 @@ from engine.protocol import ActorCount
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.sampler import VllmSpec
 from engine.specs.trainer import TorchTrainerSpec
+from engine.text.tokenizers import Tokenizer
+from storage.temporary import process_folder
 
-_RuntimeKey = tuple[str, int, bool]
-"""(digest of the architecture, tensor_parallel, whether LoRA adapters are used)."""
+_RuntimeKey = tuple[str, int, bool, str | None]
+"""(digest of the architecture, tensor_parallel, whether LoRA adapters are used, digest of the tokenizer)."""
 
 
 class VllmSamplers:
@@ -103,14 +105,17 @@ class VllmSamplers:
                 return 0
         return self._nbytes(trainer)
 
-    def new_sampler(self, trainer: Trainer, *, tensor_parallel: int | None = None) -> VllmSampler:
+    def new_sampler(
+        self, trainer: Trainer, *, tensor_parallel: int | None = None, tokenizer: Tokenizer | None = None
+    ) -> VllmSampler:
         ranks = tensor_parallel or self.spec.tensor_parallel
         if self.spec.replicas and ranks != self.spec.tensor_parallel:
             raise BadSpec(
                 f"tp({ranks}) was given, but the sampler's replicas run with tensor_parallel="
                 f"{self.spec.tensor_parallel}; set sampler.tensor_parallel, or leave tp out"
             )
-        return VllmSampler(trainer, self.spec, partial(self._shared_runtime, ranks=ranks))
+        open_shared = partial(self._shared_runtime, ranks=ranks, tokenizer=tokenizer)
+        return VllmSampler(trainer, self.spec, open_shared, tokenizer)
 
     def offload_for_training(self) -> None:
         for shared in self._runtimes.values():
@@ -121,13 +126,17 @@ class VllmSamplers:
             shared.discard()
         self._runtimes.clear()
 
-    def _shared_runtime(self, trainer: Trainer, *, ranks: int) -> SharedRuntime:
-        """The runtime of the trainer's architecture. In this process, runtimes of other architectures are closed."""
+    def _shared_runtime(self, trainer: Trainer, *, ranks: int, tokenizer: Tokenizer | None) -> SharedRuntime:
+        """The runtime of the trainer's architecture and tokenizer. In this process, other runtimes are closed."""
         # The model's config decides which trainers can share a runtime.
-        folder = Path(tempfile.mkdtemp(prefix="ostinato-config-"))
+        folder = Path(tempfile.mkdtemp(prefix="config-", dir=process_folder()))
         trainer.write_config(folder)
-        architecture = architecture_of(folder)
-        key = (architecture.digest, ranks, is_sampled_on_base(trainer))
+        architecture = architecture_of(folder, tokenizer.eos_token_ids if tokenizer else None)
+        model = (architecture.digest, ranks, is_sampled_on_base(trainer))
+        key = (*model, tokenizer.digest if tokenizer else None)
+        if tokenizer is None:
+            # without a tokenizer no completion is constrained, so that any runtime of the architecture will do
+            key = next((known for known in self._runtimes if known[:3] == model), key)
         # This process has room for one engine only.
         if self._in_process:
             for other_key, shared in self._runtimes.items():
@@ -137,6 +146,8 @@ class VllmSamplers:
         if key in self._runtimes:
             shutil.rmtree(folder)
             return self._runtimes[key]
+        if tokenizer is not None and tokenizer.to_json() is not None:
+            tokenizer.save(folder)
         nbytes = self._nbytes(trainer) if self._in_process else 0
         options = self._options(trainer, architecture, ranks)
         self._runtimes[key] = SharedRuntime(architecture, options, folder, self._open, nbytes)
@@ -221,7 +232,8 @@ def engine_options(
         # A context longer than the model's is cut to the model's.
         max_context=min(spec.max_context or architecture.context_length, architecture.context_length),
         vocab_size=architecture.vocab_size,
-        eos_token_ids=architecture.eos_token_ids,
+        # vLLM fails on stop tokens outside the vocabulary, which a config or a tokenizer may name.
+        eos_token_ids=tuple(token for token in architecture.eos_token_ids if token < architecture.vocab_size),
         tensor_parallel=ranks,
         kv_cache_bytes=None if spec.kv_cache_gib == "auto" else int(spec.kv_cache_gib * (1 << 30)),
         gpu_share=spec.gpu_share,

@@ -31,6 +31,9 @@ from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, TokenIds
 from engine.specs.adapters import LoraSpec
 from engine.specs.sampler import VllmSpec
+from engine.text.json_grammar import guidance_schema
+from engine.text.stops import stop_strings
+from engine.text.tokenizers import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECENT_TOKENS = 64
@@ -40,9 +43,15 @@ RECENT_TOKENS = 64
 class VllmSampler:
     """Implements engine.backends.protocol.Sampler over a runtime that policies of the same model share."""
 
-    def __init__(self, trainer: Trainer, spec: VllmSpec, open_shared: Callable[[Trainer], SharedRuntime]) -> None:
-        """`open_shared` returns the shared runtime for a trainer's model."""
-        self.spec, self._open_shared = spec, open_shared
+    def __init__(
+        self,
+        trainer: Trainer,
+        spec: VllmSpec,
+        open_shared: Callable[[Trainer], SharedRuntime],
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """`open_shared` returns the shared runtime for a trainer's model. `tokenizer` finds stop strings."""
+        self.spec, self._open_shared, self._tokenizer = spec, open_shared, tokenizer
         self._shared: SharedRuntime | None = open_shared(trainer)
         self._shared.users.append(self)
         self._state: str | None = None
@@ -246,6 +255,9 @@ class VllmSampler:
             context_length=shared.options.max_context,
             eos_token_ids=shared.options.eos_token_ids,
         )
+        stops = stop_strings(self._tokenizer, params)
+        if params.json_schema is not None:
+            params = params.model_copy(update={"json_schema": guidance_schema(self._tokenizer, params.json_schema)})
         if not prompts:
             return []
         with self._resets_on_failure(shared):
@@ -253,7 +265,7 @@ class VllmSampler:
             # Check the adapter first: vLLM may have dropped it to make room for the adapters of other policies.
             if self._adapter is not None:
                 runtime.check_adapter(self._adapter)
-            completions = runtime.generate(prompts, seeds, params, on_token, adapter=self._adapter)
+            completions = runtime.generate(prompts, seeds, params, on_token, adapter=self._adapter, stops=stops)
             # Check again after sampling, so that no completion of changed weights is returned.
             runtime.check(base)
             if self._adapter is not None:

@@ -11,7 +11,7 @@ import itertools
 import os
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ import torch
 
 from engine.backends.protocol import OnToken
 from engine.backends.torch.decoding.drawing import processed_logprobs
+from engine.backends.vllm.serving.partial_completions import PartialCompletion
 from engine.backends.vllm.serving.runtime import EngineOptions, LoadProof, Manifest, Source
 from engine.backends.vllm.weight_sync.load_proofs import any_broken, check_replies, proof_from_replies, worker_ids_of
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, StopReason, TokenIds
+from engine.text.stops import CompletionEnd, StopStrings
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process, so that it can take tensors directly
@@ -116,16 +118,23 @@ class InProcessRuntime:
         on_token: OnToken | None = None,
         *,
         adapter: str | None = None,
+        stops: StopStrings | None = None,
     ) -> list[Completion]:
-        buffers = [_TokenBuffer() for _ in prompts]
-        request_params = [vllm_params(params, seed, self.options, stream=on_token is not None) for seed in seeds]
-        for index, output in self._run(list(prompts), request_params, adapter):
-            new_tokens = sampled(output.outputs[0], params)
-            buffers[index].append(new_tokens)
-            if on_token is not None:
-                for token, logprob in new_tokens:
+        # vLLM ends a completion at its stop tokens and its length. For strings, each token must be seen here.
+        stream = on_token is not None or stops is not None
+        request_params = [vllm_params(params, seed, self.options, stream=stream) for seed in seeds]
+        ends = [CompletionEnd(params, self.options.eos_token_ids, stops) for _ in prompts]
+        buffers = [PartialCompletion() for _ in prompts]
+
+        def has_ended(index: int) -> bool:
+            return buffers[index].stop is not None
+
+        for index, output in self._run(list(prompts), request_params, adapter, has_ended):
+            tokens, logprobs, stop = until_end(sampled(output.outputs[0], params), ends[index])
+            for token, logprob in buffers[index].add_chunk(tokens, logprobs, stop):
+                if on_token is not None:
                     on_token(index, token, logprob)
-        return [buffer.completion(self.options.eos_token_ids, params) for buffer in buffers]
+        return [buffer.completion() for buffer in buffers]
 
     def score(
         self, sequences: Sequence[TokenIds], *, temperature: float = 1.0, adapter: str | None = None
@@ -138,10 +147,14 @@ class InProcessRuntime:
         return scores
 
     def _run(
-        self, prompts: Sequence[TokenIds], params: Sequence[Any], adapter: str | None
+        self,
+        prompts: Sequence[TokenIds],
+        params: Sequence[Any],
+        adapter: str | None,
+        has_ended: Callable[[int], bool] = lambda index: False,
     ) -> Iterator[tuple[int, Any]]:
-        """Submits all prompts, and yields (index of the prompt, RequestOutput) until all are done. Closing the iterator
-        aborts the rest."""
+        """Submits all prompts, and yields (index of the prompt, RequestOutput) until all are done. A prompt for which
+        `has_ended(index)` is true after one of its outputs is aborted. Closing the iterator aborts the rest."""
         # With the state in the salt, a prompt never matches cache entries of other weights.
         salt = f"{self._state} {adapter}"
         lora = None if adapter is None else self._adapters[adapter]
@@ -153,8 +166,11 @@ class InProcessRuntime:
                 self._engine.add_request(name, token_prompt(prompt, salt=salt), prompt_params, lora_request=lora)
             while index_by_request:
                 for output in self._step():
-                    yield index_by_request[output.request_id], output
-                    if output.finished:
+                    index = index_by_request[output.request_id]
+                    yield index, output
+                    if not output.finished and has_ended(index):
+                        self._engine.abort_request([output.request_id])
+                    if output.finished or has_ended(index):
                         del index_by_request[output.request_id]
         finally:
             if index_by_request and self.alive:
@@ -196,27 +212,19 @@ class InProcessRuntime:
         return self._llm.collective_rpc(method, args=args)
 
 
-class _TokenBuffer:
-    """The tokens of one completion that were sampled so far."""
-
-    def __init__(self) -> None:
-        self.tokens: TokenIds = []
-        self.logprobs: list[float] = []
-
-    def append(self, new_tokens: Sequence[tuple[int, float]]) -> None:
-        for token, logprob in new_tokens:
-            self.tokens.append(token)
-            self.logprobs.append(logprob)
-
-    def completion(self, eos: Sequence[int], params: SamplingParams) -> Completion:
-        return Completion(self.tokens, self.logprobs, stop_reason(self.tokens[-1], eos, params))
-
-
-def stop_reason(last_token: int, eos: Sequence[int], params: SamplingParams) -> StopReason:
-    """Why a completion ended with this token."""
-    if last_token in eos and not params.ignore_eos:
-        return "eos"
-    return "stop" if last_token in params.stop_token_ids else "length"
+def until_end(
+    new_tokens: Sequence[tuple[int, float]], end: CompletionEnd
+) -> tuple[TokenIds, list[float], StopReason | None]:
+    """The new (token, logprob) pairs up to the end of their completion, as (tokens, logprobs, stop reason or None)."""
+    tokens: TokenIds = []
+    logprobs: list[float] = []
+    for token, logprob in new_tokens:
+        tokens.append(token)
+        logprobs.append(logprob)
+        stop = end.after(token)
+        if stop is not None:
+            return tokens, logprobs, stop
+    return tokens, logprobs, None
 
 
 def vllm_params(params: SamplingParams, seed: int, options: EngineOptions, *, stream: bool) -> Any:
@@ -229,7 +237,7 @@ def vllm_params(params: SamplingParams, seed: int, options: EngineOptions, *, st
         BadSpec: vLLM would change the temperature.
     """
     from vllm import SamplingParams as VllmParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     if 0 < params.temperature < MIN_TEMPERATURE:
         raise BadSpec(
@@ -254,6 +262,7 @@ def vllm_params(params: SamplingParams, seed: int, options: EngineOptions, *, st
         detokenize=False,
         skip_clone=True,
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+        structured_outputs=None if params.json_schema is None else StructuredOutputsParams(json=params.json_schema),
     )
 
 
@@ -356,7 +365,9 @@ def engine_arguments(config_folder: Path, options: EngineOptions) -> dict[str, A
     return dict(
         model=str(config_folder),
         load_format="dummy",
-        skip_tokenizer_init=True,
+        # only the grammars of constrained completions need a tokenizer
+        skip_tokenizer_init=not (config_folder / "tokenizer.json").is_file(),
+        structured_outputs_config={"backend": "guidance"},
         generation_config="vllm",
         dtype=options.dtype,
         tensor_parallel_size=options.tensor_parallel,

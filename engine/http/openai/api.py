@@ -24,7 +24,6 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from engine.errors import EngineError, SampleTooLong
-from engine.http.openai.answers import AnswerBuilder
 from engine.http.openai.generation import ClientDisconnected, Delta, Generation, cancel_on_disconnect
 from engine.http.openai.models import (
     MOST_ANSWERS,
@@ -40,7 +39,7 @@ from engine.http.openai.models import (
 from engine.http.openai.policies import RECENT_SECONDS, PolicyResolver, ResolvedPolicy
 from engine.http.openai.responses import ChatResponseBuilder, ResponseBuilder, TextResponseBuilder
 from engine.protocol import Engine, GenerateRequest, SamplingParams
-from engine.text.stops import stop_token_ids
+from engine.text.answer_builder import AnswerBuilder
 from engine.text.stored_models import renderer_of, tokenizer_of
 from engine.text.threads import StringThread
 from engine.text.tokenizers import Tokenizer
@@ -164,7 +163,7 @@ def _prepare(
     if len(prompts) * count > MOST_ANSWERS:
         raise ApiError(400, f"{len(prompts)} prompts with n={count}: give at most {MOST_ANSWERS} answers", param="n")
     longest_prompt = max(len(prompt) for prompt in prompts)
-    sampling = _sampling(body, tokenizer, _limit(body, resolved, longest_prompt, default))
+    sampling = _sampling(body, _limit(body, resolved, longest_prompt, default))
 
     # each prompt once per answer, with a seed of its own
     seed = secrets.randbits(62) if body.seed is None else body.seed
@@ -175,8 +174,6 @@ def _prepare(
         seeds += [derive_seed(seed, index, number) for number in range(count)]
     request = GenerateRequest(resolved.policy, repeated_prompts, seeds, sampling)
 
-    # Tokens need to arrive one by one for a stream, and for stop strings at which the sampler cannot stop by itself.
-    stream_tokens = bool(body.stream) or len(set(body.stops)) > len(sampling.stop_token_ids)
     answers = [
         AnswerBuilder(tokenizer, stop=body.stops, min_tokens=sampling.min_new_tokens) for _ in repeated_prompts
     ]
@@ -185,7 +182,7 @@ def _prepare(
         request,
         answers,
         lambda refresh: policies.epoch(resolved.policy.run, refresh=refresh),
-        stream_tokens=stream_tokens,
+        stream_tokens=bool(body.stream),
     )
     return builder, generation
 
@@ -222,7 +219,7 @@ def _limit(body: ChatRequest | TextRequest, resolved: ResolvedPolicy, longest_pr
     return max(1, min(limit, resolved.context - longest_prompt))
 
 
-def _sampling(body: ChatRequest | TextRequest, tokenizer: Tokenizer, limit: int) -> SamplingParams:
+def _sampling(body: ChatRequest | TextRequest, limit: int) -> SamplingParams:
     if (body.min_tokens or 0) > limit:
         problem = f"min_tokens={body.min_tokens} is more than the limit of {limit} tokens"
         raise ApiError(400, f"{problem}; lower it or raise max_tokens", param="min_tokens")
@@ -232,7 +229,7 @@ def _sampling(body: ChatRequest | TextRequest, tokenizer: Tokenizer, limit: int)
         top_k=body.top_k or 0,
         max_new_tokens=limit,
         min_new_tokens=body.min_tokens or 0,
-        stop_token_ids=stop_token_ids(tokenizer, body.stops),
+        stop=tuple(body.stops),
     )
 
 

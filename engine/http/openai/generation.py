@@ -15,8 +15,8 @@ from typing import Protocol, TypeGuard, TypeVar
 from starlette.requests import Request
 
 from engine.errors import Fenced
-from engine.http.openai.answers import AnswerBuilder
 from engine.protocol import Completion, Engine, GenerateRequest, OnToken
+from engine.text.answer_builder import AnswerBuilder
 
 T = TypeVar("T")
 

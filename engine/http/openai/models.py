@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 
 from engine.errors import Fenced, OutOfMemory, PermanentEngineError, SampleTooLong, TransientEngineError, UnknownPolicy
 from engine.http.errors import http_status, wire_name
-from engine.protocol import SamplingTemperature
+from engine.protocol import MOST_STOP_STRINGS, SamplingTemperature, StopString
 from engine.text.errors import TextError
 from engine.validation_messages import describe_errors, field_path
 from storage.chain.records import PolicyRef
@@ -37,8 +37,7 @@ Text = Annotated[str, AfterValidator(_check_utf8)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 EmptyList = Annotated[list[Any], Field(max_length=0)]
 EmptyDict = Annotated[dict[str, Any], Field(max_length=0)]
-StopString = Annotated[str, Field(min_length=1, max_length=1000)]
-StopStrings = Annotated[list[StopString], Field(max_length=16)]
+StopStrings = Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenPrompt = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]

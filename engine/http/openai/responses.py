@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
-from engine.http.openai.answers import BROKEN, AnswerBuilder, token_text
 from engine.http.openai.generation import Delta
 from engine.http.openai.models import ChatRequest, CompletionResponse, TextRequest, Usage
 from engine.http.openai.policies import ResolvedPolicy
+from engine.text.answer_builder import AnswerBuilder, token_text
+from engine.text.tokenizers import BROKEN
 
 NO_LOGPROB = -9999.0
 """Written for a logprob that is not finite, which JSON cannot represent. OpenAI writes the same number."""

@@ -1,21 +1,31 @@
-"""Reads raw rows of a file in bounded memory: JSON lines one line at a time, Parquet one batch at a time."""
+"""Reads raw rows of a file in bounded memory: JSON lines one line at a time, Parquet one batch at a time.
+
+A Parquet file of some kilobytes can hold rows of gigabytes, as indices of one large value. So few rows are read at a
+time if the values can be large, lists of texts are read as indices, and a row within MAX_LINE_BYTES is made of them.
+"""
 
 import glob
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tasks.datasets.errors import BadRow, DatasetError, DatasetNotFound
 
 MAX_LINE_BYTES = 64 * 2**20
-"""Longest line of JSON that is read into memory. A longer line is a bad row."""
+"""Longest line of JSON, and largest row of a Parquet file, that is read into memory. A longer one is a bad row."""
 PARQUET_BATCH_ROWS = 512
-"""Rows of a Parquet file that are in memory at a time."""
+"""Most rows of a Parquet file that are in memory at a time."""
+PARQUET_BATCH_BYTES = 64 * 2**20
+"""Memory of a batch of a Parquet file, for which the number of its rows is chosen."""
+PYTHON_ROWS_BYTES = 16 * 2**20
+"""Bytes of rows that become objects of Python at a time, if it is more than one row."""
 PARQUET_BUFFER_BYTES = 1 << 20
 """Bytes of a column of a Parquet file that are read at a time."""
 
@@ -143,12 +153,27 @@ def parse_json_line(source: str, row: int, line: bytes) -> dict[str, Any]:
     return value
 
 
-def _open_parquet(file: Path) -> pq.ParquetFile:
+UNREADABLE = (
+    pa.ArrowException, OSError, ValueError, OverflowError, RecursionError, MemoryError, LookupError, TypeError,
+)  # fmt: skip
+"""What pyarrow raises for a damaged file, and for values that Python's types cannot hold. KeyError: an unknown time
+zone."""
+
+
+def _open_parquet(file: Path, *, indexed: Sequence[str] | None = None) -> pq.ParquetFile:
+    """Opens the file. The leaves `indexed` are read as indices of their values."""
     try:
         # pyarrow's defaults read whole row groups ahead: the load of a file of 5 GB then took 4.9 GB of memory.
-        return pq.ParquetFile(file, pre_buffer=False, buffer_size=PARQUET_BUFFER_BYTES)
-    except pa.ArrowException as error:
-        raise DatasetError(f"{file}: given a file that is not Parquet ({error}); expected a Parquet file") from error
+        parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=PARQUET_BUFFER_BYTES, read_dictionary=indexed)
+        len(parquet.schema_arrow)  # a damaged schema is found here
+    except (FileNotFoundError, PermissionError):
+        raise
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split())
+        raise DatasetError(
+            f"{file}: given a file that is not Parquet, or is damaged ({reason:.200}); expected a Parquet file"
+        ) from error
+    return parquet
 
 
 def checked_columns(
@@ -174,18 +199,104 @@ def checked_columns(
 def parquet_rows(file: Path, choose_columns: ChooseColumns) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yield (row number from 1, number of rows of the file, values of the row). Only the chosen columns are read.
 
-    Raises DatasetError if the file is not Parquet, or lacks a required column.
+    Raises DatasetError if the file is not Parquet, or lacks a required column; BadRow for a row over MAX_LINE_BYTES.
     """
     with _open_parquet(file) as parquet:
         # Check the schema before any row is read.
         columns = checked_columns(choose_columns, parquet.schema_arrow.names, source=str(file))
-
-        # Stream the rows, a batch at a time.
         number, rows = 0, parquet.metadata.num_rows
         try:
-            for batch in parquet.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=columns):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield number, rows, values
-        except (pa.ArrowException, OSError) as error:
-            raise DatasetError(f"{file}: cannot be read after row {number} ({error}); the file is damaged") from error
+            text_lists = _text_lists(parquet.schema, columns)
+            with _open_parquet(file, indexed=text_lists) as indexed:
+                # Stream the rows, a batch at a time.
+                for group in range(parquet.num_row_groups):
+                    group_bytes = parquet.metadata.row_group(group).total_byte_size
+                    # pyarrow ends the process when it is asked for the size of a column of a damaged file
+                    if columns == parquet.schema_arrow.names:
+                        group_rows = parquet.metadata.row_group(group).num_rows
+                        _check_mean_row(group_bytes, group_rows, str(file), number)
+                    batch_rows, as_indices = _batch_rows(group_bytes, has_lists=bool(text_lists))
+                    for batch in (indexed if as_indices else parquet).iter_batches(batch_rows, [group], columns):
+                        for values in _python_rows(batch, str(file), number):
+                            number += 1
+                            yield number, rows, values
+        except UNREADABLE as error:
+            reason = " ".join(str(error).split())
+            raise DatasetError(
+                f"{file}: cannot be read after row {number} ({type(error).__name__}: {reason:.200}); the file is "
+                "damaged, or has values that Python has no type for"
+            ) from error
+
+
+def _check_mean_row(group_bytes: int, rows: int, source: str, before: int) -> None:
+    """Raises BadRow if the rows of a group have more than MAX_LINE_BYTES on average, before one of them is read. Then
+    at least one row has; `before` rows came before the group."""
+    if group_bytes > MAX_LINE_BYTES * max(1, rows):
+        raise BadRow(
+            source, before + 1, None, given=f"a row group of {rows:,} rows and {group_bytes:,} bytes",
+            expected=f"rows of at most {MAX_LINE_BYTES:,} bytes",
+        )  # fmt: skip
+
+
+def _text_lists(schema: pq.ParquetSchema, columns: list[str]) -> list[str]:
+    """The leaves of the chosen columns that hold lists of texts or bytes, such as messages.list.element.content."""
+    names = []
+    for leaf in (schema.column(index) for index in range(len(schema))):
+        is_chosen = any(leaf.path == column or leaf.path.startswith(f"{column}.") for column in columns)
+        if is_chosen and leaf.physical_type == "BYTE_ARRAY" and leaf.max_repetition_level > 0:
+            names.append(leaf.path)
+    return names
+
+
+def _batch_rows(group_bytes: int, *, has_lists: bool) -> tuple[int, bool]:
+    """(rows to read at a time, whether lists of texts are read as indices), for a row group of this size.
+
+    Each value may be as large as all that the group stores, and a list may repeat it any number of times."""
+    if has_lists and group_bytes <= PARQUET_BATCH_BYTES:
+        return PARQUET_BATCH_ROWS, True
+    return max(1, min(PARQUET_BATCH_ROWS, PARQUET_BATCH_BYTES // max(group_bytes, 1))), False
+
+
+def _python_rows(batch: pa.RecordBatch, source: str, before: int) -> Iterator[dict[str, Any]]:
+    """The rows of a batch as dicts. Raises BadRow for a row of more than MAX_LINE_BYTES; `before` rows came before."""
+    has_indices = any(pa.types.is_nested(kind) or pa.types.is_dictionary(kind) for kind in batch.schema.types)
+    if not has_indices and batch.nbytes <= PYTHON_ROWS_BYTES:
+        yield from batch.to_pylist()
+        return
+    sizes = np.zeros(len(batch), np.int64)
+    for column in batch.columns:
+        sizes += _value_bytes(column)
+    start = 0
+    while start < len(batch):
+        if sizes[start] > MAX_LINE_BYTES:
+            raise BadRow(
+                source, before + start + 1, None, given=f"a row of {sizes[start]:,} bytes",
+                expected=f"at most {MAX_LINE_BYTES:,}",
+            )  # fmt: skip
+        # as many further rows as are within the limit together
+        count = max(1, int(np.searchsorted(np.cumsum(sizes[start:]), PYTHON_ROWS_BYTES, side="right")))
+        yield from batch.slice(start, count).to_pylist()
+        start += count
+
+
+def _value_bytes(values: pa.Array) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Bytes that each value takes when it is written out, by the lengths of its texts and 8 for anything else."""
+    if pa.types.is_dictionary(values.type):
+        of_indices = _value_bytes(values.dictionary)
+        indices = values.indices.fill_null(0).to_numpy(zero_copy_only=False)
+        return of_indices[indices] if len(of_indices) else np.zeros(len(values), np.int64)
+    if pa.types.is_struct(values.type):
+        sizes = np.full(len(values), 8, np.int64)
+        for field in values.flatten():
+            sizes += _value_bytes(field)
+        return sizes
+    if pa.types.is_map(values.type):
+        values = values.cast(pa.list_(pa.struct([("key", values.type.key_type), ("value", values.type.item_type)])))
+    if isinstance(values, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+        lengths = pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False)
+        totals = np.concatenate([[0], np.cumsum(_value_bytes(values.flatten()))])
+        ends = np.cumsum(lengths)
+        return 8 + totals[ends] - totals[ends - lengths]
+    if pa.types.is_string(values.type) or pa.types.is_binary(values.type) or pa.types.is_large_string(values.type):
+        return np.asarray(pc.binary_length(values).fill_null(0).to_numpy(zero_copy_only=False), np.int64)
+    return np.full(len(values), 8, np.int64)

@@ -11,7 +11,7 @@ from storage.registry.hub import (
     SCHEME,
     HubError,
     HubRepo,
-    hub_errors_explained,
+    checked_hub,
     parse_hub_repo,
     resolve_commit,
     with_commit_of,
@@ -138,9 +138,25 @@ def _open(spec: HubDataset) -> Any:
         return _open_saved(datasets, spec)
     repo = resolve_commit(repo)
     builder = _builder(spec, repo)
-    with hub_errors_explained(repo), _library_errors_as_dataset_errors(repo):
+    with checked_hub(repo), _library_errors_as_dataset_errors(repo):
         builder.download_and_prepare()
+        _check_digests(repo)
         return builder.as_dataset(split=spec.split)
+
+
+def _check_digests(repo: HubRepo) -> None:
+    """Raises HubError for a downloaded file of the dataset whose content is not the one that the commit has."""
+    from storage.registry.hub_checks import check_files, repo_files, snapshot_folder
+
+    paths = [path for path in sorted(snapshot_folder(repo).rglob("*")) if path.is_file()]
+    if not paths:
+        return
+    try:
+        with checked_hub(repo):
+            files = repo_files(repo)
+    except HubError:
+        files = []  # without the hub, a file is compared with the digest by which the cache names it
+    check_files(repo, paths, files)
 
 
 def _open_saved(datasets: Any, spec: HubDataset) -> Any:
@@ -165,7 +181,7 @@ def _builder(spec: HubDataset, repo: HubRepo) -> Any:
     from huggingface_hub import HfApi
 
     datasets = _library()
-    with hub_errors_explained(repo), _library_errors_as_dataset_errors(repo):
+    with checked_hub(repo), _library_errors_as_dataset_errors(repo):
         try:
             builder = datasets.load_dataset_builder(repo.repo, spec.name, revision=repo.revision)
         except FileNotFoundError:
@@ -186,7 +202,10 @@ def _library_errors_as_dataset_errors(repo: HubRepo) -> Iterator[None]:
         yield
     except Exception as error:
         # a missing file is a ValueError or a FileNotFoundError, and code in a repository a RuntimeError
-        if not isinstance(error, ValueError | RuntimeError | FileNotFoundError | _library().exceptions.DatasetsError):
+        expected = ValueError | RuntimeError | FileNotFoundError | _library().exceptions.DatasetsError
+        # pyarrow raises an OSError without a number for a damaged file
+        is_damage = isinstance(error, OSError) and error.errno is None
+        if not isinstance(error, expected) and not is_damage:
             raise
         reason = str(error)
         # the library's error about a file that cannot be read says only that there was one

@@ -31,6 +31,8 @@ class CountingTarget:
             print("about to fail the start", flush=True)
             if bad_start == "exit":
                 os._exit(7)
+            if bad_start == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if bad_start == "sleep":
                 time.sleep(600)
             if bad_start == "spec":

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from engine.backends import factory
+from engine.cluster import connection
 from engine.cluster.connection import connect, hold_connection
 from engine.errors import EngineUnreachable
 from engine.specs.cluster import ClusterSpec
@@ -75,3 +76,17 @@ def test_backends_connect_at_their_first_use_and_not_before(replicas: int) -> No
     finally:
         samplers.close()
         trainers.close()
+
+
+def test_a_ray_that_cannot_be_used_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(spec: ClusterSpec) -> None:
+        raise OSError(28, "No space left on device")
+
+    calls: list[str] = []
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "init", lambda **_: calls.append("init"))
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr(connection, "_opened_cluster", fail)
+    with pytest.raises(EngineUnreachable, match="cannot use it: OSError: .*No space left on device. Free disk space"):
+        connect(ClusterSpec())
+    assert calls == ["init", "shutdown"] and connection._current is None

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,4 +212,14 @@ def test_the_error_of_a_slow_start_shows_the_missing_rank_and_its_stack() -> Non
         with pytest.raises(WorkerDied, match=r"start_seconds=15: ranks \[1\]") as caught:
             group.call("who")
         assert "in __init__" in str(caught.value)
+        wait_until_gone(group.pids.values())
+
+
+def test_a_rank_that_is_stopped_while_it_starts_is_found_after_hang_seconds() -> None:
+    """Without the watch, the start would take all of its 60 s."""
+    with rank_group({"bad_start": "stop"}, hang_seconds=3.0) as group:
+        began = time.monotonic()
+        with pytest.raises(WorkerDied, match=r"rank 1 made no progress for [3-9] s \(idle; its process does not"):
+            group.call("who")
+        assert time.monotonic() - began < 40
         wait_until_gone(group.pids.values())

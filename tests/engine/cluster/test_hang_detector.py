@@ -106,3 +106,29 @@ def test_a_reply_without_a_new_counter_is_no_progress(detector: HangDetector) ->
     assert detector.record_reply(0, 1, COMPUTING)
     assert not detector.record_reply(0, 1, COMPUTING)
     assert detector.record_reply(0, 2, COMPUTING)
+
+
+def silent(detector: HangDetector) -> list[int]:
+    return [rank.rank for rank in detector.silent_ranks()]
+
+
+def test_a_rank_that_starts_hangs_if_its_process_does_not_reply(detector: HangDetector, clock: Clock) -> None:
+    # Before the first reply of any rank, the processes may still be on their way.
+    clock.now += 1e6
+    assert silent(detector) == []
+    # Rank 0 replies and makes no progress (it imports), rank 1 never replies.
+    for _ in range(3):
+        detector.record_reply(0, 1, IDLE)
+        detector.record_no_reply(1)
+        clock.now += 4.0
+    assert silent(detector) == [1]
+    detector.record_reply(1, 1, IDLE)
+    assert silent(detector) == []
+    # Rank 0 is stopped: its last reply was 4 s ago.
+    for _ in range(6):
+        detector.record_no_reply(0)
+        detector.record_reply(1, 1, IDLE)
+        clock.now += 1.0
+    assert silent(detector) == [0]
+    (rank,) = detector.silent_ranks()
+    assert rank.describe() == "rank 0 made no progress for 10 s (idle; its process does not answer)"

@@ -14,15 +14,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine.backends.deepspeed.backend import DeepSpeedBackend
-from engine.backends.deepspeed.meta_model import MetaModel, open_meta_model, probe, streamed_weights
+from engine.backends.deepspeed.meta_model import MetaModel, open_meta_model, streamed_weights
 from engine.backends.torch.loading import load_model
+from engine.backends.torch.probes import probe_model
 from engine.backends.weight_files.digests import digest_tensors
 from engine.cluster.rank_group import RankGroup
 from engine.errors import BadModelFolder
+from engine.specs.adapters import LoraSpec
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
 from tests.engine.deepspeed.conftest import NUMBERS, OnRanks, torch_trainer
 from tests.engine.deepspeed.lab import lab_options, wrong_attention
+from tests.fixtures.architectures import UNPACKED, save_tiny
 
 CPU = torch.device("cpu")
 Load = Callable[..., OnRanks]
@@ -81,7 +84,7 @@ def test_a_meta_model_is_the_loaded_one_without_its_weights(kind: str, tiny_fold
         ids = torch.tensor([[5, 6, 7, 8]])
         loaded.module.set_attn_implementation("eager")  # type: ignore[operator]
         assert torch.equal(meta_model.model.module(ids).logits, loaded.module(ids).logits)
-        probe(meta_model.model, folder)
+        probe_model(meta_model.model, folder)
     assert {p.untyped_storage().nbytes() for p in meta_model.model.module.parameters()} == {4}
 
 
@@ -156,13 +159,27 @@ def test_an_architecture_that_packs_wrongly_is_refused(
             parameter.mul_(5.0)  # so that it shows in random weights
     model.save_pretrained(folder)
     trainer = OnRanks(two_ranks, next(NUMBERS), tmp_path)
-    with pytest.raises(BadModelFolder, match="packed attention changes"):
+    with pytest.raises(BadModelFolder, match="the layer LlamaAttention cannot be packed"):
         trainer.call("load_attending_wrongly", lab_options(zero_stage=3), folder)
-    with wrong_attention(), pytest.raises(BadModelFolder, match="packed attention changes"):
+    with wrong_attention(), pytest.raises(BadModelFolder, match="the layer LlamaAttention cannot be packed"):
         on_two_ranks().try_load(folder)
     on_two_ranks().try_load(folder)
     trainer.call("load_with", lab_options(zero_stage=3), folder)
     trainer.call("free")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_layer_with_a_state_is_refused_on_the_ranks(
+    stage: int, dtype: str, two_ranks: RankGroup, tmp_path: Path
+) -> None:
+    layer, config = UNPACKED["Lfm2"]
+    folder = save_tiny("Lfm2", config, tmp_path / "model")
+    trainer, options = OnRanks(two_ranks, next(NUMBERS), tmp_path), lab_options(dtype, zero_stage=stage)
+    with pytest.raises(BadModelFolder, match=f"the layer {layer} cannot be packed"):
+        trainer.call("load_with", options, folder)
+    with pytest.raises(BadModelFolder, match=f"the layer {layer} cannot be packed"):
+        trainer.call("load_adapter_with", next(NUMBERS), options, folder, LoraSpec(rank=2))
 
 
 def on_two_ranks() -> DeepSpeedBackend:

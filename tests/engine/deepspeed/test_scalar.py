@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from engine.backends.deepspeed.meta_model import open_meta_model, probe, streamed_weights
+from engine.backends.deepspeed.meta_model import open_meta_model, streamed_weights
 from engine.backends.protocol import Objective
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.loading import load_model
 from engine.backends.torch.packing import pack
+from engine.backends.torch.probes import probe_model
 from engine.backends.torch.scalar_lm import ScalarLM, is_scalar
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.updates import adamw_groups, set_adamw
@@ -107,7 +108,7 @@ def test_a_new_head_is_drawn_and_the_decoder_alone_is_read(tied: bool, tiny_fold
     whole = new_trainer(folder).weights_digest()
     assert digest_tensors(sorted(weights.items())) == whole
     with streamed_weights(meta_model):
-        probe(meta_model.model, folder)
+        probe_model(meta_model.model, folder)
     meta_model.model.module.config.save_pretrained(tmp_path / "config")
     assert is_scalar(tmp_path / "config")
 

@@ -21,13 +21,13 @@ SLOW_CASES = 20_000
 
 def test_bodies_that_once_ended_the_process_are_refused() -> None:
     outcome = decode_in_child(["--files", *map(str, CORPUS)])
-    assert problems(outcome) == []
+    assert problems("all", outcome) == []
     assert outcome.refused == len(CORPUS) * len(KINDS) > 0
 
 
 def test_damaged_bodies_of_every_kind_are_refused_or_decoded() -> None:
     outcome = decode_cases("all", 0, 0, CASES)
-    assert problems(outcome) == []
+    assert problems("all", outcome) == []
     assert outcome.refused + outcome.decoded == CASES
     assert outcome.decoded > CASES // 50  # some damage leaves a valid body: the mutations reach the decoder
 
@@ -36,5 +36,5 @@ def test_damaged_bodies_of_every_kind_are_refused_or_decoded() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_twenty_thousand_damaged_bodies_of_a_kind_are_refused_or_decoded(kind: str) -> None:
     outcome = decode_cases(kind, 1, 0, SLOW_CASES)
-    assert problems(outcome) == []
+    assert problems("all", outcome) == []
     assert outcome.refused + outcome.decoded == SLOW_CASES

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 
 import httpx
 import pytest
@@ -97,6 +99,28 @@ async def test_patience_backs_off_with_full_jitter_and_starts_anew_with_each_sig
     now = 199
     with pytest.raises(WorkerDied):
         await backoff.pause(WorkerDied())
+
+
+async def test_patience_bounds_the_wait_for_a_server_that_hangs(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped engine: the kernel accepts connections for it, and no request has an answer. A request may take 60 s,
+    and the retries of a task are calls within the same outage."""
+    monkeypatch.setattr("engine.http.transport.LAST_TRY_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        url = f"http://127.0.0.1:{stopped.getsockname()[1]}"
+        client = EngineClient(store.url, HttpEngineSpec(url=url, timeout_seconds=60, patience_seconds=1))
+        for longest in (2.5, 1.0, 1.0):
+            async with asyncio.timeout(longest):
+                with pytest.raises(EngineUnreachable, match="did not answer for 1 s"):
+                    await client.info()
+        # after a pause, the outage may be over
+        await asyncio.sleep(1.1)
+        began = time.monotonic()
+        with pytest.raises(EngineUnreachable):
+            await client.info()
+        assert time.monotonic() - began >= 1.0
+        await client.close()
 
 
 # -- errors -----------------------------------------------------------------------------------------------------

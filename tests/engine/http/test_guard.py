@@ -60,7 +60,10 @@ async def test_a_token_that_is_not_ascii_is_refused(serve: Serve) -> None:
     assert answer.status_code == 401
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "192.168.0.7:8777", "", "localhost.io"])
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "127.0.0.1.evil.example", "192.168.0.7:8777", "", "localhost.io", "[::1]evil", "[::1"],
+)
 async def test_without_a_token_other_host_names_are_refused(serve: Serve, host: str) -> None:
     client = serve()
     answer = await client.get("/v1/server", headers={"Host": host})

@@ -146,7 +146,7 @@ OPENAI_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: is required"),
     ({"messages": [{"content": "a"}]}, "messages.0.role: is required"),
     ({"stop": 5}, "stop=5: give a string, or a list of strings"),
-    ({"stop": ["a", ""]}, "stop.1: String should have at least 1 character"),
+    ({"stop": ["a", ""]}, "stop.1: an empty stop string would end every completion"),
     ({"prompt": 5}, "prompt=5: give text, a list of token ids, or a list of either"),
     ({"prompt": [1, -1]}, "prompt.1=-1: should be greater than or equal to 0"),
     ({"prompt": [[1], []]}, "prompt.1: List should have at least 1 item"),

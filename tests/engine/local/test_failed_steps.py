@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import NonFiniteGradient
+from engine.errors import BadSpec, Fenced, NonFiniteGradient
+from engine.local.apply import apply_request
 from engine.local.engine import LocalEngine
+from storage.chain.leases import acquire_lease
 from storage.chain.records import Chain, CommitRecord, MinibatchPlan
 from storage.store.objects import ObjectStore
 from tests.engine.local.rebuilding import (
@@ -92,3 +94,36 @@ async def test_a_step_of_which_all_was_skipped_keeps_the_weights(
     assert (record.updates, record.skipped) == (0, 1)
     assert record.weights_digest == committed_digest(chain, STEPS)
     assert record.policy.step == STEPS + 1
+
+
+async def test_a_lease_taken_over_during_the_gradient_stops_the_commit(
+    engine: LocalEngine, chain: Chain, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, request = chain.run, request_after(chain.head(), commit_batch(store, chain.head(), shard=1))
+    mine = acquire_lease(store, run, {})
+
+    def take_over(place: str) -> None:
+        if place == "step.before_commit":
+            acquire_lease(store, run, {"who": "a successor"})
+
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.local.engine.failpoint", take_over)
+        with pytest.raises(Fenced, match=f"epoch {mine}, but epoch {mine + 1} has taken over"):
+            await engine.take_gradient_step(request, epoch=mine)
+    assert list(chain.steps()) == [1, 2, 3]
+    # the successor takes the step, from weights that the fenced gradient did not touch
+    record = await engine.take_gradient_step(request, epoch=mine + 1)
+    assert rebuilt_digest(new_materialiser(store), record.policy) == record.weights_digest
+
+
+@pytest.mark.parametrize("limits", [(64,), (64, 64, 64)])
+async def test_recorded_limits_of_another_number_of_updates_drop_none(
+    engine: LocalEngine, chain: Chain, store: ObjectStore, limits: tuple[int, ...]
+) -> None:
+    request = request_after(
+        chain.head(), commit_batch(store, chain.head()), minibatches=MinibatchPlan(epochs=2)
+    )
+    trainer = engine.materialiser.for_training(chain.head()).trainer
+    with pytest.raises(BadSpec, match=f"makes 2 updates, and its record has the token limits of {len(limits)}"):
+        apply_request(trainer, request, store, max_tokens=limits)
+    assert apply_request(trainer, request, store, max_tokens=(64, 64)).updates == 2

@@ -4,20 +4,22 @@ endpoints."""
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.errors import BadSpec, EngineBusy, EngineUnreachable, NotAuthenticated
 from engine.handles import InferenceModel, MalformedAnswer, Model, OpenAIModel, TrainingModel
+from engine.models.inference_model import _GenerationCounts
+from engine.models.structured import constrained_schema
 from engine.protocol import Completion, LogprobsRequest, SamplingParams
 from engine.text.errors import UnsupportedFragment
 from engine.text.fragments import ImageFragment, TextFragment
-from engine.text.stops import text_until_stop, tokens_until_stop
 from engine.text.threads import StringThread
 from tests.fixtures.servers.openai_server import running_openai_server
 from tests.fixtures.spawning import Context, language_model
@@ -69,9 +71,50 @@ async def test_a_model_that_stays_with_its_answer_is_an_error_that_holds_it(mode
         await model.answer(PROMPT, Sum)
 
 
-async def test_an_untrained_model_asked_for_a_class_is_that_error(model: TrainingModel) -> None:
+class Verdict(BaseModel):
+    why: str = Field(max_length=10)
+    result: Literal["PASS", "FAIL"]
+
+
+class Report(BaseModel):
+    """An answer with parts that may be of any length."""
+
+    why: str
+    parts: list[Literal["one", "two"]]
+    result: Literal["PASS", "FAIL"]
+
+
+async def test_an_untrained_model_answers_in_the_form_of_a_class(model: TrainingModel) -> None:
+    verdicts = [await model.max_gen_len(128).seed(seed).answer(PROMPT, Verdict) for seed in range(6)]
+    assert {verdict.result for verdict in verdicts} == {"PASS", "FAIL"}
+    # an answer that is cut has no form
     with pytest.raises(MalformedAnswer):
-        await model.generate(PROMPT, Sum)
+        await model.max_gen_len(3).generate(PROMPT, Verdict)
+
+
+class Unbounded(BaseModel):
+    """A class whose JSON schema has no grammar."""
+
+    model_config = ConfigDict(json_schema_extra={"not": {"type": "string"}})
+    total: int
+
+
+async def test_a_class_without_a_grammar_is_answered_without_a_constraint(
+    model: TrainingModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(MalformedAnswer, match="no JSON object"):
+        await model.max_gen_len(4).answer(PROMPT, Unbounded)
+    assert "answers in the form of Unbounded without a constraint" in caplog.text
+
+
+def test_the_schema_of_a_constrained_answer_is_bounded() -> None:
+    schema = json.loads(constrained_schema(Report, max_new_tokens=100))
+    assert schema["properties"]["why"]["maxLength"] == 50
+    assert schema["properties"]["parts"]["maxItems"] == 32
+    assert schema["additionalProperties"] is False
+    assert "maxLength" not in schema["properties"]["result"]
+    assert "maxLength" not in schema["properties"]["parts"]["items"]
+    assert schema["required"] == ["why", "parts", "result"]
 
 
 # -- stop strings ----------------------------------------------------------------------------------------------
@@ -94,39 +137,96 @@ async def test_a_completion_ends_at_a_stop_string(model: TrainingModel) -> None:
     assert stop not in (await long.stop(stop).seed(seed).generate(PROMPT)).last_content()
 
 
-async def test_tokens_are_kept_up_to_the_one_that_completes_the_stop(model: TrainingModel) -> None:
-    tokenizer = model.renderer.tokenizer
-    ids = tokenizer.encode("one two three two")
-    for stops, at_least, kept in [
-        (("two",), 0, "one two"),
-        (("zebra",), 0, "one two three two"),
-        (("three", "ne t"), 0, "one t"),
-        (("two",), 8, "one two three two"),
-        ((), 0, "one two three two"),
-    ]:
-        length = tokens_until_stop(tokenizer, ids, stops, at_least=at_least)
-        assert tokenizer.decode(ids[:length]) == kept
-    assert text_until_stop("one two", ("two", " t")) == "one"
-    assert text_until_stop("one", ("two",)) == "one"
-
-
 async def test_the_text_of_an_answer_ends_before_the_stop(
     model: TrainingModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = model.renderer.tokenizer.encode("one two three")
+    ids = model.renderer.tokenizer.encode("one two")
 
     async def generate(request: Any, *, epoch: int = 0) -> Any:
-        return [Completion(ids, [-1.0] * len(ids), "length") for _ in request.prompts]
+        return [Completion(ids, [-1.0] * len(ids), "stop") for _ in request.prompts]
 
     monkeypatch.setattr(model.engine, "generate", generate)
     view = model.stop("two", "!")
     assert (await view.generate(PROMPT)).last_content() == "one "
     tokens = await view.generate_tokens(PROMPT)
     assert (await model.detokenize_thread(tokens)).last_content() == "one two"
-    assert view.sampling.stop_token_ids == tuple(model.renderer.tokenizer.encode("!"))
-    assert (await model.generate(PROMPT)).last_content() == "one two three"
-    with pytest.raises(BadSpec, match="empty"):
-        model.stop("")
+    assert view.sampling.stop == ("two", "!")
+    assert view.with_sampling(SamplingParams()).sampling.stop == view.stop().sampling.stop == ()
+    assert (await model.generate(PROMPT)).last_content() == "one two"
+    for string, message in [("", "empty"), ("\ufffd", r"U\+FFFD"), ("\ud800", "unicode")]:
+        with pytest.raises(BadSpec, match=rf"stop\.1.*{message}"):
+            model.stop("a", string)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "stops", "min_new_tokens", "text"),
+    [
+        ("one two", ("two", " t"), 0, "one"),
+        ("one", ("two",), 0, "one"),
+        ("a\nbbb\n", ("\n",), 3, "a\nbbb"),  # the first one is in the 2nd token, before the minimum
+        ("a\n", ("\n",), 3, "a\n"),
+    ],
+)
+async def test_stop_strings_within_the_minimum_length_stay_in_the_text(
+    model: TrainingModel,
+    sampled: str,
+    stops: tuple[str, ...],
+    min_new_tokens: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tokenizer has one token per byte."""
+    ids = model.renderer.tokenizer.encode(sampled)
+    assert len(ids) == len(sampled)
+
+    async def generate(request: Any, *, epoch: int = 0) -> Any:
+        return [Completion(ids, [-1.0] * len(ids), "stop") for _ in request.prompts]
+
+    monkeypatch.setattr(model.engine, "generate", generate)
+    view = model.stop(*stops).min_gen_len(min_new_tokens)
+    assert (await view.generate(PROMPT)).last_content() == text
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([""], "an empty stop string would end every completion"),
+        (["a"] * 17, "at most 16 items"),
+        (["a" * 1001], "at most 1000 characters"),
+        (["\ufffd"], r"U\+FFFD"),
+        (5, "valid tuple"),
+    ],
+)
+def test_stop_strings_of_a_config_are_checked(value: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SamplingParams.model_validate({"stop": value})
+
+
+def test_a_config_without_stop_strings_has_no_such_field() -> None:
+    """So that the digests of configs and evaluations are those of before."""
+    assert "stop" not in SamplingParams().model_dump()
+    one = SamplingParams.model_validate({"stop": "</answer>"})
+    assert one == SamplingParams(stop=("</answer>",)) and one.model_dump(mode="json")["stop"] == ["</answer>"]
+
+
+# -- counts of generations -------------------------------------------------------------------------------------
+
+
+def test_the_count_of_a_prompt_takes_few_bytes_and_ends_with_its_policy() -> None:
+    """The text of 1,000 token ids takes over 5,000 bytes. A handle serves 10,000 steps of 128 prompts."""
+    counts = _GenerationCounts()
+    prompts = [str([number, *range(10_000, 11_000)]) for number in range(500)]
+    assert len(prompts[0]) > 5000
+    tracemalloc.start()
+    grown = []
+    for step in range(20):
+        assert [counts.add(f"state-{step}", prompt) for prompt in prompts] == [1] * len(prompts)
+        grown.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert grown[0] < 250 * len(prompts)  # a digest, a number and a place in the table
+    assert grown[-1] < 1.2 * grown[5]  # later policies take the place of earlier ones
+    assert counts.add("state-19", prompts[0]) == 2
+    assert counts.add("state-18", prompts[0]) == 2  # a call that began before the step
 
 
 # -- serialising, scoring --------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from engine import connect as connecting
 from engine.errors import BadSpec, NonFiniteGradient, SampleTooLong
@@ -17,6 +16,7 @@ from engine.text.threads import StringThread, TokenizedThread
 from storage.chain.records import Chain
 from storage.errors import InvalidKey
 from storage.store.artifacts import find_artifact
+from tests.fixtures.architectures import save_experts
 from tests.fixtures.engines import hugging_face_logprobs
 from tests.fixtures.spawning import Context, context, language_model
 from tests.fixtures.worklog import events
@@ -102,7 +102,7 @@ async def test_views_are_copies(model: TrainingModel) -> None:
     assert (sampling.max_new_tokens, sampling.min_new_tokens) == (3, 2)
     assert model.sampling == before
     assert 2 <= (await view.generate_tokens(PROMPT)).len_last_turn() <= 3
-    with pytest.raises(ValidationError, match="temperature"):
+    with pytest.raises(BadSpec, match="temperature"):
         model.temperature(-1)
 
 
@@ -350,3 +350,14 @@ async def test_tensor_parallel_is_asked_of_the_sampler(ctx: Context, tiny_folder
         await (await builder.tp(2).spawn_inference("three")).generate(PROMPT)
     with pytest.raises(BadSpec, match=r"tp\(0\)"):
         builder.tp(0)
+
+
+async def test_training_a_mixture_of_experts_warns_that_it_has_no_router_loss(
+    ctx: Context, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    builder = Model(str(save_experts(tiny_folder, tmp_path / "experts"))).to_builder(ctx)
+    await builder.spawn_inference("judge")
+    await Model(str(tiny_folder)).to_builder(ctx).spawn_train("dense")
+    assert "router loss" not in caplog.text
+    await builder.spawn_train("policy")
+    assert "is a mixture of experts (num_local_experts=4), and is trained without its router loss" in caplog.text

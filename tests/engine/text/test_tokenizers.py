@@ -44,6 +44,55 @@ def test_generation_config_adds_ids_that_end_a_turn(folder: Path) -> None:
     assert load_tokenizer(folder).eos_token_ids == (2,)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_without_a_generation_config_the_models_config_adds_ids(folder: Path, nested: bool) -> None:
+    """As transformers does: the generation config has precedence over the config, also over that inside it."""
+    config = json.loads((folder / "config.json").read_text())
+    if nested:
+        config = config | {"eos_token_id": None, "text_config": {"eos_token_id": [7, 2]}}
+    else:
+        config = config | {"eos_token_id": 7}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_tokenizer(folder).eos_token_ids == (2,)
+    (folder / "generation_config.json").unlink()
+    assert load_tokenizer(folder).eos_token_ids == (2, 7)
+
+
+def test_the_token_that_the_template_writes_after_an_answer_ends_a_turn(folder: Path) -> None:
+    """A base model whose tokenizer and configs name <|pad|>, and whose template is ChatML."""
+    for name, key, value in [
+        ("tokenizer_config.json", "eos_token", "<|pad|>"),
+        ("generation_config.json", "eos_token_id", 0),
+        ("config.json", "eos_token_id", 0),
+    ]:
+        config = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(config | {key: value}))
+    assert load_tokenizer(folder).eos_token_ids == (0, 2)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(template.replace("<|im_end|>", ""))
+    assert load_tokenizer(folder).eos_token_ids == (0,)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    assert load_tokenizer(folder).eos_token_ids == (0,)
+
+
+def test_masks_prompts_and_texts_use_every_end_of_turn(folder: Path) -> None:
+    """The template ends turns with 2, and the configs say 7: a sampled 7 and a sampled 2 both end the turn."""
+    for name in ("generation_config.json", "config.json"):
+        config = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(config | {"eos_token_id": 7}))
+    renderer = Renderer(load_tokenizer(folder))
+    encode = renderer.tokenizer.encode
+    thread = StringThread(turns=[("user", "Why?")]).assistant("So.")
+    turn = renderer.tokenize(thread).turns[-1]
+    trained = [token for token, weight in zip(turn.token_ids, turn.weights, strict=True) if weight > 0]
+    assert trained == [*encode("So."), 2]
+    for end in (2, 7):
+        assert renderer.decode_completion([*encode("So."), end]) == "So."
+        answered = renderer.with_completion(renderer.prompt(thread.user("And?")), [*encode("So."), end], [-1.0] * 4)
+        appended = renderer.append(answered, "user", "Oh.").turns[-1].token_ids
+        assert list(appended) == encode("\n<|im_start|>user\nOh.<|im_end|>\n")  # no second end of turn
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", 5000 * "[", '{"eos_token_id": "two"}', '{"eos_token_id": {}}'])
 def test_a_generation_config_that_names_no_ids_is_refused(folder: Path, text: str) -> None:
     (folder / "generation_config.json").write_text(text)
@@ -63,9 +112,11 @@ def test_no_folder_no_tokenizer_broken_tokenizer(folder: Path, tmp_path: Path) -
 
 
 def test_no_end_of_sequence_token(folder: Path) -> None:
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "eos_token"}))
+    for name, key in (("tokenizer_config.json", "eos_token"), ("config.json", "eos_token_id")):
+        config = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({k: v for k, v in config.items() if k != key}))
     (folder / "generation_config.json").unlink()
+    (folder / "chat_template.jinja").unlink()
     with pytest.raises(TokenizerMissing, match="end-of-sequence"):
         load_tokenizer(folder)
 

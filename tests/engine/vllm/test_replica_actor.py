@@ -15,6 +15,7 @@ from engine.backends.vllm.serving.replica_actor import ReplicaActor
 from engine.backends.vllm.serving.runtime import EngineOptions
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import SamplingParams
+from engine.text.stops import StopStrings
 
 PARAMS = SamplingParams(max_new_tokens=2).model_dump(mode="json")
 
@@ -138,6 +139,19 @@ def test_chunks_of_one_step_are_one_item() -> None:
         assert await anext(items) == [(n, [5 + n], [-1.0], "length") for n in range(3)]
         with pytest.raises(StopAsyncIteration):
             await anext(items)
+
+    run(test)
+
+
+def test_a_stop_string_ends_its_completion_alone() -> None:
+    async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
+        await load(actor, "s")
+        params = SamplingParams(max_new_tokens=2, stop=("a",)).model_dump(mode="json")
+        items = actor.generate("s", [[1]], [0, 0], [5, 6], params, 1, None, StopStrings((b"a",), {5: b"ba"}))
+        assert await anext(items) == [(0, [5], [-1.0], "stop"), (1, [6], [-1.0], None)]
+        assert engine.running == 1
+        engine.end.set()
+        assert await anext(items) == [(1, [6], [-1.0], "length")]
 
     run(test)
 

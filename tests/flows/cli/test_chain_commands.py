@@ -15,7 +15,8 @@ from flows.configs.overrides import load_config, parse_config
 from storage.chain.records import Chain
 from storage.chain.run_record import create_or_check_run
 from storage.store import keys
-from storage.store.artifacts import find_artifact
+from storage.store.artifacts import find_artifact, read_manifest
+from storage.store.tables import read_table
 from tests.fixtures.runs.toy_run import ToyRun
 
 
@@ -106,6 +107,19 @@ def test_nothing_of_the_environment_is_shown(toy: ToyRun, monkeypatch: pytest.Mo
     for words in (["runs", "ls"], ["runs", "show", "toy"], ["runs", "lineage", "toy"], ["verify", "toy"]):
         for form in ([], ["--json"]):
             assert secret not in ostinato(toy, *words, *form).output
+
+
+def test_the_grades_of_a_step(toy: ToyRun) -> None:
+    grades = answer(toy, "runs", "grades", "toy", "0-grpo", "2")
+    table = read_table(toy.store, read_manifest(toy.store, "runs/toy/stages/0-grpo/steps/000001/graded/00000").ref)
+    first = table.to_pylist()[0]
+    assert len(grades) == 16
+    assert (grades[0]["prompt"], grades[0]["reward"], grades[0]["status"]) == (
+        first["prompt_id"], first["reward"], "ok",
+    )  # fmt: skip
+    assert ostinato(toy, "runs", "grades", "toy", "0-grpo", "2").exit_code == 0
+    missing = ostinato(toy, "runs", "grades", "toy", "0-grpo", "9")
+    assert missing.exit_code == 1 and "step 9 of toy/0-grpo has no graded completions" in missing.output
 
 
 def test_lineage_of_a_model(toy: ToyRun) -> None:

@@ -11,8 +11,10 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from flows.cli.main import app
+from storage.chain.deletion import delete_model
+from storage.chain.records import Chain
 from storage.inspect.audit import audit_store
-from storage.registry.models import find_model, list_versions
+from storage.registry.models import find_model, list_models, list_versions, resolve_alias
 from storage.store import keys
 from tests.fixtures.runs.toy_run import ToyRun
 from tests.fixtures.stores.s3 import KEY, SECRET
@@ -205,3 +207,43 @@ def test_push_to_a_hub_is_one_commit(toy: ToyRun, monkeypatch: pytest.MonkeyPatc
     assert created == written == "ada/toy"
     assert options == {"private": True, "exist_ok": True}
     assert names.count("README.md") == 1 and "model.safetensors" in names
+
+
+def killed(failpoint: str) -> None:
+    raise KeyboardInterrupt(failpoint)
+
+
+def test_a_version_is_deleted_by_its_name_and_latest_names_the_one_that_is_left(
+    toy: ToyRun, version: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resolve_alias(toy.store, "toy") == second
+    assert "nothing was deleted; give --yes to delete" in done(toy, "delete", f"toy@{second}")
+    assert list_versions(toy.store, "toy") == sorted([version, second])
+    # a call that was killed after it deleted the manifest
+    monkeypatch.setattr("storage.chain.deletion.failpoint", killed)
+    with pytest.raises(KeyboardInterrupt):
+        delete_model(toy.store, "toy", second)
+    monkeypatch.undo()
+    assert f"deleted toy@{second}" in done(toy, "delete", f"toy@{second}", "--yes")
+    assert list_versions(toy.store, "toy") == [version]
+    assert resolve_alias(toy.store, "toy") == version
+    assert not list(toy.store.list(f"models/toy/{second}/"))
+    assert audit_store(toy.store).problems == ()
+    # the only version: the name is free again
+    assert f"deleted toy@{version}" in done(toy, "delete", f"toy@{version}", "--yes")
+    assert resolve_alias(toy.store, "toy") is None and "toy" not in list_models(toy.store)
+    assert audit_store(toy.store).problems == ()
+    again = ostinato(toy, "delete", f"toy@{second}", "--yes")
+    assert again.exit_code == 1 and f"has no version '{second}'; published: none" in again.output
+
+
+def test_a_champion_and_the_base_of_a_run_are_not_deleted(toy: ToyRun, version: str, second: str) -> None:
+    done(toy, "promote", f"toy@{second}")
+    refused = ostinato(toy, "delete", f"toy@{second}", "--yes")
+    assert refused.exit_code == 1 and "is the champion; promote another version first" in refused.output
+    base = Chain(toy.store, "toy", "0-grpo", "policy").root().base
+    _, name, base_version = base.key.split("/")
+    refused = ostinato(toy, "delete", f"{name}@{base_version}", "--yes")
+    assert refused.exit_code == 1 and f"toy began at {name}@{base_version}" in " ".join(refused.output.split())
+    assert ostinato(toy, "delete", "toy", "--yes").exit_code == 2
+    assert list_versions(toy.store, name) == [base_version] and second in list_versions(toy.store, "toy")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from flows.configs.common import GRPOAlgorithm
+from flows.configs.common import GRPOAlgorithm, SFTConfig
 from flows.configs.optimizer import OptimizerConfig
+from flows.configs.overrides import ConfigError, load_config
 from flows.configs.ppo import CreditConfig, ValueModelConfig
 from flows.configs.preferences import DPOAlgorithm
 from flows.configs.reinforcement import Regularisation
@@ -41,3 +44,24 @@ def test_numbers_that_no_model_can_compute_with_are_refused(config: type[BaseMod
     with pytest.raises(ValidationError) as refused:
         config.model_validate({field: value})
     assert [error["loc"] for error in refused.value.errors()] == [(field,)]
+
+
+@pytest.mark.parametrize("run", ["a" * 300, "../x", "a/b/c", "-x", "\0"])
+def test_the_name_of_a_run_is_checked_with_the_config(run: str) -> None:
+    with pytest.raises(ValidationError, match=r"run\n.*Value error, .* is not a "):
+        SFTConfig.model_validate({"run": run, "model": {"key": "tiny"}, "data": {"train": "x.jsonl"}})
+
+
+def test_a_config_is_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "c.yaml")
+    (tmp_path / "d.yaml").symlink_to("/dev/zero")
+    for name in ("c.yaml", "d.yaml"):
+        with pytest.raises(ConfigError, match="is no regular file; give the path of a config file"):
+            load_config(tmp_path / name)
+
+
+def test_the_names_of_keys_count_for_the_size(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"a: &a {{{'k' * 900}: 1}}\nb: [{', '.join(['*a'] * 2000)}]\n")
+    with pytest.raises(ConfigError, match="characters when its YAML aliases are written out"):
+        load_config(file)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from pydantic import ValidationError
 
+from engine.handles import TrainingModel
+from engine.protocol import SamplingParams
 from flows.configs.common import GRPOAlgorithm, GRPOConfig
 from flows.configs.env_ppo import ENVPPOAlgorithm
 from flows.configs.environments import ENVGRPOAlgorithm, ENVGSPOAlgorithm
 from flows.configs.gspo import GSPOAlgorithm, GSPOConfig
+from flows.configs.overrides import ConfigError
 from flows.configs.ppo import PPOAlgorithm, PPOConfig
 from flows.configs.reinforcement import Regularisation
 from flows.grpo import GRPO
@@ -59,9 +63,10 @@ def test_a_kl_term_under_the_ratio(make: type[GRPOConfig]) -> None:
 def test_a_class_weighs_its_kl_term() -> None:
     def loss(**options: Any) -> Any:
         grader = grader_spec("tests.fixtures.grading:even_share")
-        return GRPO([], None, grader, max_num_grpo_steps=1, **options).loss  # type: ignore[arg-type]
+        model = cast(TrainingModel, SimpleNamespace(sampling=SamplingParams()))
+        return GRPO([], model, grader, max_num_grpo_steps=1, **options).loss
 
     assert loss(kl_importance=True).kl_importance and not loss().kl_importance
     assert loss(kl_importance=True, policy_loss="cispo").kl_importance
-    with pytest.raises(ValidationError, match="kl_importance acts only with kl_in='loss', and that is 'reward'"):
+    with pytest.raises(ConfigError, match="kl_importance acts only with kl_in='loss', and that is 'reward'"):
         loss(kl_importance=True, kl_in="reward")

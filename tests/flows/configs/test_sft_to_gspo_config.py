@@ -60,6 +60,7 @@ def test_what_decides_the_result() -> None:
         {"model": BODY["model"] | {"publish_as": "other"}},
         {"grader": BODY["grader"] | {"retries": 9}},
         {"evaluation": {"samples_shown": 1}},
+        {"sft": BODY["sft"] | {"rules": {"max_idle_steps": 3}}},
     ):
         assert config(**same).semantic() == semantic, same
     for other in (
@@ -71,7 +72,8 @@ def test_what_decides_the_result() -> None:
         {"seed": 6},
     ):
         assert config(**other).semantic() != semantic, other
-    assert not {"sft", "gspo"} & config().other().keys()
+    assert config().other()["sft"] == {"rules": {"max_idle_steps": 20}}
+    assert config().other()["gspo"] == {"rules": {"max_idle_steps": 20, "max_skipped_steps": 5}}
     assert config().other()["data"].keys() == {"heldout"}
     assert {"checkpoints", "engine", "storage"} <= config().other().keys()
 

@@ -47,10 +47,19 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"data__train": {"kind": "file"}}, "data.train.path: missing; give it"),
     ({"data__train": {"kind": "file", "path": "a", "pth": 1}}, "data.train.pth: unknown key; did you mean 'path'?"),
+    # a dataset of the hub has a split, and a file has none
+    (
+        {"data__heldout": {"kind": "file", "path": "a", "split": "test"}},
+        "data.heldout.split: unknown key of kind file; leave it out, or use a kind that has it: hub, reasoning_gym",
+    ),
+    (
+        {"data__heldout": {"kind": "hub", "path": "a/b", "splitt": "test"}},
+        "data.heldout.splitt: unknown key; did you mean 'split'?",
+    ),
     ({"engine": {"kind": "htp"}}, "engine: given kind='htp'; give one of local, http"),
     ({"engine": {"sampler": {"kind": "vlm"}}}, "engine.sampler: given kind='vlm'; give one of torch, vllm"),
     ({"engine": 5}, "engine: given 5; expected a group of keys, with kind: one of local, http"),
-    ({"model": "m"}, "model: given 'm'; expected a group of keys (key, name, publish_as, adapter)"),
+    ({"model": "m"}, "model: given 'm'; expected a group of keys (key, name, publish_as, publish_unchanged, adapter)"),
     ({"storage": 5}, "storage: given 5; expected a group of keys (url)"),
     ({"storage": {"folder": "a"}}, "storage.folder: unknown key; leave it out, or use one of url"),
     ({"model__adapter": {"rank": 0}}, "model.adapter.rank: Input should be greater than or equal to 1 (given: 0)"),

@@ -105,6 +105,17 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(folder: Path) -> None:
     assert path.is_file() and folder not in path.parents
 
 
+def test_a_long_log_is_rotated_and_two_earlier_files_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.display.log_file.MAX_BYTES", 1000)
+    with log_file("run") as path:
+        for number in range(100):
+            logging.getLogger().warning("line %03d %s", number, "x" * 60)
+    files = sorted(path.parent.iterdir())
+    assert [file.name for file in files] == ["run.log", "run.log.1", "run.log.2"]
+    assert all(file.stat().st_size <= 1000 for file in files)
+    assert "line 099" in path.read_text()
+
+
 def test_a_full_disk_is_said_once_and_ends_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / ".ostinato/logs").mkdir(parents=True)
     (folder / ".ostinato/logs/run.log").symlink_to("/dev/full")

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from engine.handles import Model
 from engine.text.threads import StringThread
+from flows.configs.logging import LoggingConfig
 from flows.display.terminal import TerminalProgress
 from flows.loggers import JobNotifier, StageNotifier, StdoutLogger, get_prod_logger
 from flows.recipe import RecipeContext
@@ -53,9 +54,14 @@ def test_the_logger_of_a_deployed_recipe_sends_to_what_is_configured(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     # the packages are not needed to choose
-    monkeypatch.setattr("flows.loggers.check_installed", lambda name: None)
+    monkeypatch.setattr("flows.configs.logging.check_installed", lambda name: None)
     logger = get_prod_logger(ctx=None)
     assert isinstance(logger, TerminalProgress) and logger.logging.loggers == expected
+    # a config sends to the same services, unless it names others or none; a terminal's logger of a recipe sends nothing
+    assert LoggingConfig().trackers() == expected
+    assert LoggingConfig(loggers=("swanlab",)).trackers() == ("swanlab",)
+    assert LoggingConfig(loggers=()).trackers() == ()
+    assert StdoutLogger().logging.trackers() == ()
 
 
 def test_a_configured_service_without_its_package_is_said_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:

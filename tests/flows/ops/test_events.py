@@ -29,6 +29,7 @@ SENT = {
     "ostinato.dataset.registered": lambda: events.emit_dataset_registered(
         "sums", "0a1b", use="prompt", rows=12, source="data/sums.jsonl", uri="datasets/sums/0a1b/threads#00"
     ),
+    "ostinato.run.idle": lambda: events.emit_run_idle("grpo-1", step=4, reason="its gradient was 0"),
 }
 
 
@@ -47,12 +48,14 @@ def test_each_event_names_what_it_is_about(heard: list[dict[str, Any]]) -> None:
     identities = [event["resource"]["prefect.resource.id"] for event in heard]
     assert identities == [
         "ostinato.model.sums", "ostinato.run.grpo-1", "ostinato.model.sums", "ostinato.dataset.sums",
+        "ostinato.run.grpo-1",
     ]  # fmt: skip
     assert heard[0]["payload"]["model"] == "sums@v2"
     assert heard[0]["payload"]["previous"] == "v1"
     assert heard[1]["payload"] == {"run": "grpo-1", "step": 4, "silent_seconds": 700.0, "usual_seconds": None}
     assert (heard[2]["payload"]["difference"], heard[2]["payload"]["n"]) == (-0.1, 50)
     assert (heard[3]["payload"]["dataset"], heard[3]["payload"]["rows"]) == ("sums@0a1b", 12)
+    assert heard[4]["payload"] == {"run": "grpo-1", "step": 4, "reason": "its gradient was 0"}
 
 
 def test_without_a_server_nothing_is_sent_and_none_is_started(heard: list[dict[str, Any]]) -> None:

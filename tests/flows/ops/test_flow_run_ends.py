@@ -119,6 +119,8 @@ class Server:
 
     def __init__(self, run: FlowRun, now: State, children: dict[str, FlowRun] | None = None) -> None:
         self.run, self.now, self.children = run, now, children or {}
+        self.later: dict[UUID, State] = {}
+        """The states of children that change after they were listed."""
         self.states: dict[UUID, str] = {}
 
     async def __aenter__(self) -> Server:
@@ -127,8 +129,10 @@ class Server:
     async def __aexit__(self, *_: object) -> None: ...
 
     async def read_flow_run(self, flow_run: UUID) -> FlowRun:
-        assert flow_run == self.run.id
-        return self.run.model_copy(update={"state": self.now})
+        if flow_run == self.run.id:
+            return self.run.model_copy(update={"state": self.now})
+        (child,) = [child for child in self.children.values() if child.id == flow_run]
+        return child.model_copy(update={"state": self.later.get(flow_run, child.state)})
 
     async def read_flow_runs(self, *, flow_run_filter: Any, **_: Any) -> list[FlowRun]:
         assert flow_run_filter.parent_flow_run_id.any_ == [self.run.id]
@@ -221,6 +225,20 @@ async def test_a_flow_of_child_runs_gives_back_what_they_hold(
     assert [name for name, _ in engine.left] == left
     assert [is_held(store, name) for name in ("search/a", "evaluation-b")] == [not left] * 2
     assert server.states == ({children["grpo"].id: ended} if ended else {})  # the other one has ended already
+
+
+@pytest.mark.parametrize("retry_is_first", [True, False])
+async def test_a_hook_never_overwrites_a_newer_state_of_a_child(
+    retry_is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Told
+) -> None:
+    place = {"storage": {"url": str(tmp_path)}}
+    run = a_run(parameters={"config": {"training": {"kind": "sft", "config": place}}})
+    child = FlowRun(flow_id=uuid4(), parameters={"config": place | {"run": "search/a"}}, state=Running())
+    server = Server(run, Crashed(), {"grpo": child})
+    if retry_is_first:
+        server.later[child.id] = Scheduled()
+    await hook(monkeypatch, "sweep", server)
+    assert server.states == ({} if retry_is_first else {child.id: "CRASHED"})
 
 
 async def test_a_hook_of_a_run_that_never_began_does_nothing(tmp_path: Path) -> None:

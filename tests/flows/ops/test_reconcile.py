@@ -14,7 +14,10 @@ from flows.ops.reconcile import reconcile, reschedule_crashed_runs
 
 
 def a_run(number: int, state: str) -> dict[str, Any]:
-    return {"id": f"id-{number}", "name": f"run {number}", "state_type": state, "state_name": state.title()}
+    return {
+        "id": f"id-{number}", "name": f"run {number}", "state_id": f"state-{number}", "state_type": state,
+        "state_name": state.title(),
+    }  # fmt: skip
 
 
 class Server:
@@ -22,9 +25,16 @@ class Server:
         self.runs, self.workers = runs, workers
         self.states: dict[str, Any] = {}
         self.forced: set[bool] = set()
+        self.changed: set[str] = set()
+        """Runs whose state a person changes after they were listed."""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        path, body = request.url.path, json.loads(request.content)
+        path = request.url.path
+        if request.method == "GET":
+            run = path.split("/")[3]
+            state = "a later state" if run in self.changed else run.replace("id", "state")
+            return httpx.Response(200, json={"id": run, "state_id": state})
+        body = json.loads(request.content)
         if path.endswith("/workers/filter"):
             assert path == "/api/work_pools/pool/workers/filter"
             return httpx.Response(200, json=[{"name": name} for name in self.workers])
@@ -81,6 +91,15 @@ def test_where_others_serve_the_pool_only_runs_whose_processes_were_seen_are_tou
     played(server)
     reconcile("http://server/api", "pool", worker="mine", seen={"id-0", "id-2"})
     assert told(server) == {"id-0": "SCHEDULED", "id-2": "CANCELLED"}
+
+
+def test_a_state_that_a_person_has_set_since_the_list_was_read_is_kept(played: Any) -> None:
+    server = Server(RUNS, ["mine"])
+    server.changed = {"id-0", "id-2"}
+    played(server)
+    lines = reconcile("http://server/api", "pool", worker="mine", seen=set())
+    assert told(server) == {"id-1": "SCHEDULED"}
+    assert lines == ["run 1: was Pending, is scheduled"]
 
 
 def test_every_page_is_read(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,27 @@ def test_what_is_killed_is_started_again_and_counted(world: World) -> None:
     assert load_state(world.home) is None
 
 
+def test_a_log_that_has_grown_too_long_is_rotated_while_its_process_writes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.ops.processes.MAX_LOG_BYTES", 1000)
+    world.programs["engine"] = "import time\nwhile True: print('a line' * 10, flush=True); time.sleep(0.001)"
+    supervisor = world.supervisor()
+    supervisor.start()
+    thread = watching(supervisor)
+    log = world.home / "engine.log"
+    try:
+        wait_until(lambda: log.with_name("engine.log.1").exists())
+        # the process goes on in the same file, from its beginning
+        wait_until(lambda: 0 < log.stat().st_size < 1000)
+        assert supervisor.state.restarts == {}
+    finally:
+        supervisor.stop.set()
+        thread.join()
+        supervisor.close()
+    assert log.read_bytes().startswith((b"a line", b"\n")) and b"\0" not in log.read_bytes()
+
+
 def test_flows_of_a_dead_worker_are_ended_and_the_server_is_told_of_them(world: World) -> None:
     supervisor = world.supervisor()
     supervisor.start()

@@ -7,18 +7,16 @@ import signal
 import threading
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import pytest
 from prefect import flow, get_client, task
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.exceptions import TerminationSignal
 from prefect.flow_runs import FlowRun
-from prefect.states import Cancelled, Cancelling, Completed, Running, State
+from prefect.states import State
 
-from flows.ops.cancellation import cancellation_message, set_message_when_cancelled
 from flows.ops.processes import FLOW_RUN_ENV
-from flows.ops.termination import FlowRunCancelled, reraise_termination
+from flows.ops.termination import FlowRunCancelled, cancellation_message, reraise_termination
 from storage.store import keys
 from storage.store.objects import ObjectStore, open_store
 
@@ -123,35 +121,6 @@ def test_an_interrupted_run_from_a_terminal_is_cancelled_with_its_children(prefe
     for name in ("parent", "child"):
         assert state_of(name).name == "Cancelled"
         assert str(state_of(name).message).startswith("cancelled; ")
-
-
-@pytest.mark.parametrize(
-    ("state", "is_set"), [(Cancelled(message="by the runner"), True), (Running(), False), (Completed(), False)]
-)
-def test_only_a_cancelled_run_gets_the_message(prefect_server: str, state: State, is_set: bool) -> None:
-    flow_run = asyncio.run(created(state))
-    assert set_message_when_cancelled(flow_run, "ours") is is_set
-    assert asyncio.run(read(flow_run)).message == ("ours" if is_set else state.message)
-
-
-def test_a_run_that_stays_in_cancelling_is_left_alone(prefect_server: str) -> None:
-    flow_run = asyncio.run(created(Cancelling()))
-    assert not set_message_when_cancelled(flow_run, "ours", seconds=0.5)
-    assert asyncio.run(read(flow_run)).name == "Cancelling"
-
-
-async def created(state: State) -> UUID:
-    async with get_client() as client:
-        flow_run = await client.create_flow_run(ended)
-        await client.set_flow_run_state(flow_run.id, state, force=True)
-        return flow_run.id
-
-
-async def read(flow_run: UUID) -> State:
-    async with get_client() as client:
-        state = (await client.read_flow_run(flow_run)).state
-        assert state is not None
-        return state
 
 
 def test_a_run_without_steps_begins_again(tmp_path: Path) -> None:

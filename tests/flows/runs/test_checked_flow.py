@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from pydantic import BaseModel, Field, model_validator
 
 from flows.configs.forms import FormConfig
 from flows.configs.overrides import ConfigError
+from flows.ops.local_server import server_environment, use_server
 from flows.runs.checked_flow import checked_flow
 from storage.errors import AccessDenied
+from tests.fixtures.waiting import wait_until
 
 
 class Config(FormConfig):
@@ -96,3 +106,121 @@ def test_the_flow_is_the_one_that_was_written() -> None:
     assert checked.description == "Returns its number of steps."
     assert list(checked.parameters.properties) == ["config"]
     assert checked.on_crashed_hooks
+
+
+# -- a Prefect server that is away ----------------------------------------------------------------------------
+
+
+class Server:
+    """A real Prefect server that a test stops, and starts again on the same port and database."""
+
+    def __init__(self, home: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.home = home
+        self.api_url = f"http://127.0.0.1:{self.port}/api"
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port)]
+        self.process = subprocess.Popen(
+            command, env=server_environment(self.home, self.port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        wait_until(self.is_healthy, seconds=120)
+
+    def is_healthy(self) -> bool:
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{self.api_url}/health", trust_env=False).status_code == 200
+        return False
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr("flows.ops.local_server.SETTLE_SECONDS", 0.5)
+    server = Server(tmp_path)
+    with use_server(server.api_url):
+        yield server
+    server.stop()
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Prefect's client tries again once, after two seconds, instead of for a minute."""
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}):
+        yield
+
+
+def flow_that(act: Callable[[], None], error: Exception | None = None) -> Any:
+    @checked_flow(name="outage", flow_run_name="{config.title}")
+    async def flow(config: Config) -> dict[str, Any]:
+        act()
+        if error is not None:
+            raise error
+        return {"steps": config.steps}
+
+    return flow
+
+
+@pytest.mark.slow
+async def test_a_server_that_is_away_at_the_end_costs_only_its_page(
+    server: Server, patience: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await flow_that(server.stop)(Config(steps=7)) == {"steps": 7}
+    assert "the Prefect server does not record flow run 'outage': ConnectError" in caplog.text
+    # it is back, and the same command again ends as before
+    server.start()
+    assert await flow_that(lambda: None)(Config(steps=7)) == {"steps": 7}
+    # the caller of a flow that fails gets the error of the flow, and not that of the connection
+    for error in (AccessDenied("the store denies access"), ZeroDivisionError("a defect")):
+        with pytest.raises(type(error), match=str(error)):
+            await flow_that(server.stop, error)(Config())
+        server.start()
+
+
+@pytest.mark.slow
+async def test_a_server_that_is_away_for_seconds_has_the_end(server: Server) -> None:
+    def restart() -> None:
+        server.stop()
+        threading.Timer(3.0, server.start).start()
+
+    assert await flow_that(restart)(Config(title="short outage")) == {"steps": 2}
+    body = {"flow_runs": {"name": {"any_": ["short outage"]}}}
+    answer = httpx.post(f"{server.api_url}/flow_runs/filter", json=body, trust_env=False)
+    assert [run["state"]["name"] for run in answer.json()] == ["Completed"]
+
+
+@pytest.mark.slow
+async def test_a_child_run_is_started_when_the_server_is_back(
+    server: Server, patience: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.runs.checked_flow.START_INTERVAL", 0.5)
+
+    @checked_flow(name="parent")
+    async def parent(config: Config) -> dict[str, Any]:
+        server.stop()
+        threading.Timer(8.0, server.start).start()
+        return await flow_that(lambda: None)(Config(steps=5))  # type: ignore[no-any-return]
+
+    assert await parent(Config()) == {"steps": 5}
+
+
+@pytest.mark.slow
+async def test_a_flow_that_cannot_begin_fails_at_once(server: Server, patience: None) -> None:
+    server.stop()
+    began = time.monotonic()
+    with pytest.raises((httpx.ConnectError, RuntimeError)):
+        await flow_that(lambda: None)(Config())
+    assert time.monotonic() - began < 30
+
+
+async def test_a_failed_request_of_the_flow_is_not_blamed_on_the_server(
+    prefect_server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(httpx.ReadTimeout, match="the grader is slow"):
+        await flow_that(lambda: None, httpx.ReadTimeout("the grader is slow"))(Config())
+    assert "does not record" not in caplog.text

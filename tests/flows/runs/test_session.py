@@ -8,17 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from engine.specs.engine import HttpEngineSpec
 from engine.workspace import Workspace
+from flows.cli.main import app
 from flows.configs.common import GRPOConfig
 from flows.display import load_progress
 from flows.display.terminal import TerminalProgress
 from flows.runs import session
+from flows.runs.recorded_config import read_config
 from flows.runs.session import open_run, release_run, take_lease
 from storage.chain.leases import current_epoch, is_held
+from storage.chain.run_record import read_run
 from storage.store import keys
 from tasks.datasets.load import LoadedDataset, load_dataset
+from tests.fixtures.architectures import save_experts
 from tests.fixtures.engines import PROVENANCE
 from tests.fixtures.runs.toy_run import ToyRun
 from tests.fixtures.toy import write_prompts
@@ -108,3 +113,22 @@ async def test_the_load_of_held_out_rows_says_how_far_it_is(
     data = toy.config["data"] | {"heldout": {"kind": "file", "path": str(heldout)}}
     lines = await opened(toy.config | {"data": data, "run": "new"})
     assert any("heldout" in line and "20 rows" in line for line in lines)
+
+
+@pytest.mark.usefixtures("no_task_runs")
+async def test_a_run_of_a_mixture_of_experts_says_and_records_that_it_has_no_router_loss(
+    toy_run: ToyRun, tiny_folder: Path, tmp_path: Path
+) -> None:
+    toy, folder = toy_run.copied(tmp_path / "copy"), save_experts(tiny_folder, tmp_path / "experts")
+    assert not any("router loss" in line for line in await opened(toy.config | {"run": "dense"}))
+    assert read_run(toy.store, "dense").warnings == ()
+    config = toy.config | {"run": "experts", "model": toy.config["model"] | {"key": str(folder)}}
+    # at its start, and at each resume
+    for _ in range(2):
+        (line,) = [line for line in await opened(config) if "router loss" in line]
+        assert line.startswith("warning: models/experts/")
+        assert "is a mixture of experts (num_local_experts=4), and is trained without its router loss" in line
+    assert [f"warning: {warning}" for warning in read_run(toy.store, "experts").warnings] == [line]
+    shown = CliRunner().invoke(app, ["runs", "show", "experts", "--storage", str(toy.folder)])
+    assert "without its router loss" in " ".join(shown.output.split())
+    assert read_config(toy.store, "experts").run == "experts"  # the record is still a config

@@ -1,6 +1,6 @@
-"""What ENVPPO and ENVGSPO learn from random weights in two turns, in dependence on the prompt (ENVGRPO's is in
-test_env_flows): see tests.fixtures.guessing:TellApart, in which a policy that does not look at the prompt earns 0.4 of
-2 an episode at most. It would do so by saying six digits a turn; noise earns about 0.02.
+"""What ENVPPO and ENVGSPO learn from random weights in two turns, in dependence on the prompt (what ENVGRPO learns
+without it is in test_env_flows): see tests.fixtures.guessing:TellApart, in which a policy that does not look at the
+prompt earns 0.4 of 2 an episode at most. It would do so by saying six digits a turn; noise earns about 0.02.
 
 The model is small and the prompts are ten times their digit, so that minutes suffice on one core.
 """

@@ -162,6 +162,31 @@ async def test_an_earlier_stage_of_the_own_run(runs: SFTRuns) -> None:
         assert root is not None and root.start == Chain.of(runs.store, second).policy(2)
 
 
+async def test_a_stage_of_another_model_of_the_own_run(runs: SFTRuns) -> None:
+    options: dict[str, Any] = {"max_steps": 2, "checkpoint_every_steps": None, "checkpoint_frequency": 0.5}
+    with own_engines():
+        await runs.train(await runs.spawn("both"), **options)
+        second = await runs.train(await runs.spawn("both", name="q"), **options)
+        assert second.stage == "0-sft.q"
+        # Each model counts its own stages, so this one is a stage 0, too.
+        for number, text in enumerate(("q-0.5", "0-sft.q/q-0.5", "both/q-0.5", "both/0-sft.q/q-0.5")):
+            model = await runs.spawn("both", name=f"r{number}")
+            third = await runs.train(model, **options | {"max_steps": 1}, restart_from_checkpoint=text)
+            root = Chain.of(runs.store, third).root()
+            assert root is not None and root.start == Chain.of(runs.store, second).policy(1)
+        with pytest.raises(NoSuchCheckpoint) as refused:
+            await runs.train(await runs.spawn("both", name="s"), restart_from_checkpoint="q-0.6")
+    for title in ("both/0-sft/policy-0.5", "both/0-sft.q/q-0.5", "both/0-sft.q/q-1"):
+        assert title in str(refused.value)
+
+
+async def test_a_stage_does_not_restart_from_itself(runs: SFTRuns) -> None:
+    await runs.sft("first")
+    message = r"'0-sft/policy-2' to restart 0-sft of first.*; first/0-sft/policy-2 is of this stage or a later one"
+    with pytest.raises(NoSuchCheckpoint, match=message):
+        await runs.sft("first", restart_from_checkpoint="0-sft/policy-2")
+
+
 async def test_what_does_not_exist_is_an_error_that_lists_what_does(runs: SFTRuns) -> None:
     first = await runs.sft("first")
     assert [checkpoint.title for checkpoint in named_checkpoints(runs.store, "first")] == [
@@ -169,7 +194,7 @@ async def test_what_does_not_exist_is_an_error_that_lists_what_does(runs: SFTRun
     ]  # fmt: skip
     with pytest.raises(NoSuchCheckpoint, match="there are first/0-sft/policy-2, first/0-sft/policy-4"):
         await runs.sft("second", restart_from_checkpoint="first/policy-3")
-    with pytest.raises(NoSuchCheckpoint, match="there is no named checkpoint"):
+    with pytest.raises(NoSuchCheckpoint, match="no named checkpoint was found.* given as run/stage/name"):
         # A checkpoint of another run needs the name of that run.
         await runs.sft("second", restart_from_checkpoint="policy-2")
     assert Chain(runs.store, "second", first.stage, "policy").root() is None

@@ -19,6 +19,8 @@ from flows.runs.child_runs import import_flow, training_inputs
 from flows.sweep import sweep
 from storage.chain.records import Chain
 from storage.inspect.lineage import training_datasets
+from storage.registry.decisions import commit_decision
+from storage.store.artifacts import Provenance
 from storage.store.objects import open_store
 from tests.fixtures.preferences import preference_config, write_pairs
 from tests.fixtures.toy import toy_config, write_prompts
@@ -135,8 +137,10 @@ def test_new_prompts_of_two_stages_are_new_data(prefect_server: str, tmp_path: P
 
     # Without new data the second run changes nothing. New prompts of the second stage are new data.
     first = run()
-    assert first["outcome"] == "promoted"
     store = open_store(str(tmp_path / "data"))
+    name, version = first["model"].split("@")
+    provenance = Provenance(code_version="abc", config_digest="0" * 64, seed=0)
+    commit_decision(store, name, version, "promote", over=None, reasons=["a start"], who="ada", provenance=provenance)
     assert len(training_datasets(store, first["model"])) == 2  # the conversations and the prompts
     assert run()["outcome"] == "unchanged"
     write_prompts(Path(prompts["path"]), repeats=2)

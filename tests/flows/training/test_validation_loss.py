@@ -111,7 +111,7 @@ def test_the_validation_loss_of_dpo_is_that_of_a_step_on_the_same_rows(
 def test_the_validation_loss_of_sft_is_that_of_a_step_on_the_same_rows(
     prefect_server: str, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a logger is sent both, in their order."""
+    """And the tracker that the environment configures is sent both, in their order."""
     rows = [{"prompt": str(n), "completion": str(n) * (1 + n)} for n in range(6)]  # of unequal lengths
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -120,7 +120,7 @@ def test_the_validation_loss_of_sft_is_that_of_a_step_on_the_same_rows(
         "model": {"key": str(tiny_folder)}, "data": {"train": source, "heldout": source}, "run": "v",
         "algorithm": {"steps": 3, "samples_per_batch": 6}, "optimizer": {"lr": 1e-3, "schedule": "constant"},
         "checkpoints": {"frequency": None}, "validation": {"every_steps": 1},
-        "logging": {"loggers": ["swanlab"], "folder": str(tmp_path / "logs")},
+        "logging": {"folder": str(tmp_path / "logs")},
         "engine": {"deterministic": True, "threads": 1}, "storage": {"url": str(tmp_path / "data")},
     }  # fmt: skip
     # A fake logger that records what it is sent.
@@ -130,6 +130,7 @@ def test_the_validation_loss_of_sft_is_that_of_a_step_on_the_same_rows(
         log=lambda figures, step: lines.append((step, figures)), finish=lambda: lines.append((-1, {}))
     )
     monkeypatch.setitem(sys.modules, "swanlab", module)
+    monkeypatch.setenv("SWANLAB_PROJ_NAME", "p")
     asyncio.run(sft(SFTConfig.model_validate(body)))
     # The held-out rows are the training rows, so the losses are equal.
     curve = validations(tmp_path, "0-sft")

@@ -46,6 +46,8 @@ def test_a_mapped_key_has_an_effect_in_its_path(tmp_path: Path, kind: str, key: 
         (A + "strategy", "fsdp2", "engine.trainer.kind", "deepspeed"),
         (A + "strategy", "megatron", "engine.trainer.kind", "deepspeed"),
         ("model_engine", "dp", "engine.trainer.kind", "deepspeed"),
+        ("model_engine", "veomni", "engine.trainer.kind", "deepspeed"),
+        ("model_engine", "veomni", "optimizer.schedule", "cosine"),
         ("model_engine", "megatron", "engine.trainer.kind", "deepspeed"),
         (R + "name", "sglang", "engine.sampler.kind", "vllm"),
         ("trainer.device", "npu", "engine.device", "cuda"),
@@ -56,7 +58,6 @@ def test_a_mapped_key_has_an_effect_in_its_path(tmp_path: Path, kind: str, key: 
         (A + "ppo_mini_batch_size", "25", "algorithm.samples_per_mini_batch", 200),
         (A + "ppo_micro_batch_size_per_gpu", "3", "engine.max_tokens_per_forward", 3 * (512 + 512)),
         (R + "top_k", "-1", "sampling.top_k", 0),
-        (R + "val_kwargs.do_sample", "false", "evaluation.temperature", 0.0),
         (A + "use_kl_loss", "false", "algorithm.kl_beta", 0.0),
         (A + "use_kl_loss", "true", "algorithm.kl_beta", 0.001),
         (A + "policy_loss.loss_mode", "cispo", "regularisation.policy_loss", "cispo"),
@@ -188,6 +189,39 @@ def test_a_bypassed_trainer_needs_no_importance_weights(tmp_path: Path) -> None:
     assert (weighted.algorithm.old_logprobs, weighted.regularisation.importance_cap) == ("trainer", 3.0)
 
 
+def test_importance_weights_with_two_limits_are_approximate(tmp_path: Path) -> None:
+    """verl sets weights outside the limits to 0 (August 2026, trainer/ppo/rollout_corr_helper.py)."""
+    words = [CORRECTION + "rollout_is=token", CORRECTION + "rollout_is_threshold=0.5_4.0"]
+    result = made(tmp_path, "ppo_trainer", words)
+    assert result.config["regularisation"]["importance_cap"] == 4.0
+    (line,) = [line for line in result.approximate if line.key == CORRECTION + "rollout_is_threshold"]
+    assert "below 0.5 or above 4.0" in line.difference
+    with pytest.raises(VerlError, match="expected a number, or two as in '0.5_4.0'"):
+        made(tmp_path, "ppo_trainer", [words[0], CORRECTION + "rollout_is_threshold=high"])
+
+
+@pytest.mark.parametrize("several", ["ppo_mini_batch_size=2", "ppo_epochs=2"])
+def test_replayed_routes_are_the_same_only_in_the_first_update_of_a_step(tmp_path: Path, several: str) -> None:
+    replay = A + "router_replay.mode="
+    words = ["data.train_batch_size=4", A + "ppo_mini_batch_size=4"]
+    result = made(tmp_path, "ppo_trainer", [*words, replay + "R2"])
+    assert A + "router_replay.mode" in {line.key for line in result.approximate}
+    later = [*words, replay + "R2", A + several]
+    bypassed = [*words, replay + "R2", CORRECTION + "bypass_mode=true"]
+    for refused in ([*words, replay + "R3"], later, bypassed):
+        with pytest.raises(VerlError, match=r"router_replay\.mode = 'R[23]': mixture-of-experts: routing is neither"):
+            made(tmp_path, "ppo_trainer", refused)
+
+
+def test_the_speculation_of_heads_that_do_not_sample_is_not_read(tmp_path: Path) -> None:
+    heads = "actor_rollout_ref.model.mtp."
+    result = made(tmp_path, "ppo_trainer", [heads + "speculative_num_steps=5"])
+    assert heads + "speculative_num_steps" in chain.from_iterable(result.unread.values())
+    with pytest.raises(VerlError, match="speculative_num_steps = 5: multi-token-prediction heads"):
+        words = [heads + "enable=true", heads + "enable_rollout=true"]
+        made(tmp_path, "ppo_trainer", [*words, heads + "speculative_num_steps=5"])
+
+
 @pytest.mark.parametrize("mode", ["gspo", "cispo"])
 def test_a_bypass_does_not_silently_replace_the_loss(tmp_path: Path, mode: str) -> None:
     with pytest.raises(VerlError, match=f"loss_mode = '{mode}': verl's bypass_mode replaces it"):
@@ -237,8 +271,8 @@ WITHOUT_COUNTERPART = [
     (A + "optim.lr_scheduler_type", "polynomial", "polynomial"),
     (A + "fsdp_config.dtype", "float16", "float16"),
     ("algorithm.adv_estimator", "remax", "remax"),
-    (A + "strategy", "veomni", "veomni"),
-    ("model_engine", "veomni", "veomni"),
+    (A + "strategy", "torchtitan", "torchtitan"),
+    (A + "optim.lr_warmup_init", "1e-7", "0"),
     (R + "name", "tgi", "tgi"),
     ("trainer.device", "tpu", "tpu"),
 ]
@@ -255,8 +289,6 @@ def test_a_value_without_a_counterpart_is_refused_by_key(tmp_path: Path, key: st
 def test_the_kl_over_the_whole_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(VerlError, match=r"kl_loss_type = 'full'.*vocabulary"):
         made(tmp_path, "ppo_trainer", [A + "use_kl_loss=true", A + "kl_loss_type=full"])
-
-
 
 
 def test_a_dataset_class_makes_both_datasets(tmp_path: Path) -> None:

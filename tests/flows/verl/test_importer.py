@@ -20,6 +20,7 @@ from flows.verl.read import VerlError
 from flows.verl.report import as_yaml, report
 
 DATA = Path(__file__).parents[2] / "data" / "verl"
+ENGINE_FILES = "sft_trainer_engine_options.yaml"
 LEAST = {
     "data": {"train_files": "train.parquet"},
     "actor_rollout_ref": {"model": {"path": "models/m"}},
@@ -168,7 +169,9 @@ def test_all_defaults_of_verl_written_out_say_what_leaving_them_out_says(tmp_pat
     assert config == import_verl(least).config
 
 
-@pytest.mark.parametrize("name", ["page_ppo_trainer", "ppo_trainer_2026_01", "dapo"])
+@pytest.mark.parametrize(
+    "name", ["page_ppo_trainer", "ppo_trainer_2026_01", "dapo", "ppo_trainer_megatron", "examples"]
+)
 def test_defaults_of_other_versions_written_out_are_not_refused(tmp_path: Path, name: str) -> None:
     words = [f"{key}={json.dumps(value)}" for key, value in load_config(DATA / "keys" / f"{name}.yaml").items()]
     needed = ("data.train_files=", "actor_rollout_ref.model.path=", "algorithm.adv_estimator=")
@@ -181,6 +184,67 @@ def test_defaults_of_other_versions_written_out_are_not_refused(tmp_path: Path, 
 def test_a_ppo_config_without_its_critic_is_refused() -> None:
     with pytest.raises(VerlError, match=r"critic\.model\.path = None: it is required"):
         import_verl(DATA / "grpo.yaml", overrides=["algorithm.adv_estimator=gae"])
+
+
+def test_the_engine_files_of_the_sft_trainer_written_out_are_not_refused(tmp_path: Path) -> None:
+    words = [f"{key}={json.dumps(value)}" for key, value in load_config(DATA / "keys" / ENGINE_FILES).items()]
+    words += ["optim.optimizer=adam", "optim.override_optimizer_config={}", "engine.strategy=megatron"]
+    path = write(tmp_path, {"data": {"train_files": "a.parquet"}, "model": {"path": "m"}})
+    assert import_verl(path, overrides=words, kind="sft_trainer_engine").refused == []
+
+
+def page_words(name: str) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in load_config(DATA / "keys" / f"{name}.yaml").items()]
+
+
+def test_the_page_of_2025_lacks_only_the_grader(tmp_path: Path) -> None:
+    # its critic is verl's default, which is the folder that the page gives for the actor
+    path = write(tmp_path, {"algorithm": {"adv_estimator": "gae"}})
+    words = page_words("page_ppo_trainer")
+    with pytest.raises(VerlError) as caught:
+        import_verl(path, overrides=words)
+    assert len(str(caught.value).splitlines()) == 1
+    assert "--set grader.path=" in str(caught.value)
+    result = import_verl(path, overrides=words, sets=["grader.path=tasks.graders.rules:LastNumber"])
+    assert result.flow == "ppo"
+    assert result.config["value_model"]["key"] == result.config["model"]["key"]
+
+
+def test_an_evaluation_without_a_reward_says_what_a_suite_is(tmp_path: Path) -> None:
+    path = write(tmp_path, {"data": {"path": "answers.parquet", "response_key": "responses"}})
+    with pytest.raises(VerlError, match="has a suite: its graders.*datasets of prompts.*--set suite.graders="):
+        import_verl(path)
+    result = import_verl(path, sets=["suite.graders=[{path: tasks.graders.rules:LastNumber}]"])
+    assert result.config["suite"]["graders"] == [{"path": "tasks.graders.rules:LastNumber"}]
+
+
+def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, {"algorithm": {"adv_estimator": "gae"}, "actor_rollout_ref": {"model": {"path": "m"}}})
+    with pytest.raises(VerlError) as caught:
+        import_verl(path)
+    for words in ("data.train_files = None: it is required", "critic.model.path = None", "--set grader.path="):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"actor_rollout_ref__model__lora_rank": [[]]}, r"lora_rank: given \[\[\]\]; expected a number"),
+        ({"trainer__nnodes": {"a": 1}}, "trainer.nnodes"),
+        ({"actor_rollout_ref__model__lora_rank": "a"}, "wrong type .* they are read unless lora_rank is 0"),
+        ({"trainer__nnodes": float("nan")}, "nnodes: given nan; expected a number"),
+        ({"custom_reward_function__path": "r" * 5000}, "custom_reward_function.path = .* cannot be converted"),
+        ({"trainer__nnodes": 1e308, "trainer__n_gpus_per_node": 1e308}, "expected whole numbers"),
+    ],
+)
+def test_values_that_are_no_numbers_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(VerlError, match=message):
+        import_verl(write(tmp_path, with_keys(**changes)))
+
+
+def test_a_default_whose_name_no_file_can_have_is_absent(tmp_path: Path) -> None:
+    result = import_verl(write(tmp_path, with_keys(defaults=["a" * 300])))
+    assert "a" * 300 in result.absent
 
 
 def test_keys_of_a_critic_count_only_where_there_is_one(tmp_path: Path) -> None:
@@ -214,6 +278,12 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         import_verl(write(tmp_path, LEAST), kind="dpo")
 
 
+def test_the_report_begins_with_the_keys_that_are_approximate(tmp_path: Path) -> None:
+    lines = report(import_verl(write(tmp_path, LEAST))).splitlines()
+    assert lines[1].startswith("APPROXIMATE")
+    assert "actor_rollout_ref.actor.loss_agg_mode" in lines[1]
+
+
 # -- refusals --------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +309,6 @@ def test_an_empty_group_says_nothing(tmp_path: Path) -> None:
 
 REFUSED_WHEN_ON = [
     ("actor_rollout_ref.model.external_lib", "my.models", None),
-    ("actor_rollout_ref.model.trust_remote_code", True, False),
     ("actor_rollout_ref.model.mtp.enable", True, False),
     ("trainer.default_hdfs_dir", "hdfs://c/x", None),
     ("distillation.enabled", True, False),
@@ -276,10 +345,52 @@ def test_megatron_is_another_layout_of_the_same_sums(tmp_path: Path) -> None:
     )
     (line,) = [line for line in megatron.mapped if line.key == "actor_rollout_ref.actor.strategy"]
     assert "ZeRO 3" in line.difference
-    changing = {group + "strategy": "megatron"}
-    changing[group + "megatron__override_transformer_config__moe_aux_loss_coeff"] = 0.1
-    with pytest.raises(VerlError, match="moe_aux_loss_coeff = 0.1: a setting of Megatron's transformer"):
-        import_verl(write(tmp_path, with_keys(**changing)))
+    transformer = group + "megatron__override_transformer_config__"
+    for name, value, same in (("normalization", "LayerNorm", "RMSNorm"), ("attention_dropout", 0.1, 0.0)):
+        changing = {group + "strategy": "megatron", transformer + name: value}
+        with pytest.raises(VerlError, match=f"{name} = {value!r}: it changes Megatron's numbers"):
+            import_verl(write(tmp_path, with_keys(**changing)))
+        import_verl(write(tmp_path, with_keys(**changing | {transformer + name: same})))
+
+
+ROUTER_TERMS = [
+    ("moe_aux_loss_coeff", "Megatron adds this times a loss of the router"),
+    ("moe_z_loss_coeff", "Megatron adds this times a loss of the router"),
+    ("moe_router_bias_update_rate", "Megatron adds a bias to the score of each expert"),
+]
+
+
+@pytest.mark.parametrize(("name", "difference"), ROUTER_TERMS)
+def test_what_keeps_the_experts_load_even_is_said_to_be_missing(tmp_path: Path, name: str, difference: str) -> None:
+    """The report gives its coefficient. At 0, or with another trainer, it has no effect."""
+    group = "actor_rollout_ref__actor__"
+    coefficient = group + "megatron__override_transformer_config__" + name
+    key = coefficient.replace("__", ".")
+    result = import_verl(write(tmp_path, with_keys(**{group + "strategy": "megatron", coefficient: 0.125})))
+    (line,) = [line for line in result.approximate if line.key == key]
+    assert line.difference.startswith(difference)
+    assert f"{key} = 0.125 -> no key\n    approximate: {difference}" in report(result)
+    zero = import_verl(write(tmp_path, with_keys(**{group + "strategy": "megatron", coefficient: 0})))
+    fsdp = import_verl(write(tmp_path, with_keys(**{coefficient: 0.125})))
+    assert key not in {line.key for line in (*zero.approximate, *fsdp.approximate)}
+
+
+SAID_TO_DIFFER = [
+    ("actor_rollout_ref.model.trust_remote_code", True, "class of transformers"),
+    ("actor_rollout_ref.actor.fsdp_config.model_dtype", "bfloat16", "float32 here, bfloat16 in verl"),
+    ("actor_rollout_ref.actor.optim.main_grads_dtype", "bf16", "are float32 here"),
+    ("actor_rollout_ref.model.lora.merge", True, "merged into its weights"),
+    ("actor_rollout_ref.model.override_config.max_position_embeddings", 4096, "config of the model folder"),
+    ("actor_rollout_ref.actor.strategy", "megatron", "does not decay norms and biases"),
+    ("actor_rollout_ref.actor.strategy", "veomni", "VeOmni's layout is replaced by ZeRO 3"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "difference"), SAID_TO_DIFFER)
+def test_what_only_approximates_is_marked(tmp_path: Path, key: str, value: Any, difference: str) -> None:
+    result = import_verl(write(tmp_path, with_keys(**{key.replace(".", "__"): value})))
+    (line,) = [line for line in result.approximate if line.key == key]
+    assert difference in line.difference
 
 
 UNIMPORTANT = [
@@ -322,8 +433,8 @@ def test_a_reward_that_verl_chooses_by_the_data_must_be_named(tmp_path: Path) ->
 
 
 def test_what_our_config_refuses_is_said_by_our_keys(tmp_path: Path) -> None:
-    path = write(tmp_path, with_keys(data__train_batch_size=8))
-    with pytest.raises(VerlError, match=r"(?s)are not a valid grpo config.*samples_per_mini_batch=256 exceeds"):
+    path = write(tmp_path, with_keys(actor_rollout_ref__actor__clip_ratio_c=0.5))
+    with pytest.raises(VerlError, match=r"(?s)are not a valid grpo config.*dual_clip: .*greater than 1"):
         import_verl(path)
 
 

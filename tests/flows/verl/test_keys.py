@@ -10,12 +10,14 @@ from flows.configs.overrides import load_config
 from flows.verl.conditions import CONDITIONS
 from flows.verl.convert import CONVERSIONS
 from flows.verl.keys import Mapped, Unmapped, key_tables
+from tests.flows.verl.test_examples import LEAST
 
 KEYS = Path(__file__).parents[2] / "data" / "verl" / "keys"
 
 LISTS = {
     "ppo_trainer": "ppo_trainer", "ppo_trainer_2026_01": "ppo_trainer", "page_ppo_trainer": "ppo_trainer",
-    "dapo": "ppo_trainer",
+    "dapo": "ppo_trainer", "ppo_trainer_megatron": "ppo_trainer", "examples": "ppo_trainer",
+    "sft_trainer_engine_options": "sft_trainer_engine",
     "sft_trainer": "sft_trainer", "page_sft_trainer": "sft_trainer", "sft_trainer_engine": "sft_trainer_engine",
     "evaluation": "evaluation", "page_evaluation": "evaluation",
 }  # fmt: skip
@@ -68,15 +70,16 @@ def test_every_conversion_and_condition_is_used() -> None:
 
 def test_keys_of_other_trainers_and_class_names_are_known_by_pattern() -> None:
     table = key_tables()["ppo_trainer"]
-    for key in ("actor.megatron.tensor_model_parallel_size", "actor.optim._target_", "actor.megatron.x.gelu_fusion"):
+    for key in ("actor.megatron.tensor_model_parallel_size", "actor.optim._target_", "actor.veomni.fsdp_size"):
         entry = table.find(f"actor_rollout_ref.{key}")
         assert isinstance(entry, Unmapped)
-        assert not entry.refused
-    # these settings of Megatron's transformer change numbers
-    refused = table.find("actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff")
-    assert isinstance(refused, Unmapped)
-    assert refused.refused
-    assert refused.when == "megatron"
+        assert entry.result == "dropped"
+    # settings of Megatron's transformer may change numbers, unless they are known not to
+    settings = (("moe_aux_loss_coeff", "approximate"), ("gelu_fusion", "refused"), ("apply_rope_fusion", "dropped"))
+    for name, result in settings:
+        entry = table.find(f"actor_rollout_ref.actor.megatron.override_transformer_config.{name}")
+        assert isinstance(entry, Unmapped)
+        assert entry.result == result
     assert table.find("actor_rollout_ref.actor.megatronic") is None
 
 
@@ -90,3 +93,12 @@ def test_keys_of_other_trainers_and_class_names_are_known_by_pattern() -> None:
 )
 def test_the_key_that_was_meant_is_found(key: str, meant: str) -> None:
     assert key_tables()["ppo_trainer"].nearest(key) == meant
+
+
+def test_the_numbers_of_the_document_are_those_of_the_table_and_of_the_count() -> None:
+    text = " ".join((Path(__file__).parents[3] / "docs" / "verl.md").read_text(encoding="utf-8").split())
+    keys = sum(len({*table.mapped, *table.unmapped}) for table in key_tables().values())
+    assert f"lists all keys, about {round(keys, -2):,}, and" in text
+    january, august = LEAST[139], LEAST[109]
+    assert f"Of the 139 example scripts of verl at `b178a3c` (January 2026), {january} import" in text
+    assert f"of the 109 at `1dda039` (August 2026), {august}." in text

@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from engine.losses.inputs import Outputs
+from engine.losses.normalisation import token_weights
+from engine.losses.policy_gradient import POLICY_LOSSES
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
 from flows.configs.common import GRPOConfig
@@ -73,6 +75,18 @@ def test_a_baseline_of_one_completion_is_none(tmp_path: Path) -> None:
         made(tmp_path, "ppo_trainer", [*words, "algorithm.use_kl_in_reward=true"])
 
 
+def test_the_factor_of_gpgs_advantages_is_said_to_be_missing(tmp_path: Path) -> None:
+    # core_algos.py, compute_gpg_outcome_advantage: batch size / number of rewards other than 0, times (reward - mean)
+    result = made(tmp_path, "ppo_trainer", ["algorithm.adv_estimator=gpg", R + "n=4"])
+    rewards = [1.0, 0.0, 0.0, 3.0]
+    advantages = ESTIMATORS[result.config["algorithm"]["advantage_estimator"]](rewards)
+    assert (4 / 2 * np.array(advantages, dtype=float)).tolist() == [0.0, -2.0, -2.0, 4.0]
+    (line,) = [line for line in result.approximate if line.key == "algorithm.adv_estimator"]
+    assert "by 2 if half of the rewards are 0" in line.difference
+    single = made(tmp_path, "ppo_trainer", ["algorithm.adv_estimator=gpg", R + "n=1"]).config["algorithm"]
+    assert ESTIMATORS[single["advantage_estimator"]]([0.75]) == [0.75]
+
+
 # -- losses ----------------------------------------------------------------------------------------------------
 
 
@@ -103,6 +117,23 @@ def test_the_terms_of_gspo_are_reduced_by_the_mode_of_the_actor(tmp_path: Path, 
     assert loss_of(loss, samples, outputs).item() == pytest.approx(-3.0 + terms)
 
 
+def test_the_gradient_of_gpg_has_no_ratio(tmp_path: Path) -> None:
+    # core_algos.py, compute_policy_loss_gpg: -logprob * advantage, whatever the probability before the step was
+    words = [A + "policy_loss.loss_mode=gpg", A + "loss_agg_mode=seq-mean-token-mean", A + "clip_ratio_high=0.3"]
+    result = made(tmp_path, "ppo_trainer", ["algorithm.adv_estimator=gpg", *words, R + "n=2"])
+    config = GRPOConfig.model_validate(result.config)
+    loss = policy_loss(POLICY_LOSSES, config.algorithm, config.regularisation)
+    # ratios e, e ** -0.5 and 1, advantages 2 and -3; means over one token and over two, then over two sequences
+    samples = [
+        sample([1], [1.0], "first", advantages=[2.0], old_logprobs=[-2.0]),
+        sample([1], [1.0, 1.0], "second", advantages=[-3.0, -3.0], old_logprobs=[-0.5, -1.0]),
+    ]
+    logprobs_N = torch.full((3,), -1.0, dtype=torch.float32, requires_grad=True)
+    loss_of(loss, samples, Outputs(logprobs_N=logprobs_N)).backward()
+    assert logprobs_N.grad is not None
+    assert logprobs_N.grad.tolist() == [-2 / 2, 3 / 4, 3 / 4]
+
+
 def test_terms_of_gspo_that_cannot_be_reduced_like_verls_are_refused(tmp_path: Path) -> None:
     words = [A + "policy_loss.loss_mode=gspo", A + "loss_agg_mode=seq-mean-token-sum"]
     made(tmp_path, "ppo_trainer", words)
@@ -126,6 +157,242 @@ def test_the_critics_norm_follows_the_actors(
     # trainer/config/critic/critic.yaml: loss_agg_mode is the actor's by default
     credit = PPOConfig.model_validate(made(tmp_path, "ppo_trainer", [*CRITIC, *words]).config).credit
     assert (credit.value_loss_norm, credit.value_norm_constant) == (norm, constant)
+
+
+OLD = "trainer.use_legacy_worker_impl=auto"
+Rank = list[list[tuple[int, float]]]
+"""The micro-batches of a rank, each a list of completions: (number of tokens, loss of each of them)."""
+TWO_RANKS: list[Rank] = [
+    [[(20, 1.0), (200, 3.0)], [(7, 2.0), (90, 5.0)]],
+    [[(3, 8.0), (40, 4.0)], [(1, 1.0), (9, 7.0)]],
+]
+SINGLE: list[Rank] = [[[(20, 1.0)], [(200, 3.0)]], [[(7, 2.0)], [(90, 5.0)]]]
+
+
+def loss_of_old_workers(mode: str, ranks: list[Rank], longest: int) -> float:
+    """workers/actor/dp_actor.py, update_policy (January): core_algos.py, agg_loss of each micro-batch alone, divided by
+    the number of micro-batches of the rank; FSDP averages the gradients of the ranks."""
+    losses = []
+    for rank in ranks:
+        for micro_batch in rank:
+            sums = [tokens * loss for tokens, loss in micro_batch]
+            if mode == "token-mean":
+                loss = sum(sums) / sum(tokens for tokens, _ in micro_batch)
+            elif mode == "seq-mean-token-mean":
+                loss = sum(loss for _, loss in micro_batch) / len(micro_batch)
+            elif mode == "seq-mean-token-sum":
+                loss = sum(sums) / len(micro_batch)
+            else:
+                loss = sum(sums) / longest
+            losses.append(loss / len(rank) / len(ranks))
+    return sum(losses)
+
+
+def loss_of_engine_workers(mode: str, ranks: list[Rank], longest: int) -> float:
+    """workers/utils/losses.py, ppo_loss: agg_loss with the tokens and completions of the mini-batch of all ranks
+    (August)."""
+    completions = [completion for rank in ranks for micro_batch in rank for completion in micro_batch]
+    return loss_of_old_workers(mode, [[completions]], longest * (len(completions) if mode.endswith("norm") else 1))
+
+
+def our_loss(config: GRPOConfig, ranks: list[Rank]) -> float:
+    completions = [completion for rank in ranks for micro_batch in rank for completion in micro_batch]
+    constant = config.regularisation.norm_constant
+    if config.algorithm.loss_norm == "constant" and constant is None:
+        constant = float(config.sampling.max_new_tokens)
+    lengths = [tokens for tokens, _ in completions]
+    weights = token_weights(
+        lengths,
+        norm=config.algorithm.loss_norm,
+        total_tokens=sum(lengths),
+        total_sequences=len(lengths),
+        constant=constant,
+    )
+    losses = [torch.full((tokens,), loss, dtype=torch.float64) for tokens, loss in completions]
+    return float((weights * torch.cat(losses)).sum())
+
+
+def imported_loss(
+    tmp_path: Path, ranks: list[Rank], mode: str, *words: str, longest: int = 250
+) -> tuple[GRPOConfig, str]:
+    """(the imported config, the stated difference of the loss) for a config with these ranks and micro-batches."""
+    completions = sum(len(micro_batch) for rank in ranks for micro_batch in rank)
+    given = [f"{A}loss_agg_mode={mode}", f"{A}ppo_mini_batch_size={completions}"]
+    given += [f"{A}ppo_micro_batch_size_per_gpu={len(ranks[0][0])}"]
+    given += [f"trainer.n_gpus_per_node={len(ranks)}"]
+    given += [f"data.max_response_length={longest}", R + "n=1", R + "tensor_model_parallel_size=1"]
+    result = made(tmp_path, "ppo_trainer", [*given, *words])
+    (line,) = [line for line in result.mapped if line.key == A + "loss_agg_mode"]
+    return GRPOConfig.model_validate(result.config), line.difference
+
+
+MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [TWO_RANKS, SINGLE, [[TWO_RANKS[0][0]]]], ids=["two ranks", "single", "one"])
+def test_the_loss_of_januarys_workers_is_ours_or_said_to_differ(tmp_path: Path, mode: str, ranks: list[Rank]) -> None:
+    config, difference = imported_loss(tmp_path, ranks, mode, OLD)
+    same = our_loss(config, ranks) == pytest.approx(loss_of_old_workers(mode, ranks, 250))
+    assert same == (difference == "")
+    # the mean of the tokens of a micro-batch with several completions is the only one that differs
+    assert same == (mode != "token-mean" or ranks is not TWO_RANKS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_loss_of_the_engine_workers_is_ours(tmp_path: Path, mode: str) -> None:
+    config, difference = imported_loss(tmp_path, TWO_RANKS, mode, "trainer.use_v1=true")
+    august = loss_of_engine_workers(mode, TWO_RANKS, 250)
+    assert (our_loss(config, TWO_RANKS), difference) == (pytest.approx(august), "")
+    # in January a rank's sum is not divided by the completions, and FSDP averages over the ranks
+    config, difference = imported_loss(tmp_path, TWO_RANKS, mode, "trainer.use_legacy_worker_impl=disable")
+    january = august * 8 / 2 if mode.endswith("norm") else august
+    assert (our_loss(config, TWO_RANKS), difference) == (pytest.approx(january), "")
+
+
+def test_the_critic_of_januarys_engine_workers_is_said_to_differ(tmp_path: Path) -> None:
+    # workers/utils/losses.py, value_loss (January) reduces each micro-batch alone, and the engine adds them up
+    result = made(tmp_path, "ppo_trainer", [*CRITIC, "trainer.use_legacy_worker_impl=disable"])
+    (line,) = [line for line in result.mapped if line.key == "critic.loss_agg_mode"]
+    assert "adds up the losses of its micro-batches" in line.difference
+
+
+def test_a_config_of_no_known_version_says_what_the_versions_do(tmp_path: Path) -> None:
+    config, difference = imported_loss(tmp_path, TWO_RANKS, "token-mean")
+    assert our_loss(config, TWO_RANKS) == pytest.approx(loss_of_engine_workers("token-mean", TWO_RANKS, 250))
+    assert "exact with August 2026; the workers of January 2026 average" in difference
+    # the figure of the sentence
+    figure: list[Rank] = [[[(100, 1.0)], [(900, 2.0)]]]
+    theirs, ours = loss_of_old_workers("token-mean", figure, 1000), loss_of_engine_workers("token-mean", figure, 1000)
+    assert f"give {theirs:.2f}, and {ours:.2f} here" in difference
+
+
+@pytest.mark.parametrize(
+    ("mode", "words", "differs"),
+    [
+        ("token-mean", [], True),
+        # FSDP weighs a micro-batch by its completions, so a mean over completions stays one
+        ("seq-mean-token-mean", [], False),
+        ("seq-mean-token-sum-norm", [], True),
+        # Megatron weighs the micro-batches alike (megatron_actor.py, forward_backward_batch)
+        ("seq-mean-token-mean", [A + "strategy=megatron"], True),
+    ],
+)
+def test_micro_batches_by_tokens_of_januarys_workers(
+    tmp_path: Path, mode: str, words: list[str], differs: bool
+) -> None:
+    _, difference = imported_loss(tmp_path, TWO_RANKS, mode, OLD, A + "use_dynamic_bsz=true", *words)
+    assert (difference != "") == differs
+
+
+def test_ranks_that_share_a_sequence_have_its_micro_batches_in_common(tmp_path: Path) -> None:
+    # 8 GPUs, of which 8 share a sequence: one micro-batch of 4 completions in all, so their mean is one over all tokens
+    words = [OLD, "trainer.n_gpus_per_node=8", A + "ppo_micro_batch_size_per_gpu=4"]
+    group: list[Rank] = [[[(20, 1.0), (200, 3.0), (7, 2.0), (90, 5.0)]]]
+    layouts = [
+        [A + "ulysses_sequence_parallel_size=8"],
+        [A + "strategy=megatron", A + "megatron.tensor_model_parallel_size=4", A + "megatron.context_parallel_size=2"],
+    ]
+    for layout in layouts:
+        config, difference = imported_loss(tmp_path, group, "token-mean", *words, *layout)
+        assert (config.algorithm.loss_norm, difference) == ("token_mean", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "exact"),
+    [
+        ([], False),
+        # 8 ranks with one micro-batch of 4: the tokens of all ranks, if they are balanced
+        (["data.train_batch_size=32", "data.balance_dp_token=true"], True),
+        (["data.train_batch_size=64", "data.balance_dp_token=true"], False),
+        (["data.train_batch_size=32"], False),
+        (["data.train_batch_size=4", "trainer.n_gpus_per_node=1"], True),
+    ],
+)
+def test_the_sft_trainer_of_january_averages_micro_batches(tmp_path: Path, words: list[str], exact: bool) -> None:
+    # trainer/fsdp_sft_trainer.py, _compute_loss_and_backward and training_step
+    result = made(tmp_path, "sft_trainer", words)
+    differences = {line.key: line.difference for line in result.mapped}
+    assert (differences["data.micro_batch_size_per_gpu"] == "") == exact
+    engine = made(tmp_path, "sft_trainer_engine", ["data.use_dynamic_bsz=false"])
+    assert {line.key: line.difference for line in engine.mapped}["data.micro_batch_size_per_gpu"] == ""
+
+
+def test_the_end_of_an_answer_of_januarys_sft_is_said_to_differ(tmp_path: Path) -> None:
+    # utils/dataset/sft_dataset.py, SFTDataset: the answer and tokenizer.eos_token; MultiTurnSFTDataset: the template
+    keys = {"multiturn.enable=true": "", "multiturn.enable=false": "end-of-sequence token"}
+    for word, difference in keys.items():
+        result = made(tmp_path, "sft_trainer", ["data." + word])
+        (line,) = [line for line in result.mapped if line.key == "data.multiturn.enable"]
+        assert difference in line.difference
+        assert bool(difference) == bool(line.difference)
+
+
+def test_the_penalty_for_long_answers_ends_where_ours_does(tmp_path: Path) -> None:
+    # experimental/reward_loop/reward_manager/dapo.py: the expected length is max_resp_len less the buffer
+    buffer = "reward_model.reward_kwargs.overlong_buffer_cfg."
+    on = [buffer + word for word in ("enable=true", "len=100", "penalty_factor=1.0")]
+    limit = "reward_model.reward_kwargs.max_resp_len="
+    result = made(tmp_path, "ppo_trainer", [*on, limit + "512"])
+    assert result.config["rules"]["overlong_buffer"] == 100
+    with pytest.raises(VerlError, match="max_resp_len = 400: .*data.max_response_length=512"):
+        made(tmp_path, "ppo_trainer", [*on, limit + "400"])
+    made(tmp_path, "ppo_trainer", [limit + "400"])
+
+
+@pytest.mark.parametrize(
+    ("words", "sampling"),
+    [
+        ([R + "val_kwargs.temperature=0.6", R + "val_kwargs.top_p=0.9", R + "val_kwargs.n=4"], (0.6, 0.9, 4)),
+        ([R + "val_kwargs.n=4"], (0.0, 1.0, 1)),
+    ],
+)
+def test_the_validation_samples_at_its_temperature_without_do_sample(
+    tmp_path: Path, words: list[str], sampling: tuple[float, float, int]
+) -> None:
+    # experimental/agent_loop/agent_loop.py, generate_sequences reads val_kwargs.temperature and never do_sample
+    words = [*words, R + "val_kwargs.do_sample=false", "data.val_files=val.parquet"]
+    evaluation = GRPOConfig.model_validate(made(tmp_path, "ppo_trainer", words).config).evaluation
+    assert (evaluation.temperature, evaluation.top_p, evaluation.samples_per_prompt) == sampling
+
+
+@pytest.mark.parametrize(
+    ("words", "differs"),
+    [([], True), ([A + "ppo_mini_batch_size=1024"], False), ([A + "shuffle=true"], False)],
+)
+def test_the_order_of_several_mini_batches_is_said_to_differ(tmp_path: Path, words: list[str], differs: bool) -> None:
+    # dp_actor.py, update_policy: data.split(ppo_mini_batch_size); ours are shuffled by the run's seed
+    result = made(tmp_path, "ppo_trainer", words)
+    assert (A + "shuffle" in [line.key for line in result.mapped if line.difference]) == differs
+
+
+def test_the_kl_of_the_adaptive_controller_is_said_to_differ(tmp_path: Path) -> None:
+    # trainer/ppo/ray_trainer.py, apply_kl_penalty: the mean over sequences of the mean over their tokens
+    result = made(tmp_path, "ppo_trainer", ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"])
+    (line,) = [line for line in result.mapped if line.key == "algorithm.kl_ctrl.type"]
+    theirs, ours = (0.2 + 0.1) / 2, (100 * 0.2 + 900 * 0.1) / 1000
+    assert f"give {theirs:.2f} there and {ours:.2f} here" in line.difference
+
+
+@pytest.mark.parametrize("mode", ["cispo", "vanilla", "gspo"])
+def test_a_lower_clip_that_never_binds(tmp_path: Path, mode: str) -> None:
+    # core_algos.py, compute_policy_loss_cispo: clamp(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high), and ratio > 0
+    words = [A + f"policy_loss.loss_mode={mode}", A + "clip_ratio_low=10", A + "clip_ratio_high=0.2"]
+    algorithm = made(tmp_path, "ppo_trainer", words).config["algorithm"]
+    assert (algorithm["clip_range"], algorithm["clip_range_high"]) == (1.0, 0.2)
+
+
+def test_a_step_trains_on_the_prompts_that_january_draws(tmp_path: Path) -> None:
+    # trainer/ppo/ray_trainer.py, _create_dataloader (January): batches of gen_batch_size; trainer/ppo/v1 (August):
+    # steps of train_batch_size
+    words = ["data.train_batch_size=256", "data.gen_batch_size=512", A + "ppo_mini_batch_size=256", R + "n=8"]
+    for version, prompts in (("auto", 512), ("disable", 512)):
+        config = made(tmp_path, "ppo_trainer", [*words, f"trainer.use_legacy_worker_impl={version}"]).config
+        assert config["algorithm"]["samples_per_batch"] == prompts * 8
+    august = made(tmp_path, "ppo_trainer", [*words, "trainer.use_v1=true"]).config
+    assert august["algorithm"]["samples_per_batch"] == 256 * 8
+    with pytest.raises(VerlError, match="gen_batch_size = 512: January 2026 trains on these prompts"):
+        made(tmp_path, "ppo_trainer", words)
 
 
 @pytest.mark.parametrize("start", [3.0, 1.0 + 1e-8])
@@ -173,9 +440,7 @@ def rows(tmp_path: Path, count: int, batch: int) -> list[str]:
         (["trainer.total_epochs=3", "data.train_max_samples=5"], 3),
     ],
 )
-def test_a_pass_has_whole_batches_only_and_the_passes_end_the_run(
-    tmp_path: Path, words: list[str], steps: int
-) -> None:
+def test_a_pass_has_whole_batches_only_and_the_passes_end_the_run(tmp_path: Path, words: list[str], steps: int) -> None:
     # trainer/ppo/ray_trainer.py, _create_dataloader (drop_last=True) and fit (a loop over total_epochs)
     algorithm = made(tmp_path, "ppo_trainer", [*rows(tmp_path, 10, 4), *words]).config["algorithm"]
     assert (algorithm["steps"], algorithm.get("epochs")) == (steps, None)
@@ -267,6 +532,58 @@ def test_the_actor_is_trained_from_the_step_of_that_number_on(tmp_path: Path) ->
     for steps in (40, 300):
         config = made(tmp_path, "ppo_trainer", [*words, f"trainer.total_training_steps={steps}"]).config
         assert value_only_steps(config["credit"]["value_only_fraction"], steps) == 9
+
+
+MEGATRON = "model_engine=megatron"
+
+
+@pytest.mark.parametrize(
+    ("words", "rates"),
+    [
+        (["lr_warmup_steps=4"], [0.0, 0.125, 0.25, 0.375, 0.5, 0.5]),
+        (["lr_warmup_steps_ratio=0.38"], [0.0, 0.5 / 3, 1.0 / 3, 0.5, 0.5, 0.5]),
+        # FSDP's names are not Megatron's
+        (["lr_scheduler_type=cosine", "min_lr_ratio=0.1"], [0.5] * 6),
+    ],
+)
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_megatrons_schedule(tmp_path: Path, role: str, words: list[str], rates: list[float]) -> None:
+    # utils/megatron/optimizer.py; Megatron's OptimizerParamScheduler: init_lr + (max_lr - init_lr) step / warm-up
+    group = f"{A}optim." if role == "actor" else "critic.optim."
+    words = [*CRITIC, MEGATRON, "trainer.total_training_steps=10", f"{group}lr=0.5", *(group + word for word in words)]
+    config = PPOConfig.model_validate(made(tmp_path, "ppo_trainer", words).config)
+    optimizer = config.optimizer if role == "actor" else config.value_model.optimizer_over(config.optimizer)
+    schedule = schedule_of(optimizer)
+    assert [schedule.at(step, 10) for step in range(6)] == pytest.approx(rates)
+
+
+def test_megatrons_optimizer_has_betas_of_its_own_and_a_lowest_rate(tmp_path: Path) -> None:
+    # utils/megatron/optimizer.py, init_megatron_optim_config passes no betas; min_lr is a rate and not a share
+    words = [A + "optim." + word for word in ("betas=[0.8,0.95]", "lr=2e-6", "min_lr=5e-7", "lr_decay_style=cosine")]
+    optimizer = GRPOConfig.model_validate(made(tmp_path, "ppo_trainer", [*words, MEGATRON]).config).optimizer
+    assert (optimizer.beta1, optimizer.beta2) == (0.9, 0.999)
+    assert (optimizer.schedule, optimizer.min_lr_ratio) == ("cosine", pytest.approx(0.25))
+    veomni = [A + "optim." + word for word in ("lr=2e-6", "lr_min=5e-7")]
+    optimizer = GRPOConfig.model_validate(
+        made(tmp_path, "ppo_trainer", [*veomni, "model_engine=veomni"]).config
+    ).optimizer
+    # trainer/config/optim/veomni.yaml: a cosine by default
+    assert (optimizer.schedule, optimizer.min_lr_ratio) == ("cosine", pytest.approx(0.25))
+
+
+def test_a_schedule_that_ends_before_the_run_is_refused(tmp_path: Path) -> None:
+    words = [MEGATRON, "trainer.total_training_steps=10"]
+    made(tmp_path, "ppo_trainer", [*words, A + "optim.lr_decay_steps=10"])
+    with pytest.raises(VerlError, match="lr_decay_steps = 5: the schedule ends with the run, after 10 steps"):
+        made(tmp_path, "ppo_trainer", [*words, A + "optim.lr_decay_steps=5"])
+
+
+def test_videos_of_files_that_are_here_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["q"] * 8, "clips": ["v"] * 8}), tmp_path / "rows.parquet")
+    words = [f"data.train_files={tmp_path / 'rows.parquet'}", "data.train_batch_size=8", A + "ppo_mini_batch_size=8"]
+    made(tmp_path, "ppo_trainer", words)
+    with pytest.raises(VerlError, match="video_key = 'clips': the training files have this column"):
+        made(tmp_path, "ppo_trainer", [*words, "data.video_key=clips"])
 
 
 # -- engine ----------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """Reading verl's files: lists of defaults, overrides, interpolations."""
 
+import time
 from pathlib import Path
 
 import pytest
 
 from flows.configs.overrides import ConfigError
-from flows.verl.keys import KeyTable, Mapped
+from flows.verl.keys import KeyTable, Mapped, key_tables
 from flows.verl.read import Verl, VerlError, flatten, read_config
 
 
@@ -30,7 +31,7 @@ def test_a_list_of_defaults_is_composed_in_its_order(tmp_path: Path) -> None:
         "defaults:\n  - base\n  - actor@actor_rollout_ref.actor: dp\n  - _self_\n  - model: nowhere\n"
         "trainer: {total_epochs: 3}\nactor_rollout_ref: {actor: {optim: {lr: 2e-6}}}\n",
     )
-    values, missing = read_config(main)
+    values, missing, _ = read_config(main)
     assert values == {
         "trainer.total_epochs": 3, "trainer.nnodes": 2, "data.seed": 1, "actor_rollout_ref.actor.optim.lr": 2e-6,
         "actor_rollout_ref.actor.optim.betas": [0.9, 0.99], "actor_rollout_ref.actor.strategy": "fsdp",
@@ -50,16 +51,51 @@ def test_a_chosen_engine_names_the_files_and_their_headers_the_groups(tmp_path: 
     assert read_config(main)[0] == values
     chosen = {"model_engine": "megatron", "a.actor.strategy": "megatron"}
     assert read_config(main, ["model_engine=megatron"])[0] == values | chosen
+    over = write(tmp_path, "over.yaml", "defaults: [main, {override model_engine: megatron}, _self_]\n")
+    assert read_config(over)[0] == values | chosen
     bad = write(tmp_path, "bad.yaml", "defaults: ['actor@a': '${nothing}_actor']\n")
     with pytest.raises(VerlError, match="'nothing' in defaults|names 'nothing'"):
         read_config(bad)
 
 
-def test_a_choice_without_files_is_verls_default_or_refused(tmp_path: Path) -> None:
+def test_the_header_of_a_file_is_found_in_linear_time(tmp_path: Path) -> None:
+    # a regular expression with nested repeats took 5.6 s for 26 blank lines
+    for name, top in (("late", "\n" * 100_000 + "# a comment\n#  @package  data.x\n"), ("none", "\n" * 100_000)):
+        write(tmp_path, f"rules/{name}.yaml", top + "limit: 3\n# @package late\n")
+    expected = {"late": {"data.x.limit": 3}, "none": {"rules.limit": 3}}
+    for name, values in expected.items():
+        main = write(tmp_path, f"{name}.yaml", f"defaults: [rules: {name}]\n")
+        started = time.process_time()
+        assert read_config(main)[0] == values
+        assert time.process_time() - started < 5
+
+
+def test_a_choice_without_files_is_described_by_the_table_or_refused(tmp_path: Path) -> None:
     main = write(tmp_path, "main.yaml", "x: 1\n")
-    assert read_config(main, ["optim=fsdp", "model_engine=dp"])[0] == {"x": 1, "model_engine": "dp"}
-    with pytest.raises(VerlError, match="optim=veomni: there is no file of this option here"):
-        read_config(main, ["optim=veomni"])
+    read = read_config(main, ["optim=fsdp", "model_engine=dp"])
+    assert read.values == {"x": 1, "model_engine": "dp"}
+    assert read.options == {"optim=fsdp": False, "model_engine=dp": False}
+    table = KeyTable(mapped={"optim.lr": Mapped(1e-3, ())}, options={"optim=slow": {"optim.lr": 1e-5}})
+    assert Verl({}, table, kind="sft_trainer_engine", options={"optim=slow": True}).get("optim.lr") == 1e-5
+    assert Verl({}, table, kind="sft_trainer_engine").get("optim.lr") == 1e-3
+    with pytest.raises(VerlError, match="optim=fast: there is no file of this option here; expected optim=slow"):
+        Verl({}, table, kind="sft_trainer_engine", options={"optim=fast": False})
+    assert Verl({}, table, kind="sft_trainer_engine", options={"optim=fast": True}).get("optim.lr") == 1e-3
+
+
+def test_a_package_that_is_the_groups_own_is_no_other_group(tmp_path: Path) -> None:
+    """verl's sft_trainer_engine.yaml begins with `optim@optim: fsdp`, and `optim=megatron` chooses another file."""
+    for name, rate in (("fsdp", 1e-5), ("megatron", 1e-4)):
+        write(tmp_path, f"optim/{name}.yaml", f"lr: {rate}\n")
+    main = write(tmp_path, "main.yaml", "defaults: [{optim@optim: fsdp}, _self_]\n")
+    assert read_config(main)[0] == {"optim.lr": 1e-5}
+    read = read_config(main, ["optim=megatron"])
+    assert (read.values, read.options) == ({"optim.lr": 1e-4}, {"optim=megatron": True})
+
+
+def test_values_with_hydras_escapes_are_texts(tmp_path: Path) -> None:
+    main = write(tmp_path, "main.yaml", "x: 1\n")
+    assert read_config(main, ["a={b.\\{*\\}:{}}"]).values["a"] == "{b.\\{*\\}:{}}"
 
 
 def test_the_last_word_for_a_key_counts_and_may_be_empty(tmp_path: Path) -> None:
@@ -75,7 +111,7 @@ def test_what_comes_after_self_goes_over_it(tmp_path: Path) -> None:
 
 def test_words_of_verls_command_line_go_over_the_file(tmp_path: Path) -> None:
     main = write(tmp_path, "main.yaml", "data: {seed: 2}\n")
-    values, _ = read_config(main, ["data.seed=3", "+data.x=[a, b]"])
+    values, _, _ = read_config(main, ["data.seed=3", "+data.x=[a, b]"])
     assert values == {"data.seed": 3, "data.x": ["a", "b"]}
 
 
@@ -145,3 +181,38 @@ def test_interpolations_of_nothing_are_refused_by_key(value: str, words: list[st
         Verl({"rollout.kind": value}, TABLE, kind="ppo_trainer").get("rollout.kind")
     for word in words:
         assert word in str(caught.value)
+
+
+def verl_of(tmp_path: Path, text: str) -> Verl:
+    main = write(tmp_path, "main.yaml", text)
+    return Verl(read_config(main)[0], key_tables()["ppo_trainer"], kind="ppo_trainer")
+
+
+def test_interpolations_that_multiply_are_refused(tmp_path: Path) -> None:
+    # 1 kB that stands for 3**30 values
+    lines = [f"k{index}: ${{k{index + 1}}}${{k{index + 1}}}${{k{index + 1}}}\n" for index in range(30)]
+    started = time.process_time()
+    with pytest.raises(VerlError, match=r"interpolations make more than 100,000 values or .*; write the values"):
+        verl_of(tmp_path, "".join(lines) + "k30: x\n").get("k0")
+    # and one whose texts are long
+    with pytest.raises(VerlError, match="interpolations make more than"):
+        verl_of(tmp_path, f"a: {'x' * 500_000}\nb: {'${a}' * 100}\n").get("b")
+    assert time.process_time() - started < 10
+
+
+def test_files_that_multiply_are_refused(tmp_path: Path) -> None:
+    for index in range(20):
+        write(tmp_path, f"f{index}.yaml", f"defaults: [f{index + 1}, f{index + 1}, f{index + 1}]\n")
+    write(tmp_path, "f20.yaml", "x: 1\n")
+    with pytest.raises(VerlError, match="lists of defaults name more than 100 files or 4,194,304 bytes"):
+        read_config(tmp_path / "f0.yaml")
+
+
+def test_names_that_multiply_are_refused(tmp_path: Path) -> None:
+    main = write(tmp_path, "main.yaml", f"{'k' * 900}: {{a: 1, b: 2}}\n")
+    with pytest.raises(VerlError, match="has more than 300 characters"):
+        read_config(main)
+    write(tmp_path, "deep/x.yaml", "a: 1\n")
+    main = write(tmp_path, "main.yaml", f"defaults: [{{'deep@{'a.' * 140}b': x}}]\n")
+    with pytest.raises(VerlError, match="its package has more than 32 levels"):
+        read_config(main)

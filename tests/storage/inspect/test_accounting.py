@@ -28,6 +28,46 @@ def segment(index: int, policy_state: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def test_a_second_sampling_of_prompts_that_have_grades_is_a_problem() -> None:
+    """Two shards of one prompt with a completion each. The second one says that it was sampled again."""
+    for first_status, problems in (("ignored", 0), ("ok", 1)):
+        store = open_store(f"memory://accounting-{uuid4().hex}")
+        chain = Chain(store, "r", "0-grpo", "policy")
+        chain.create_root(Root(base_digest="0" * 64))
+        parent, rows, parents = chain.policy(0), [], [chain.policy(0).uri]
+        for shard, status in enumerate((first_status, "ok")):
+            rollout = {
+                "prompt_index": 0, "prompt_id": "p", "completion": shard, "seed": shard, "prompt_ids": [1],
+                "completion_ids": [2], "logprobs": [-1.0], "stop_reason": "eos", "text": "a", "thread": "{}",
+                "policy_state": parent.state,
+            }  # fmt: skip
+            rollouts = commit_table(
+                store, keys.step_artifact("r", "0-grpo", 0, "rollouts", shard), table_of([rollout], "rollouts"),
+                kind="rollouts", parents=[parent.uri], provenance=PROVENANCE,
+                extra={"prompts": 1, "dropped": 0, **({"resampled": True} if shard else {})},
+            )  # fmt: skip
+            grade = {
+                "prompt_index": 0, "prompt_id": "p", "completion": shard, "status": status, "reason": "",
+                "reward": 1.0 if status == "ok" else None,
+            }  # fmt: skip
+            graded = commit_table(
+                store, keys.step_artifact("r", "0-grpo", 0, "graded", shard), table_of([grade], "graded"),
+                kind="graded", parents=[rollouts.uri], provenance=PROVENANCE,
+            )  # fmt: skip
+            parents += [rollouts.uri, graded.uri]
+            if status == "ok":
+                rows.append({"group": "p", "completion": shard, "token_ids": [1, 2], "loss_mask": [False, True]})
+        batch = commit_table(
+            store, keys.step_artifact("r", "0-grpo", 0, "batch", 0), table_of(rows, "batch"), kind="batch",
+            parents=parents, provenance=PROVENANCE,
+        )  # fmt: skip
+        request = StepRequest(parent=parent, batch=batch, loss={}, optimizer=OptimizerSpec(lr=1.0))
+        record = CommitRecord(request=request, state=request.next_state(), updates=1, numerics=NUMERICS)
+        found = check_accounting(store, record)
+        assert len(found) == problems
+        assert all("samples prompts again although their completions have grades" in problem for problem in found)
+
+
 def table_of(rows: list[dict[str, Any]], kind: str) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=SCHEMAS[kind])
 

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session, validate_repo_id
 
-from storage.registry.hub import HubError, HubRepo, RepoKind, hub_errors_explained, parse_hub_repo, record_imported
+from storage.registry.hub import HubError, HubRepo, RepoKind, checked_hub, parse_hub_repo, record_imported
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import open_store
 
@@ -34,7 +34,7 @@ def test_a_name_that_no_hub_can_have_is_refused(name: str) -> None:
     assert repo is not None
     with (
         pytest.raises(HubError, match=r"cannot exist on a hub, and there is no such folder in /.*\. Check the name$"),
-        hub_errors_explained(repo),
+        checked_hub(repo),
     ):
         validate_repo_id(repo.repo)
 
@@ -44,15 +44,16 @@ def test_a_folder_that_exists_is_not_denied(tmp_path: Path, monkeypatch: pytest.
     Path("ada/my--model").mkdir(parents=True)
     with (
         pytest.raises(HubError, match=r"cannot exist on a hub: "),
-        hub_errors_explained(HubRepo("model", "ada/my--model")),
+        checked_hub(HubRepo("model", "ada/my--model")),
     ):
         validate_repo_id("ada/my--model")
 
 
-def test_a_download_that_never_began_did_not_break_off() -> None:
+def test_a_download_that_never_began_did_not_break_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     with (
         pytest.raises(HubError, match="is not, or not completely, on this machine, and http.* cannot be reached"),
-        hub_errors_explained(HubRepo("model", "ada/tiny", "a" * 40)),
+        checked_hub(HubRepo("model", "ada/tiny", "a" * 40)),
     ):
         # no server listens on port 1
         get_session().get("http://127.0.0.1:1/")
@@ -62,7 +63,7 @@ def test_a_download_that_never_began_did_not_break_off() -> None:
 @pytest.mark.parametrize("kind", ["model", "dataset"])
 def test_a_full_disk_names_the_folders_that_are_written(kind: RepoKind, error: OSError) -> None:
     config = pytest.importorskip("datasets").config
-    with pytest.raises(HubError, match="the disk is full") as refusal, hub_errors_explained(HubRepo(kind, "ada/x")):
+    with pytest.raises(HubError, match="the disk is full") as refusal, checked_hub(HubRepo(kind, "ada/x")):
         raise error
     assert str(constants.HF_HUB_CACHE) in str(refusal.value)
     assert (str(config.HF_DATASETS_CACHE) in str(refusal.value)) == (kind == "dataset")

@@ -18,7 +18,7 @@ from storage.chain.records import Chain, OptimizerSpec, StepRequest
 from storage.errors import ArtifactConflict
 from storage.store import keys
 from storage.store.artifacts import read_manifest
-from storage.store.tables import SCHEMAS, commit_table
+from storage.store.tables import SCHEMAS, commit_table, read_table
 from tasks.batches.columns import group_advantages
 from tasks.batches.ppo import ValuePlan, value_batch
 from tasks.batches.rl import BatchPlan, rollout_batch
@@ -111,18 +111,29 @@ async def test_two_models_of_one_stage_do_not_train_on_each_others_samples(batch
             await again
 
 
-async def test_a_step_without_one_gradable_completion_is_refused(batches: BatchWorkspace) -> None:
+async def test_a_step_without_a_grade_has_an_empty_batch(batches: BatchWorkspace) -> None:
     rollouts = await batches.sample()
-    with pytest.raises(BadSpec, match="no gradable completion: all 8 sampled completions"):
-        await batches.batch(rollouts, batches.commit_grades(rollouts, [None] * 8))
+    graded = batches.commit_grades(rollouts, [None] * 8)
+    plan = BatchPlan(reference=batches.policy)
+    batch = await rollout_batch(batches.workspace, batches.policy, [rollouts], [graded], plan, step=0)
+    assert batch.rows == 0 and len(read_table(batches.workspace.open_store(), batch)) == 0
+    assert read_manifest(batches.workspace.open_store(), batch.key).extra == {"prompts": 0, "logprob_gap": None}
 
 
-async def test_a_step_of_ppo_without_one_gradable_completion_is_refused(batches: BatchWorkspace) -> None:
+async def test_a_step_of_ppo_without_a_grade_has_an_empty_batch(batches: BatchWorkspace) -> None:
     rollouts = await batches.sample()
     graded = batches.commit_grades(rollouts, [None] * 8)
     plan, values = BatchPlan(reference=batches.policy), ValuePlan(value=batches.policy)
-    with pytest.raises(BadSpec, match="no gradable completion: all 8 sampled completions"):
-        await value_batch(batches.workspace, batches.policy, [rollouts], [graded], plan, values, step=0)
+    batch = await value_batch(batches.workspace, batches.policy, [rollouts], [graded], plan, values, step=0)
+    assert batch.rows == 0
+
+
+async def test_graded_completions_that_a_rule_leaves_out_are_refused(batches: BatchWorkspace) -> None:
+    rollouts = await batches.sample()
+    graded = batches.commit_grades(rollouts, [1.0] * 7 + [None])
+    plan = BatchPlan(reference=None, drop_equal_groups=True)
+    with pytest.raises(BadSpec, match="of 8 sampled completions 7 got a grade, and each of these is empty or left out"):
+        await rollout_batch(batches.workspace, batches.policy, [rollouts], [graded], plan, step=0)
 
 
 # -- odd groups --------------------------------------------------------------------------------------------------

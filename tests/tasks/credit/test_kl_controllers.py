@@ -51,6 +51,13 @@ def test_an_adaptive_coefficient_follows_its_target(kl: float | None, factor: fl
     assert control.state(0.2) == {"kl_beta": 0.2}
 
 
+@pytest.mark.parametrize(("kl", "factor"), [(0.0, 0.8), (0.4, 1.2)])
+def test_a_step_of_many_horizons_changes_an_adaptive_coefficient_by_a_fifth(kl: float, factor: float) -> None:
+    """24 completions are 6 horizons of 4: without a bound, the first factor would be 1 - 0.2 · 6 = -0.2."""
+    control = AdaptiveKL(beta=0.1, target=0.2, horizon=4)
+    assert control.next(record(kl, beta=0.1), samples=24) == pytest.approx(0.1 * factor, rel=1e-12)
+
+
 @pytest.mark.parametrize("wrong", [{"beta": 0.0}, {"beta": 0.1, "target": 0.0}, {"beta": 0.1, "horizon": 0.0}])
 def test_a_controller_without_anything_to_hold_on_to_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValidationError):

@@ -38,8 +38,8 @@ def test_a_difference_is_of_the_prompts_that_both_have_a_grade_for_in_pairs() ->
     assert (difference.first, difference.second, difference.cell) == ("m1", "m2", "sums/exact")
     assert difference.paired is not None
     assert difference.paired.difference == pytest.approx(1 / 3)
-    # t(0.975, 2) = 4.303, s = 0.2887 of (0.5, 0.5, 0): half = 4.303 * 0.2887 / sqrt(3) = 0.7172
-    assert difference.paired.low == pytest.approx(1 / 3 - 0.7172, abs=1e-3)
+    # With a weight for -1 more, P(mean < c) = (c + 1)³ / (1.5 · 1.5 · 1) = 0.025 for c < 0.
+    assert difference.paired.low == pytest.approx((0.025 * 2.25) ** (1 / 3) - 1, abs=1e-6)
     assert difference.verdict == "within chance"
 
 
@@ -50,13 +50,14 @@ def test_a_score_is_a_mean_over_prompts_and_counts_what_is_masked() -> None:
     assert (score.prompts, score.completions, score.masked) == (4, 10, 2)
 
 
-def test_the_interval_of_pass_at_k_stays_within_0_and_1() -> None:
+@pytest.mark.parametrize("grader", ["exact", "exact pass@4"])
+def test_the_interval_of_scores_between_0_and_1_stays_within_them(grader: str) -> None:
     values = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.5}
-    (plain,) = compare(rows("m1", values)).scores
-    (score,) = compare([row | {"grader": "exact pass@4"} for row in rows("m1", values)]).scores
-    # 0.875 ± t(0.975, 3) = 3.182 times s / √4 = 0.125
-    assert (plain.low, plain.high) == (pytest.approx(0.4772, abs=1e-4), pytest.approx(1.2728, abs=1e-4))
-    assert (score.mean, score.low, score.high) == (0.875, plain.low, 1.0)
+    (score,) = compare([row | {"grader": grader} for row in rows("m1", values)]).scores
+    # With a weight for 1 more, P(mean < c) = P(weight of 0.5 > 2 (1 - c)) = (1 - 2 (1 - c))⁴ = 0.975.
+    assert (score.mean, score.high) == (0.875, pytest.approx((1 + 0.975**0.25) / 2, abs=1e-6))
+    none = compare([row | {"grader": grader} for row in rows("m1", dict.fromkeys("abcdefghijklmnopqrstuvwx", 0.0))])
+    assert score_table(none)[0]["95 % interval"] == "0.000 to 0.142"  # 0 of 24: 1 - 0.025^(1/24)
 
 
 def test_pass_at_k_of_too_few_answers_says_why_it_has_no_mean() -> None:
@@ -92,23 +93,24 @@ def test_a_model_without_a_grade_has_no_mean() -> None:
 
 def test_one_prompt_is_no_evidence() -> None:
     (difference,) = compare(rows("m1", {"a": 0.0}) + rows("m2", {"a": 1.0})).differences
-    assert difference.paired is not None and difference.paired.low is None
+    # (c + 1) / 2 = 0.025 at the lower end
+    assert difference.paired is not None and difference.paired.low == pytest.approx(-0.95)
     assert difference.verdict == "within chance"
 
 
 def test_a_clear_difference_says_its_direction() -> None:
-    up = {"a": 1.0, "b": 1.0, "c": 0.9}
-    down = {"a": 0.0, "b": 0.1, "c": 0.0}
+    up = {"a": 1.0, "b": 1.0, "c": 0.9, "d": 1.0, "e": 1.0, "f": 1.0}
+    down = {"a": 0.0, "b": 0.1, "c": 0.0, "d": 0.0, "e": 0.0, "f": 0.0}
     comparison = compare(rows("m1", up) + rows("m2", down))
     assert comparison.differences[0].verdict == "lower, beyond chance"
     assert "lower, beyond chance" in comparison_markdown(comparison)
-    assert score_table(comparison)[0]["mean"] == pytest.approx(0.9667)
+    assert score_table(comparison)[0]["mean"] == pytest.approx(0.9833)
 
 
 def test_a_sentence_has_both_means_and_the_certainty_of_their_difference() -> None:
-    # on a, b and c: (0 + 0.5 + 1) / 3, (0.5 + 1 + 1) / 3; the interval as above
+    # on a, b and c: (0 + 0.5 + 1) / 3, (0.5 + 1 + 1) / 3; the lower end as above, the upper one 1 - (0.025 / 4)^(1/3)
     assert comparison_sentences(compare(rows("m1", FIRST) + rows("m2", SECOND))) == (
-        "- **sums**, graded by **exact**: `m1` 0.500, `m2` 0.833, change +0.333 (95 % interval -0.384 to +1.050) "
+        "- **sums**, graded by **exact**: `m1` 0.500, `m2` 0.833, change +0.333 (95 % interval -0.617 to +0.816) "
         "on 3 prompts: within chance.\n"
     )
     nothing = compare(rows("m1", {"a": 1.0, "b": None}) + rows("m2", {"a": None, "b": 1.0}))

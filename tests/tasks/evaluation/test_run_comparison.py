@@ -24,9 +24,9 @@ def run(name: str, rewards: dict[str, float] | None = None, steps: int = 3, **co
     )  # fmt: skip
 
 
-GOOD = {"a": 0.9, "b": 1.0, "c": 0.8, "d": 0.9}
-NEAR = {"b": 0.9, "a": 1.0, "c": 0.7, "d": 0.9}
-BAD = {"a": 0.1, "b": 0.2, "c": 0.1, "d": 0.0}
+GOOD = dict(zip("abcdefgh", [0.9, 1.0, 0.8, 0.9, 1.0, 0.9, 0.8, 0.9], strict=True))
+NEAR = {"b": 0.9, "a": 1.0, "c": 0.7, "d": 0.9, "e": 0.9, "f": 1.0, "h": 0.9, "g": 0.8}
+BAD = dict(zip("abcdefgh", [0.1, 0.2, 0.1, 0.0, 0.1, 0.0, 0.2, 0.1], strict=True))
 
 
 def test_runs_are_ranked_and_paired_with_the_best_by_prompt() -> None:
@@ -37,7 +37,9 @@ def test_runs_are_ranked_and_paired_with_the_best_by_prompt() -> None:
     ]  # fmt: skip
     assert ranked[0].difference is None and ranked[3].mean is None
     # the order of the prompts in a run's table means nothing
-    assert ranked[1].difference == paired_difference([0.9, 1.0, 0.8, 0.9], [1.0, 0.9, 0.7, 0.9])
+    assert ranked[1].difference == paired_difference(
+        [0.9, 1.0, 0.8, 0.9, 1.0, 0.9, 0.8, 0.9], [1.0, 0.9, 0.7, 0.9, 0.9, 1.0, 0.8, 0.9]
+    )
 
 
 def test_runs_on_other_prompts_are_not_compared() -> None:
@@ -46,9 +48,11 @@ def test_runs_on_other_prompts_are_not_compared() -> None:
 
 
 def test_a_run_that_beats_the_best_on_the_prompts_of_both_is_said_to() -> None:
-    ranked = rank([run("a", {"x": 1.0, "y": 0.0, "z": 0.1}), run("b", {"y": 0.3, "z": 0.41})])
+    shared = "pqrstuvwxy"
+    first = dict.fromkeys(shared, 0.0) | dict.fromkeys("abcdefghijklmno01234", 1.0)
+    ranked = rank([run("a", first), run("b", dict.fromkeys(shared, 0.6))])
     assert [one.run for one in ranked] == ["a", "b"]
-    assert ranked[1].verdict == "higher on the prompts of both"  # +0.30 and +0.31
+    assert ranked[1].verdict == "higher on the prompts of both"  # 10 times +0.6
 
 
 def test_config_differences_are_the_keys_that_differ() -> None:

@@ -52,6 +52,18 @@ async def test_no_grader_that_counts_answered(values: list[Any]) -> None:
         await CombinedGrader("c", graders, [1.0, 0.0]).grade(THREAD)
 
 
+async def test_the_reason_of_each_grader_is_kept() -> None:
+    graders = [says("tone", SILENT), says("facts", IgnoreGradeException("no documents"))]
+    with pytest.raises(IgnoreGradeException) as ignored:
+        await CombinedGrader("c", graders).grade(THREAD)
+    assert str(ignored.value) == (
+        "no grader of 'c' with a weight above 0 gave a grade: tone: no grade (nothing to say); "
+        "facts: no grade (no documents)"
+    )
+    grade = await CombinedGrader("c", [says("tone", SILENT), says("facts", 0.5)]).grade(THREAD)
+    assert grade.reasoning == "tone: no grade (nothing to say); facts: 0.5"
+
+
 async def test_a_grader_that_fails_masks_the_whole_grade() -> None:
     combined = CombinedGrader("c", [says("a", 1.0), says("b", ZeroDivisionError("oh"))])
     (outcome,) = await grade_threads(combined, [THREAD], retries=0)

@@ -99,6 +99,21 @@ async def test_not_applicable_and_unusable_are_ignored_and_counted() -> None:
     assert (logs["unusable/count"], logs["unusable/mean"], logs["repaired/mean"]) == (4.0, 0.25, 0.25)
 
 
+async def test_a_lenient_judge_takes_a_verdict_in_prose() -> None:
+    prose = "I think that the reply is right: PASS"
+    strict = BinaryJudgeGrader("b", ScriptedJudge(in_order(prose, prose)), "Is it right?")
+    with pytest.raises(UnusableAnswer):
+        await strict.grade(THREAD)
+    lenient = BinaryJudgeGrader("b", ScriptedJudge(in_order(prose)), "Is it right?", lenient=True)
+    assert (await lenient.grade(THREAD)).value == 1.0
+    assert lenient.get_logs()["repaired/mean"] == 0.0
+    scored = RangeJudgeGrader("r", ScriptedJudge(in_order("3 out of 5")), "Clear?", (1, 5), ["Look."], lenient=True)
+    assert (await scored.grade(THREAD)).value == 0.5
+    # JSON has precedence, and prose with both verdicts is no answer
+    both = BinaryJudgeGrader("b", ScriptedJudge(in_order("PASS or FAIL", f"PASS? {FAIL}")), "Right?", lenient=True)
+    assert (await both.grade(THREAD)).value == 0.0
+
+
 async def test_what_a_binary_judge_reads() -> None:
     judge = ScriptedJudge(in_order(PASS))
     shots = [

@@ -3,8 +3,9 @@ TensorBoard is installed, its event file is read back."""
 
 from __future__ import annotations
 
-import logging
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,7 @@ from tasks.loggers.stage_loggers import Loggers
 from tasks.loggers.tables import Table
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.step_metrics import write_metrics
+from tests.fixtures.waiting import wait_until
 
 
 def policy(step: int, stage: str = "0-sft") -> PolicyRef:
@@ -109,10 +111,12 @@ def test_a_resume_logs_no_step_twice_and_none_too_few(
     fake(monkeypatch, "swanlab", init=swanlab.init)
     loggers = Loggers(store, policy(0), ["swanlab"], run)
     record(store, loggers, 0)
+    loggers.flush()
     write_metrics(store, policy(2), metrics(1))
     resumed = Loggers(store, policy(2), ["swanlab"], run)
     resumed.step(metrics(1))
     record(store, resumed, 2)
+    resumed.close()
     assert [step for step, _ in swanlab.lines] == [1, 2, 3]
     assert len(swanlab.opened[0]["id"]) == 21
 
@@ -132,6 +136,7 @@ def test_what_was_measured_on_held_out_rows(
         loggers = Loggers(store, policy(0), ["swanlab"], run)
         loggers.validation(Validation(name="held-out", step=2, measures={"reward": 0.5}))
         loggers.validation(Validation(name="empty", step=2))
+        loggers.close()
     assert swanlab.lines == [(0, {"held-out/reward": 0.25}), (2, {"held-out/reward": 0.5})]
 
 
@@ -140,9 +145,12 @@ def test_a_further_stage_has_figures_of_its_own(
 ) -> None:
     swanlab = Recorder()
     fake(monkeypatch, "swanlab", init=swanlab.init)
-    record(store, Loggers(store, policy(0), ["swanlab"], run), 0)
+    first = Loggers(store, policy(0), ["swanlab"], run)
+    record(store, first, 0)
+    first.close()
     later = Loggers(store, policy(0, "1-gspo"), ["swanlab"], run)
     later.step(metrics(0))
+    later.close()
     assert "train/loss" in swanlab.lines[0][1] and "1-gspo/train/loss" in swanlab.lines[1][1]
 
 
@@ -200,21 +208,64 @@ def test_a_missing_package_is_named(
         Loggers(store, policy(0), [name], run)
 
 
-def test_a_service_that_is_away_is_said_once(
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.message.partition("; the run goes on")[0] for one in caplog.records if "logger" in one.message]
+
+
+def test_a_service_that_fails_is_said_once_and_gets_the_rest_when_the_run_is_resumed(
     store: ObjectStore, run: LoggedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def away(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no route")
+    swanlab = Recorder()
+    good_log = swanlab.log
 
-    fake(monkeypatch, "swanlab", init=lambda **_: SimpleNamespace(log=away, finish=away))
-    with caplog.at_level(logging.WARNING):
-        loggers = Loggers(store, policy(0), ["swanlab"], run)
-        for step in range(3):
-            record(store, loggers, step)
-        loggers.close()
-    assert [one.message for one in caplog.records if "swanlab" in one.message] == [
-        "the logger swanlab does not have all metrics: ConnectionError: no route"
-    ]
+    def log_two_steps(figures: Mapping[str, float], step: int | None = None) -> None:
+        if step == 3:
+            raise ConnectionError("no route")
+        good_log(figures, step)
+
+    fake(monkeypatch, "swanlab", init=swanlab.init)
+    monkeypatch.setattr(swanlab, "log", log_two_steps)
+    loggers = Loggers(store, policy(0), ["swanlab"], run)
+    for step in range(5):
+        record(store, loggers, step)
+    loggers.close()
+    assert warnings_of(caplog) == ["the logger swanlab does not have all metrics: ConnectionError: no route"]
+    assert [step for step, _ in swanlab.lines] == [1, 2]
+
+    monkeypatch.setattr(swanlab, "log", good_log)
+    Loggers(store, policy(5), ["swanlab"], run).close()
+    assert [step for step, _ in swanlab.lines] == [1, 2, 3, 4, 5]
+    assert [line["train/loss"] for _, line in swanlab.lines] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4, 1 / 5])
+
+
+def test_a_service_that_does_not_answer_holds_neither_the_steps_nor_the_end(
+    store: ObjectStore, run: LoggedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """W&B and MLflow try for minutes to connect."""
+    answers = threading.Event()
+    swanlab = Recorder()
+
+    def init(**arguments: Any) -> Recorder:
+        answers.wait(60)
+        return swanlab.init(**arguments)
+
+    fake(monkeypatch, "swanlab", init=init)
+    monkeypatch.setattr("tasks.loggers.stage_loggers.CONNECT_SECONDS", 0.5)
+    began = time.monotonic()
+    loggers = Loggers(store, policy(0), ["swanlab"], run)
+    for step in range(3):
+        record(store, loggers, step)
+    assert time.monotonic() - began < 0.5
+    loggers.close()
+    assert 0.5 <= time.monotonic() - began < 5
+    assert warnings_of(caplog) == ["the logger swanlab does not have all metrics: it has not connected within 0.5 s"]
+    assert swanlab.lines == []
+
+    # it connects after all, and is sent everything
+    answers.set()
+    wait_until(lambda: swanlab.finished, seconds=10)
+    assert [step for step, _ in swanlab.lines] == [1, 2, 3]
+    assert len(warnings_of(caplog)) == 1
 
 
 TABLE = Table(name="samples", step=2, rows=({"prompt": "a|b", "grade": 0.5}, {"prompt": "c\nd", "grade": None}))
@@ -243,11 +294,14 @@ def test_a_table_is_given_to_each_service_once(
         loggers = Loggers(store, policy(2), ["wandb", "swanlab", "mlflow"], run)
         loggers.table(TABLE)
         loggers.table(TABLE.model_copy(update={"rows": (), "step": 3}))
+        loggers.flush()
     columns, cells = ["prompt", "grade"], [["a|b", 0.5], ["c\nd", None]]
     assert wandb.lines == [(None, {"samples": (columns, cells), "step": 2})]
     assert swanlab.lines == [(2, {"samples": TABLE.markdown()})]
     assert files == [("m1", {"prompt": ["a|b", "c\nd"], "grade": [0.5, None]}, "samples/000002.json")]
-    Loggers(store, policy(0, "1-gspo"), ["swanlab"], run).table(TABLE)
+    later = Loggers(store, policy(0, "1-gspo"), ["swanlab"], run)
+    later.table(TABLE)
+    later.close()
     assert list(swanlab.lines[-1][1]) == ["1-gspo/samples"]
 
 
@@ -285,3 +339,64 @@ def test_tensorboard_reads_back_what_was_logged(store: ObjectStore, run: LoggedR
     assert {place: figure for place, figure in figures.items() if place[1] == "train/loss"} == {
         (1, "train/loss"): 1.0, (2, "train/loss"): 0.5
     }  # fmt: skip
+
+
+def table_after(step: int) -> Table:
+    return TABLE.model_copy(update={"step": step})
+
+
+def test_a_service_that_failed_late_names_both_reasons_and_gets_no_more_tables(
+    store: ObjectStore, run: LoggedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = threading.Event()
+
+    def init(**arguments: Any) -> Recorder:
+        answers.wait(60)
+        raise ConnectionError("no route")
+
+    fake(monkeypatch, "swanlab", init=init)
+    monkeypatch.setattr("tasks.loggers.stage_loggers.CONNECT_SECONDS", 0.1)
+    loggers = Loggers(store, policy(0), ["swanlab"], run)
+    wait_until(lambda: warnings_of(caplog), seconds=10)
+    loggers.table(table_after(1))  # this one waits for the service
+    answers.set()
+    wait_until(lambda: len(warnings_of(caplog)) == 2, seconds=10)
+    (sender,) = loggers._senders
+    wait_until(sender._ended.is_set, seconds=10)
+    waiting = sender._items.qsize()
+    for step in (2, 3):  # after the end, none waits
+        loggers.table(table_after(step))
+    assert sender._items.qsize() == waiting
+    loggers.close()
+    assert warnings_of(caplog) == [
+        "the logger swanlab does not have all metrics: it has not connected within 0.1 s",
+        "the logger swanlab does not have all metrics: ConnectionError: no route",
+        "the logger swanlab misses 3 tables, which are not sent later",
+    ]
+
+
+def test_a_slow_service_gets_what_did_not_fit_at_the_next_start(
+    store: ObjectStore, run: LoggedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = threading.Event()
+    swanlab = Recorder()
+
+    def init(**arguments: Any) -> Recorder:
+        answers.wait(60)
+        return swanlab.init(**arguments)
+
+    fake(monkeypatch, "swanlab", init=init, Text=lambda text: text)
+    monkeypatch.setattr("tasks.loggers.stage_loggers.MAX_WAITING", 3)
+    loggers = Loggers(store, policy(0), ["swanlab"], run)
+    for step in range(4):  # what is stored waits, and then two steps
+        record(store, loggers, step)
+    loggers.table(TABLE)
+    answers.set()
+    loggers.close()
+    assert [step for step, _ in swanlab.lines] == [1, 2]
+    assert warnings_of(caplog) == [
+        "the logger swanlab does not have all metrics: it is too slow: 3 items wait for it",
+        "the logger swanlab misses 1 tables, which are not sent later",
+    ]
+    Loggers(store, policy(4), ["swanlab"], run).close()
+    assert [step for step, _ in swanlab.lines] == [1, 2, 3, 4]

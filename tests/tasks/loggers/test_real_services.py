@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +46,8 @@ def wandb_records(path: Path) -> Iterator[bytes]:
             offset += 32768 - offset % 32768
             continue
         _, length, kind = struct.unpack_from("<IHB", data, offset)
+        if offset + 7 + length > len(data):  # not all of it is written yet
+            return
         record += data[offset + 7 : offset + 7 + length]
         offset += 7 + length
         if kind in (1, 4):  # a whole record, or its last fragment
@@ -52,15 +55,25 @@ def wandb_records(path: Path) -> Iterator[bytes]:
             record = b""
 
 
-def wandb_figures(folder: Path) -> Figures:
-    """The numbers in W&B's files, one file per process. All of them have the same run id."""
+def complete_records(path: Path) -> list[Any]:
+    """W&B's own process writes the file, and may end after `finish` returned. Its last record is the exit status."""
     from wandb.proto.wandb_internal_pb2 import Record
 
+    deadline = time.monotonic() + 60.0
+    while True:
+        records = [Record.FromString(data) for data in wandb_records(path)]
+        if any(record.HasField("exit") for record in records):
+            return records
+        assert time.monotonic() < deadline, f"{path} has no exit record"
+        time.sleep(0.1)
+
+
+def wandb_figures(folder: Path) -> Figures:
+    """The numbers in W&B's files, one file per process. All of them have the same run id."""
     figures: Figures = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         assert path.stem == f"run-{run_id(LoggedRun(project='of-tests', name='n', run='r'), 32)}"
-        for data in wandb_records(path):
-            record = Record.FromString(data)
+        for record in complete_records(path):
             items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
             figures += [(items["step"], name, value) for name, value in items.items() if name[0] != "_"]
     return [figure for figure in figures if figure[1] != "step"]
@@ -105,6 +118,9 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     folder = tmp_path / "logs"
     folder.mkdir()
     monkeypatch.chdir(tmp_path)
+    # a loaded machine may need longer to start a service
+    monkeypatch.setattr("tasks.loggers.stage_loggers.CONNECT_SECONDS", 600.0)
+    monkeypatch.setattr("tasks.loggers.stage_loggers.FLUSH_SECONDS", 600.0)
     for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     variables = {

@@ -93,10 +93,11 @@ def test_a_full_report_shows_every_part(full_report: str) -> None:
 
 
 def test_the_change_is_paired_over_prompts_graded_in_both() -> None:
-    # (0,1) (0,1) (1,1): differences 1, 1, 0: mean 0.667, s = 0.5774, half = 4.3027 · 0.5774 / √3 = 1.434
+    # (0,1) (0,1) (1,1): differences 1, 1, 0. The ends c of the interval, with a weight for -1 or for 1 more:
+    # P(mean < c) = (c + 1)³ / (2 · 2 · 1) = 0.025 for c < 0, and P(mean < c) = c³ = 0.975 for c > 0
     after = (summarise_evaluation("held-out", [1.0, 1.0, 1.0, 0.0]),)
     text = " ".join(Page(render_report(report(after=after))).text.split())
-    assert "held-out 0.333 1.000 +0.667 (-0.768 to +2.101) 3 2 / 0 within chance" in text
+    assert "held-out 0.333 1.000 +0.667 (-0.536 to +0.992) 3 2 / 0 within chance" in text
 
 
 def test_a_models_words_stay_words() -> None:

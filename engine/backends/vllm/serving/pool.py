@@ -43,6 +43,7 @@ from engine.backends.vllm.weight_sync.load_request import LoadRequest
 from engine.cluster.actors import ActorHandle
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, TokenIds
+from engine.text.stops import StopStrings
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class VllmPool:
         *,
         keep_weights: bool = False,
         delivery: WeightDelivery = FILE_DELIVERY,
+        is_connected: Callable[[], bool] = lambda: True,
     ) -> None:
         """Returns when all replicas are up.
 
@@ -68,12 +70,14 @@ class VllmPool:
             on_close: called after all replicas have ended.
             keep_weights: keep links to the last weights for replicas that restart. Without it, they can load them only
                 while the caller's files exist.
+            is_connected: whether the cluster of the replicas is still there.
 
         Raises:
             WorkerDied: a replica did not start. No replica is left running.
         """
         self.replicas: list[Replica] = []
         self._on_close, self._keep_weights, self._delivery = on_close, keep_weights, delivery
+        self._is_connected = is_connected
         self.accepts_tensors = delivery.accepts_tensors
         self._last_load: LoadRequest | None = None
         """The last weights that were sent to the replicas, for those that restart."""
@@ -289,6 +293,7 @@ class VllmPool:
         on_token: OnToken | None = None,
         *,
         adapter: str | None = None,
+        stops: StopStrings | None = None,
     ) -> list[Completion]:
         """Prompts may repeat. Calls `on_token` in the calling thread; with many prompts the tokens arrive in chunks."""
         completions, new_tokens = [PartialCompletion() for _ in prompts], TokenQueue()
@@ -301,7 +306,7 @@ class VllmPool:
             replica_seeds = [seeds[index] for index in indices]
             state = replica.loaded_state
             stream = replica.running_actor().stream(
-                "generate", state, distinct, prompt_indices, replica_seeds, json_params, chunk_tokens, adapter
+                "generate", state, distinct, prompt_indices, replica_seeds, json_params, chunk_tokens, adapter, stops
             )
             for index in indices:
                 completions[index].restart()  # a replica that has failed may have begun it
@@ -382,7 +387,8 @@ class VllmPool:
 
     @property
     def alive(self) -> bool:
-        return self._thread.alive  # until close(), the pool restarts dead replicas
+        # Until close() the pool restarts dead replicas, but a lost private Ray takes all of them along.
+        return self._thread.alive and self._is_connected()
 
     def close(self) -> None:
         """Ends every replica and all their processes."""
@@ -392,7 +398,9 @@ class VllmPool:
             self._on_close()
 
     async def _close(self) -> None:
-        await asyncio.gather(*(replica.close() for replica in self.replicas))
+        # A lost private Ray has taken the processes along, and must not be called.
+        if self._is_connected():
+            await asyncio.gather(*(replica.close() for replica in self.replicas))
         for supervisor in self._supervisors:
             supervisor.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)

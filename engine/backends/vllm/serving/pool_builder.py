@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from engine.cluster.actors import ActorHandle, node_address, start_actor
 from engine.cluster.connection import Cluster, connect
 from engine.cluster.inventory import take_inventory
 from engine.cluster.placement import SHARED_GPU, Bundle, Placement
-from engine.errors import BadSpec
+from engine.errors import BadSpec, WorkerDied
 from engine.specs.cluster import ClusterSpec
 from engine.specs.sampler import VllmSpec
 
@@ -76,10 +77,9 @@ def open_pool(
 
     def release_resources() -> None:
         try:
-            # The trainer releases its own placement. The replicas of a private Ray have one placement together.
+            # The trainer releases its own placement.
             if trainer_placement is None:
-                for placement in {id(place.placement): place.placement for place in places}.values():
-                    placement.remove()
+                _remove_placements(places)
         finally:
             connection.release()
 
@@ -95,7 +95,16 @@ def open_pool(
         raise
     # With LoRA the base is sent only once, so the pool must keep it for replicas that restart.
     keep_weights = options.max_lora_rank is not None
-    return VllmPool(make_replicas, release_resources, keep_weights=keep_weights, delivery=delivery)
+    return VllmPool(
+        make_replicas, release_resources, keep_weights=keep_weights, delivery=delivery,
+        is_connected=lambda: not connection.loss(),
+    )  # fmt: skip
+
+
+def _remove_placements(places: Iterable[ReplicaPlace]) -> None:
+    """Releases the bundles of replicas. Those of a private Ray have one placement together."""
+    for placement in {id(place.placement): place.placement for place in places}.values():
+        placement.remove()
 
 
 def _weight_delivery(spec: VllmSpec, device: torch.device) -> WeightDelivery:
@@ -108,7 +117,9 @@ def _weight_delivery(spec: VllmSpec, device: torch.device) -> WeightDelivery:
 def _start_process(
     actor_class: type[ReplicaActor], name: str, options: EngineOptions, place: ReplicaPlace, spec: VllmSpec
 ) -> ActorHandle:
-    """Starts the process of one replica, without vLLM yet."""
+    """Starts the process of one replica, without vLLM yet. Raises WorkerDied if a private Ray is gone."""
+    if loss := place.placement.cluster.loss():
+        raise WorkerDied(loss)
     return start_actor(
         actor_class,
         name,

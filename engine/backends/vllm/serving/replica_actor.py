@@ -14,6 +14,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from engine.backends.vllm.weight_sync.load_proofs import any_broken
 from engine.cluster.actors import ActorBase
 from engine.errors import SamplerOutOfSync, WorkerDied
 from engine.protocol import SamplingParams, TokenIds
+from engine.text.stops import CompletionEnd, StopStrings
 
 HEALTH_INTERVAL = 0.2
 """Seconds between two checks whether vLLM's engine still runs."""
@@ -142,6 +144,7 @@ class ReplicaActor(ActorBase):
         params: Mapping[str, Any],
         chunk_tokens: int,
         adapter_name: str | None,
+        stops: StopStrings | None = None,
     ) -> AsyncIterator[list[Chunk]]:
         """Yields the chunks of all completions as they are sampled. Closing the iterator ends the completions.
 
@@ -150,7 +153,8 @@ class ReplicaActor(ActorBase):
         Args:
             prompt_indices: for each completion, the index of its prompt in `prompts`.
             params: SamplingParams as JSON.
-            chunk_tokens: tokens per chunk.
+            chunk_tokens: tokens per chunk, at least, unless the completion ends.
+            stops: the strings of `params.stop`, for the tokens of the model's tokenizer.
         """
         await self._require_state(state)
         sampling_params = SamplingParams.model_validate(params)
@@ -160,11 +164,16 @@ class ReplicaActor(ActorBase):
 
         async def sample(index: int) -> None:
             request = vllm_api.vllm_params(sampling_params, seeds[index], self.options, stream=True)
-            request.stream_interval = chunk_tokens
+            # vLLM ends a completion at its stop tokens and its length. For strings, each token must be seen here.
+            request.stream_interval = chunk_tokens if stops is None else 1
             prompt = vllm_api.token_prompt(prompts[prompt_indices[index]], salt=salt)
-            async for output in self._client.generate(prompt, request, self._request_name(), lora_request=lora):
-                chunks.append(self._chunk(index, output, sampling_params))
-                has_news.set()
+            outputs = self._client.generate(prompt, request, self._request_name(), lora_request=lora)
+            end = CompletionEnd(sampling_params, self.options.eos_token_ids, stops)
+            # Closing the outputs before the last one makes vLLM abort the request.
+            async with aclosing(outputs):
+                async for chunk in self._chunks(index, outputs, sampling_params, end, chunk_tokens):
+                    chunks.append(chunk)
+                    has_news.set()
 
         # One task per completion collects its chunks. This generator yields what all tasks have collected meanwhile.
         tasks = [asyncio.create_task(sample(index)) for index in range(len(seeds))]
@@ -184,18 +193,24 @@ class ReplicaActor(ActorBase):
                 task.cancel()
             await asyncio.gather(*tasks, all_done, return_exceptions=True)
 
-    def _chunk(self, index: int, output: Any, params: SamplingParams) -> Chunk:
-        if output.outputs[0].finish_reason == "abort":
-            raise WorkerDied("vLLM aborted a completion")
+    @staticmethod
+    async def _chunks(
+        index: int, outputs: AsyncIterator[Any], params: SamplingParams, end: CompletionEnd, chunk_tokens: int
+    ) -> AsyncIterator[Chunk]:
+        """Yields the chunks of one completion until its end."""
         tokens: TokenIds = []
         logprobs: list[float] = []
-        for token, logprob in vllm_api.sampled(output.outputs[0], params):
-            tokens.append(token)
-            logprobs.append(logprob)
-        stop = None
-        if output.finished:
-            stop = vllm_api.stop_reason(tokens[-1], self.options.eos_token_ids, params)
-        return index, tokens, logprobs, stop
+        async for output in outputs:
+            if output.outputs[0].finish_reason == "abort":
+                raise WorkerDied("vLLM aborted a completion")
+            new_tokens, new_logprobs, stop = vllm_api.until_end(vllm_api.sampled(output.outputs[0], params), end)
+            tokens += new_tokens
+            logprobs += new_logprobs
+            if stop is not None or len(tokens) >= chunk_tokens:
+                yield index, tokens, logprobs, stop
+                tokens, logprobs = [], []
+            if stop is not None:
+                return
 
     async def score(self, state: str, sequences: Sequence[TokenIds], adapter_name: str | None) -> list[list[float]]:
         """Logprobs in nats of every token but the first, per sequence."""

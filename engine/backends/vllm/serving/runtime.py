@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.backends.protocol import OnToken
 from engine.protocol import Completion, SamplingParams, TokenIds
+from engine.text.stops import StopStrings
 
 EXTENSION = "engine.backends.vllm.weight_sync.extension.Extension"
 """Import path of the class that runs inside vLLM's workers: it loads weights, and reads them back from live layers."""
@@ -114,6 +115,7 @@ class Runtime(Protocol):
         on_token: OnToken | None = None,
         *,
         adapter: str | None = None,
+        stops: StopStrings | None = None,
     ) -> list[Completion]:
         """One completion per (prompt, seed), in order, all submitted together. The caller has checked the prompts.
 
@@ -121,6 +123,7 @@ class Runtime(Protocol):
             on_token: called with (index, token, logprob) of each new token. An exception of it aborts all completions
                 and is raised.
             adapter: name under which `load_adapter` loaded a LoRA adapter.
+            stops: the strings of `params.stop`, for the tokens of the model's tokenizer.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.shared_base import AdapterTrainer
 from engine.backends.vllm.serving.pool import VllmPool
 from engine.cluster.connection import Cluster
-from engine.protocol import TokenSequence
+from engine.protocol import SamplingParams, TokenSequence
 from engine.specs.adapters import LoraSpec
+from engine.text.tokenizers import load_tokenizer
+from tests.contracts.completion_ends import check_stop_strings
 from tests.engine.vllm.gating import PARAMS, move, spec_of
 from tests.engine.vllm.pools import call, count_requests, process_of, until
 
@@ -47,9 +50,9 @@ def adapter(base: Any) -> AdapterTrainer:
 
 
 @pytest.fixture
-def sampler(backend: Any, adapter: AdapterTrainer) -> Iterator[Any]:
+def sampler(backend: Any, adapter: AdapterTrainer, tiny_folder: Path) -> Iterator[Any]:
     """Both replicas up, and synced."""
-    sampler = backend.new_sampler(adapter)
+    sampler = backend.new_sampler(adapter, tokenizer=load_tokenizer(tiny_folder))
     until(lambda: all(replica.phase == "up" for replica in pool_of(sampler).replicas))
     sampler._shared.loaded = None  # who came back without weights gets them too
     sampler.sync(adapter, "state-0")
@@ -92,6 +95,25 @@ def test_an_adapter_goes_to_every_replica_and_follows_the_trainer(
     second = draw(sampler)
     assert_drawn_from(adapter, second)
     assert [one.logprobs for one in first] != [one.logprobs for one in second]
+
+
+def test_a_constrained_completion_fits_its_schema(sampler: Any, tiny_folder: Path) -> None:
+    tokenizer = load_tokenizer(tiny_folder)
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 22, 333]}}, "required": ["n"]}
+    text = json.dumps({**schema, "additionalProperties": False})
+    for completion in sampler.sample(PROMPTS, SEEDS, SamplingParams(max_new_tokens=32, json_schema=text)):
+        assert json.loads(tokenizer.decode(completion.token_ids))["n"] in (1, 22, 333)
+        assert completion.stop_reason == "eos"
+
+
+def test_a_stop_string_ends_at_the_token_that_completes_it(
+    backend: Any, adapter: AdapterTrainer, tiny_folder: Path
+) -> None:
+    tokenizer = load_tokenizer(tiny_folder)
+    sampler = backend.new_sampler(adapter, tokenizer=tokenizer)
+    sampler.sync(adapter, "state-0")
+    check_stop_strings(sampler, tokenizer)
+    sampler.close()
 
 
 def test_an_adapter_that_was_removed_is_in_no_replica(sampler: Any, adapter: AdapterTrainer) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.protocol import SamplingParams
 from flows.dpo import DPO
 from flows.grpo import GRPO
 from flows.gspo import GSPO
@@ -17,6 +18,7 @@ from tasks.graders.spec import grader_spec
 
 class Named:
     name = "policy"
+    sampling = SamplingParams()
 
 
 class Other(Named):

@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from engine.handles import TrainingModel
+from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
 from flows.configs.env_ppo import ENVPPOConfig
 from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig
@@ -26,7 +27,9 @@ from tests.fixtures.guessing import GuessFactory, guess_config
 
 GRADER = grader_spec("tests.fixtures.grading:even_share")
 PROMPTS = [StringThread([("user", "1")], {"secret": 1})]
-POLICY, VALUE = (cast(TrainingModel, SimpleNamespace(name=name)) for name in ("policy", "value"))
+POLICY, VALUE = (
+    cast(TrainingModel, SimpleNamespace(name=name, sampling=SamplingParams())) for name in ("policy", "value")
+)
 """A model that is only passed on."""
 
 
@@ -45,6 +48,7 @@ def env_ppo(**options: Any) -> ENVPPO:
 SINGLE: dict[str, Any] = {
     "dynamic_sampling": True, "max_refill_rounds": 2, "refill_end": "fail",
     "mask_truncated": True, "overlong_buffer": 8, "overlong_penalty": 0.5,
+    "max_skipped_steps": 3,
 }  # fmt: skip
 
 
@@ -105,6 +109,31 @@ def test_a_cap_on_weights_that_are_all_1_is_refused(make: Any) -> None:
     assert make(importance_cap=2.0).loss.importance_cap == 2.0
 
 
+@pytest.mark.parametrize("make", [grpo, gspo, ppo, env_grpo, env_gspo, env_ppo])
+def test_completions_of_an_older_policy_need_a_correction(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"max_staleness=1 trains on .* importance_cap, .* or old_logprobs='sampler'"):
+        make(max_staleness=1)
+    assert make(max_staleness=1, importance_cap=2.0).rules.max_staleness == 1
+    assert make(max_staleness=1, old_logprobs="sampler").rules.max_staleness == 1
+
+
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}])
+@pytest.mark.parametrize("option", [{"importance_cap": 2.0}, {"old_logprobs": "sampler"}])
+def test_probabilities_of_a_part_of_the_vocabulary_are_not_divided_by_those_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, float], option: dict[str, Any]
+) -> None:
+    (name, value) = next(iter(setting.items()))
+    for make in (grpo, gspo, ppo, env_grpo, env_gspo, env_ppo):
+        with monkeypatch.context() as patch:
+            patch.setattr(POLICY, "sampling", SamplingParams(**setting))
+            with pytest.raises(ValueError, match=f"which {name}={value} raise.*leave top_p and top_k out"):
+                make(**option)
+            assert make().rules.max_staleness == 0  # the trainer's logprobs are of all tokens
+    group = "regularisation" if "importance_cap" in option else "algorithm"
+    with pytest.raises(ValueError, match=f"which {name}={value} raise.*leave top_p and top_k out"):
+        config_of(ENVGRPOConfig, tmp_path, sampling=setting, **{group: option})
+
+
 def test_ppo_has_the_value_models_advantages_alone() -> None:
     with pytest.raises(ValueError, match="PPO's are the value model's"):
         ppo(advantage_estimator="leave_one_out")
@@ -123,7 +152,8 @@ def config_of(flow: type[ENVGRPOConfig], tmp_path: Path, **groups: Any) -> ENVGR
 def test_configs_have_the_options_of_the_classes(tmp_path: Path) -> None:
     plain = config_of(ENVGRPOConfig, tmp_path)
     assert set(plain.semantic()["rules"]) == {"max_staleness"}
-    config = config_of(ENVGRPOConfig, tmp_path, regularisation={"entropy_coef": 0.1}, rules={"max_staleness": 1})
+    regularisation = {"entropy_coef": 0.1, "importance_cap": 2.0}
+    config = config_of(ENVGRPOConfig, tmp_path, regularisation=regularisation, rules={"max_staleness": 1})
     assert config.semantic()["regularisation"]["entropy_coef"] == 0.1
     assert config.semantic()["rules"] == {"max_staleness": 1}
     assert plain.regularisation.kl_in == "loss"

@@ -110,12 +110,42 @@ def test_advantages_over_the_whole_batch_have_mean_0_and_variance_1_over_its_tok
 
 @pytest.mark.slow
 def test_rollouts_come_from_the_policy_that_the_staleness_says(runs: FlowRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    records = runs.train("stale", algorithm__steps=4, rules={"max_staleness": 2})
+    changes = {"rules": {"max_staleness": 2}, "regularisation": {"importance_cap": 2.0}}
+    records = runs.train("stale", algorithm__steps=4, **changes)
     states = [records[0].request.parent.state, *(record.state for record in records)]
     for step in range(4):
         assert {row["policy_state"] for row in rollouts(runs, "stale", step)} == {states[max(0, step - 2)]}
-    run_killed_and_resumed(runs, monkeypatch, algorithm__steps=4, rules={"max_staleness": 2})
+    run_killed_and_resumed(runs, monkeypatch, algorithm__steps=4, **changes)
     assert runs.digests("interrupted") == [record.weights_digest for record in records]
+
+
+def test_the_weights_of_stale_completions_are_those_of_the_policy_that_sampled(runs: FlowRuns) -> None:
+    """min(exp(o - s), cap): o of the policy before the step, s of the policy before the step before."""
+    _, stale = runs.train(
+        "weights", algorithm__steps=2, algorithm__samples_per_mini_batch=8, rules={"max_staleness": 1},
+        regularisation={"importance_cap": 1.1},
+    )  # fmt: skip
+    rows = runs.rows(stale.request.batch)
+    old, sampler = (np.concatenate([row[name] for row in rows]) for name in ("old_logprobs", "sampler_logprobs"))
+    weights = np.minimum(np.exp(old - sampler), 1.1)
+    assert stale.metrics["importance_weight_mean"] == pytest.approx(weights.mean(), rel=1e-5)
+    assert weights.std() > 0.02 and (weights == 1.1).any()
+
+
+def test_the_clips_act_on_the_ratio_to_the_policy_that_sampled(runs: FlowRuns) -> None:
+    """With one update and no cap that acts, the weights of decoupled PPO are the ratios of PPO to the sampling policy:
+    pi / mu = (pi / pi_before) (pi_before / mu), and pi is pi_before."""
+    clipped = runs.train(
+        "clipped", algorithm__steps=2, algorithm__old_logprobs="sampler", algorithm__clip_range=0.02,
+        rules={"max_staleness": 1},
+    )  # fmt: skip
+    weighted = runs.train(
+        "weighted", algorithm__steps=2, rules={"max_staleness": 1}, regularisation={"importance_cap": 1e6}
+    )
+    assert clipped[1].request.old_logprobs == "sampler" and weighted[1].request.old_logprobs == "forward"
+    assert clipped[1].metrics["ratio_mean"] == pytest.approx(weighted[1].metrics["importance_weight_mean"], rel=1e-3)
+    assert clipped[0].metrics["clip_fraction_mean"] == 0 < clipped[1].metrics["clip_fraction_mean"]
+    assert weighted[1].metrics["ratio_mean"] == 1.0 and weighted[1].metrics["clip_fraction_mean"] == 0
 
 
 def test_dynamic_sampling_draws_other_prompts_for_groups_that_teach_nothing(runs: FlowRuns) -> None:
@@ -173,6 +203,7 @@ def test_a_penalty_on_length_moves_the_group_and_not_the_reward(runs: FlowRuns) 
 def test_whatever_the_rules_leave_out_every_prompt_is_accounted_for(runs: FlowRuns) -> None:
     records = runs.train(
         "rules", algorithm__steps=3, grader__path="tests.fixtures.grading:only_even_prompts", sampling=OFTEN_SHORT,
+        regularisation={"importance_cap": 2.0},
         rules={"max_staleness": 1, "mask_truncated": True, "dynamic_sampling": True, "overlong_buffer": 2},
     )  # fmt: skip
     assert [check_accounting(runs.store, record) for record in records] == [[], [], []]
@@ -202,7 +233,8 @@ def test_an_adaptive_coefficient_of_zero_is_refused() -> None:
 def test_rules_and_regularisation_decide_the_result(tmp_path: Path) -> None:
     plain = GRPOConfig.model_validate(toy_config(tmp_path, tmp_path)).semantic()
     assert plain["rules"]["max_staleness"] == 0 and plain["regularisation"]["entropy_coef"] == 0.0
-    stale = GRPOConfig.model_validate(toy_config(tmp_path, tmp_path, rules={"max_staleness": 1})).semantic()
+    changes = {"rules": {"max_staleness": 1}, "regularisation": {"importance_cap": 2.0}}
+    stale = GRPOConfig.model_validate(toy_config(tmp_path, tmp_path, **changes)).semantic()
     assert stale["rules"]["max_staleness"] == 1
 
 

@@ -14,7 +14,7 @@ from flows.configs.common import GRPOAlgorithm, SFTAlgorithm
 from flows.configs.environments import EnvironmentConfig
 from flows.configs.ppo import CreditConfig
 from flows.configs.preferences import DPOAlgorithm
-from flows.configs.reinforcement import BatchRules, Regularisation
+from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
 from flows.dpo import DPO
 from flows.env_grpo import ENVGRPO
 from flows.env_gspo import ENVGSPO
@@ -81,7 +81,8 @@ def test_a_constructor_lists_its_keywords(kind: type, expected: set[str]) -> Non
     [
         (GRPOAlgorithm, options.AlgorithmOptions),
         (Regularisation, options.RegularisationOptions),
-        (BatchRules, options.BatchOptions),
+        (BatchRules, options.PolicyOptions),
+        (RunRules, options.LoopOptions),
         (SFTAlgorithm, options.SupervisedOptions),
         (DPOAlgorithm, options.DPOOptions),
         (CreditConfig, options.CriticOptions),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from engine.errors import BadSpec
 from engine.handles import InferenceModel, Model
 from engine.local.engine import LocalEngine
+from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
 from flows.dpo import DPO
 from flows.grpo import GRPO
@@ -31,7 +33,8 @@ from tests.fixtures.engines import DETERMINISTIC
 from tests.fixtures.servers.http_engine import running_server
 from tests.fixtures.spawning import language_model, own_engines, scoring_model
 
-NOTHING: Any = None
+MODEL: Any = SimpleNamespace(sampling=SamplingParams())
+"""A model that is only passed on."""
 EVEN = grader_spec("tests.fixtures.grading:even_share", None)
 PROMPTS = [StringThread([("user", str(digit))]) for digit in range(4)]
 
@@ -49,12 +52,29 @@ def opened(folder: Path, run: str = "mine", **options: Any) -> RecipeContext:
 # -- counts ----------------------------------------------------------------------------------------------------
 
 MAKE: dict[str, Callable[..., Any]] = {
-    "SFT": lambda **options: SFT([], NOTHING, **options),
-    "DPO": lambda **options: DPO([], NOTHING, **options),
-    "RewardModelling": lambda **options: RewardModelling([], NOTHING, **options),
-    "GRPO": lambda **options: GRPO([], NOTHING, EVEN, **options),
-    "GSPO": lambda **options: GSPO([], NOTHING, EVEN, **options),
+    "SFT": lambda **options: SFT([], MODEL, **options),
+    "DPO": lambda **options: DPO([], MODEL, **options),
+    "RewardModelling": lambda **options: RewardModelling([], MODEL, **options),
+    "GRPO": lambda **options: GRPO([], MODEL, EVEN, **options),
+    "GSPO": lambda **options: GSPO([], MODEL, EVEN, **options),
 }
+
+
+class WithoutCadence:
+    async def at(self, moment: object) -> None: ...
+
+
+class NumberAsCadence(WithoutCadence):
+    cadence = 0.2
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+@pytest.mark.parametrize("callback", [WithoutCadence(), NumberAsCadence(), print])
+def test_an_object_that_is_no_callback_is_refused_when_the_class_is_made(
+    make: Callable[..., Any], callback: object
+) -> None:
+    with pytest.raises(TypeError, match=r"cadence = Cadence\(every=0.2\).*async def at\(self, moment\)"):
+        make(callbacks=[callback])
 
 
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
@@ -112,9 +132,9 @@ async def test_ppo_at_its_defaults_ends_with_the_data(prefect_server: str, tmp_p
 
 def test_a_run_that_follows_no_progress_has_no_end() -> None:
     options: dict[str, Any] = {"lr_scheduler": ConstantScheduler(1e-6), "checkpoint_frequency": None}
-    trainer = GRPO([], NOTHING, EVEN, **options)
+    trainer = GRPO([], MODEL, EVEN, **options)
     assert (trainer.max_steps, trainer.epochs) == (None, None)
-    assert GRPO([], NOTHING, EVEN).epochs == GSPO([], NOTHING, EVEN).epochs == 1
+    assert GRPO([], MODEL, EVEN).epochs == GSPO([], MODEL, EVEN).epochs == 1
 
 
 # -- judges named by a key -------------------------------------------------------------------------------------

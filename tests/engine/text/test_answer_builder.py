@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.http.openai.answers import BROKEN, AnswerBuilder
+from engine.text.answer_builder import BROKEN, AnswerBuilder
 from engine.text.rendering import Renderer
-from engine.text.stops import stop_token_ids
 from engine.text.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -94,8 +93,3 @@ def test_offsets_are_where_each_token_begins_in_the_text(tokenizer: Tokenizer) -
     answer = AnswerBuilder(tokenizer, stop=["zz"])
     fed(answer, tokenizer.encode("azb"))
     assert answer.offsets == [0, 1, 2]
-
-
-def test_stop_strings_of_one_token_are_its_id(tokenizer: Tokenizer) -> None:
-    end = tokenizer.eos_token_ids[0]
-    assert stop_token_ids(tokenizer, ["a", "ab", "é", "<|im_end|>", "a"]) == (*tokenizer.encode("a"), end)

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from engine.protocol import StopReason
-from engine.text.tokenizers import Tokenizer
+from engine.text.tokenizers import BROKEN, Tokenizer
 
 FinishReason = Literal["stop", "length"]
-BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for bytes that are not a complete character."""
 
 
 class AnswerBuilder:

@@ -28,6 +28,9 @@ from tests.fixtures.runs.deployed import Deployed, wait_for
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
+STEPS = 90
+"""Steps of a run that is killed on its way. The run goes on while the server is away, at up to ten steps a second, and must
+not end before the supervisor has noticed the end of the worker."""
 
 
 class Up(Deployed):
@@ -118,7 +121,7 @@ def test_a_deployed_run_survives_kill_nine_of_engine_server_and_worker(place: Up
         ("prefect", "server"): "ok",
     }
     restarts = place.restarts
-    run = place.start("killed", steps=30)
+    run = place.start("killed", steps=STEPS)
     place.until(run, "Running")
     for victim in ("engine", "server", "worker"):
         reached = place.steps("killed")
@@ -126,18 +129,18 @@ def test_a_deployed_run_survives_kill_nine_of_engine_server_and_worker(place: Up
         place.kill(victim)
     state, attempts = place.until(run, "Completed")
     assert (state, attempts) == ("Completed", 2)  # engine and server: the flow waits; the worker: run again
-    assert place.steps("killed") == 30
+    assert place.steps("killed") == STEPS
     assert not is_held(place.store, "killed")
     assert place.restarts - restarts == {"engine": 1, "server": 1, "worker": 1}
 
 
 def test_sigterm_to_the_worker_leaves_no_run_running(place: Up) -> None:
     restarts = place.restarts
-    run = place.start("ended", steps=30)
+    run = place.start("ended", steps=STEPS)
     wait_for(lambda: place.steps("ended") >= 3)
     place.kill("worker", signal.SIGTERM)
     assert place.until(run, "Completed") == ("Completed", 2)
-    assert place.steps("ended") == 30
+    assert place.steps("ended") == STEPS
     assert not is_held(place.store, "ended")
     assert place.restarts - restarts == {"worker": 1}
     states = [state["name"] for state in place.ask("GET", f"/flow_run_states/?flow_run_id={run}")]

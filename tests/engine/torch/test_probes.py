@@ -27,7 +27,7 @@ from engine.specs.trainer import DeepSpeedSpec
 from tests.fixtures.architectures import PACKED, SIZES, UNPACKED, UNPACKED_ATTENTION, save_tiny, tiny_module
 
 CPU = torch.device("cpu")
-F32 = {"dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
+F32: dict[str, Any] = {"dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
 
 
 def deepspeed() -> DeepSpeedBackend:

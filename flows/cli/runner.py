@@ -138,8 +138,8 @@ def run_with_server(
 
 
 def _handle_task_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs an error of a task that was not awaited, as asyncio does, but not the end of a flow by a signal, which ends the
-    event loop first: the command itself says how it ended."""
+    """Logs an error of a task that was not awaited, as asyncio does, but not the end of a flow by a signal, which
+    ends the event loop first: the command itself says how it ended."""
     error = context.get("exception")
     if not (_is_interruption(error) or _is_termination(error)):
         loop.default_exception_handler(context)

@@ -52,7 +52,7 @@ def recorded_command(script: Path, source: Path, folder: Path) -> list[str]:
     """The arguments of the last command of a script that starts a trainer. Empty if it starts none."""
     commands = folder / "bin"
     commands.mkdir(parents=True)
-    for name in ("python", "python3", "torchrun", "ray", "uv"):
+    for name in ("python", "python3", "torchrun", "ray", "uv", "srun"):
         (commands / name).write_text(RECORDER)
         (commands / name).chmod(0o755)
     (commands / "tee").write_text("#!/bin/sh\nexec /bin/cat > /dev/null\n")

@@ -190,7 +190,7 @@ class CISPOSpec(ClippedPolicyGradientSpec):
 
 
 class GMPOSpec(ClippedPolicyGradientSpec):
-    """GMPO's policy gradient: the geometric mean of a sequence's ratios, each of which is clipped (arXiv:2507.20673)."""
+    """GMPO's policy gradient: the geometric mean of a sequence's ratios, each of them clipped (arXiv:2507.20673)."""
 
     kind: Literal["gmpo"] = "gmpo"
     norm: LossNorm = "sequence_mean"
@@ -200,8 +200,9 @@ class GMPOSpec(ClippedPolicyGradientSpec):
     """The logarithm of the ratio of a token is clipped from above at clip_high."""
 
     def compute(self, inputs: LossInputs) -> TokenLoss:
-        """-A·exp(mean_t m) of each sequence, with m = min(d, clip(d, -ε, ε')) where A > 0, else max(d, clip(d, -ε, ε')),
-        and d = l - o   (arXiv:2507.20673).
+        """-A·exp(mean_t m) of each sequence   (arXiv:2507.20673).
+
+        With d = l - o, m is min(d, clip(d, -ε, ε')) where A > 0, else max(d, clip(d, -ε, ε')).
 
         The loss of a sequence is the loss of each of its tokens, so norm="sequence_mean" is the paper's mean over
         sequences. Departures from the paper: advantages may differ by token, and a KL term, which the paper leaves out,

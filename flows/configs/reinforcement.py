@@ -118,7 +118,9 @@ class Regularisation(Frozen):
             raise ValueError(f"{adaptive} act only with kl_controller='adaptive'; set it, or leave them out")
         taus = _changed(self, "tau_positive", "tau_negative")
         if taus and self.policy_loss != "sapo":
-            raise ValueError(f"{taus} act only with policy_loss='sapo', and that is {self.policy_loss!r}; leave them out")
+            raise ValueError(
+                f"{taus} act only with policy_loss='sapo', and that is {self.policy_loss!r}; set it, or leave them out"
+            )
         if self.kl_importance and self.kl_in != "loss":
             raise ValueError(f"kl_importance acts only with kl_in='loss', and that is {self.kl_in!r}; leave it out")
         return self

@@ -76,8 +76,8 @@ def _with_difference(paths: dict[str, Any], difference: str) -> Any:
 
 
 def _terms_norm(verl: Verl, value: str, norm: str, difference: str) -> Any:
-    """The policy's part of GSPO, geo_mean and sapo is always the mean of the sequence means. The mode reduces the KL and
-    entropy terms."""
+    """The policy's part of GSPO, geo_mean and sapo is always the mean of the sequence means. The mode reduces the KL
+    and entropy terms."""
     paths = {} if flow_of(verl) == "gspo" else {"algorithm.loss_norm": "sequence_mean"}
     own_difference = _difference_of_sequences(verl)
     kl = verl.get(ACTOR + "use_kl_loss") and verl.get(ACTOR + "kl_loss_coef")
@@ -94,9 +94,9 @@ def _terms_norm(verl: Verl, value: str, norm: str, difference: str) -> Any:
 
 
 SUM_OF_MEANS = (
-    "add up the means of a rank's micro-batches (torch.mean in compute_policy_loss_geo_mean), so that the policy's part "
-    "of the loss is larger by their number. AdamW's steps do not depend on a constant factor, but the norm at which the "
-    "gradient is clipped and the weight of the KL and entropy terms do"
+    "add up the means of a rank's micro-batches (torch.mean in compute_policy_loss_geo_mean), so that the policy's "
+    "part of the loss is larger by their number. AdamW's steps do not depend on a constant factor, but the norm at "
+    "which the gradient is clipped and the weight of the KL and entropy terms do"
 )
 
 

@@ -6,10 +6,10 @@ time if the values can be large, lists of texts are read as indices, and a row w
 
 import glob
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tasks.datasets.errors import BadRow, DatasetError, DatasetNotFound
-from tasks.datasets.sources.parquet_pages import ColumnChunk, memory_of_pages, row_groups
+from tasks.datasets.sources.parquet_pages import PageBytes, page_bytes, row_groups
 
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line of JSON, and largest row of a Parquet file, that is read into memory. A longer one is a bad row."""
@@ -31,6 +31,8 @@ PARQUET_BUFFER_BYTES = 1 << 20
 """Bytes of a column of a Parquet file that are read at a time."""
 PARQUET_PAGES_BYTES = 512 * 2**20
 """Most memory of the pages that pyarrow holds at a time: one of each column that is read, and its dictionary."""
+INDEXED_BYTES = 128 * 2**20
+"""Most bytes of texts of a row group that are read as indices. Each batch has a copy of these texts."""
 LIST_VALUE_BYTES = 8
 """Memory of a value of a list, at least."""
 
@@ -238,17 +240,19 @@ def _batches(file: Path, parquet: pq.ParquetFile, columns: list[str]) -> Iterato
             # Check the memory of the pages.
             if len(chunks) < len(parquet.schema):
                 raise ValueError(f"a row group has {len(chunks)} of {len(parquet.schema)} columns")
-            _check_pages(stream, [chunks[index] for index in leaves], str(file), before)
+            pages = {index: page_bytes(stream, chunks[index]) for index in leaves}
+            _check_pages(pages.values(), str(file), before)
             # Check the size of the rows. A file of some hundred bytes can hold lists of any length.
-            group_bytes = parquet.metadata.row_group(group).total_byte_size
             group_rows = parquet.metadata.row_group(group).num_rows
             list_bytes = sum(LIST_VALUE_BYTES * chunks[index].values for index in lists)
             _check_mean_row(list_bytes, group_rows, str(file), before)
             if columns == parquet.schema_arrow.names:
-                _check_mean_row(group_bytes, group_rows, str(file), before)
+                _check_mean_row(parquet.metadata.row_group(group).total_byte_size, group_rows, str(file), before)
             # Read them.
+            in_text_lists = sum(pages[index].stored for index, leaf in leaves.items() if _is_text_list(leaf))
+            stored = sum(sizes.stored for sizes in pages.values())
             mean_list_bytes = list_bytes // max(group_rows, 1)
-            batch_rows, as_indices = _batch_rows(group_bytes, mean_list_bytes, has_lists=bool(text_lists))
+            batch_rows, as_indices = _batch_rows(in_text_lists, stored - in_text_lists, mean_list_bytes)
             yield from (indexed if as_indices else parquet).iter_batches(batch_rows, [group], columns)
             before += group_rows
 
@@ -263,9 +267,9 @@ def _check_mean_row(group_bytes: int, rows: int, source: str, before: int) -> No
         )  # fmt: skip
 
 
-def _check_pages(stream: BinaryIO, chunks: list[ColumnChunk], source: str, before: int) -> None:
+def _check_pages(pages: Iterable[PageBytes], source: str, before: int) -> None:
     """Raises DatasetError if pyarrow would reserve more than PARQUET_PAGES_BYTES for the pages of these columns."""
-    needed = sum(memory_of_pages(stream, chunk) for chunk in chunks)
+    needed = sum(sizes.at_a_time for sizes in pages)
     if needed > PARQUET_PAGES_BYTES:
         raise DatasetError(
             f"{source}: after row {before} given pages that need {needed:,} bytes of memory; expected at most "
@@ -289,13 +293,14 @@ def _is_text_list(leaf: pq.ColumnSchema) -> bool:
     return bool(leaf.physical_type == "BYTE_ARRAY" and leaf.max_repetition_level > 0)
 
 
-def _batch_rows(group_bytes: int, mean_list_bytes: int, *, has_lists: bool) -> tuple[int, bool]:
-    """(rows to read at a time, whether lists of texts are read as indices), for a row group of this size.
+def _batch_rows(in_text_lists: int, in_other_columns: int, mean_list_bytes: int) -> tuple[int, bool]:
+    """(rows to read at a time, whether lists of texts are read as indices), for a row group that stores so many bytes.
 
-    Each value may be as large as all that the group stores, and a list may repeat it any number of times. The values of
-    the lists of a row take `mean_list_bytes` on average."""
-    as_indices = has_lists and group_bytes <= PARQUET_BATCH_BYTES
-    row_bytes = max(mean_list_bytes, 0 if as_indices else group_bytes, 1)
+    Each value may be as large as all that its columns store. A list may repeat it any number of times, unless it is
+    read as indices; then a batch holds each text once. The values of the lists of a row take `mean_list_bytes` on
+    average."""
+    as_indices = 0 < in_text_lists <= INDEXED_BYTES
+    row_bytes = max(mean_list_bytes, in_other_columns + (0 if as_indices else in_text_lists), 1)
     return max(1, min(PARQUET_BATCH_ROWS, PARQUET_BATCH_BYTES // row_bytes)), as_indices
 
 

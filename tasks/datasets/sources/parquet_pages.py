@@ -53,6 +53,15 @@ class PageHeader(NamedTuple):
     values: int
 
 
+class PageBytes(NamedTuple):
+    """Sizes of the pages of a column in a row group."""
+
+    at_a_time: int
+    """Most that pyarrow reserves at a time: for the dictionary and the largest page."""
+    stored: int
+    """All pages without compression. A value, which may be repeated any number of times, has at most as many."""
+
+
 class _Truncated(ValueError):
     """Raised when the data end within a Thrift struct."""
 
@@ -255,14 +264,15 @@ def _parsed_page_header(thrift: _Thrift) -> PageHeader:
     return PageHeader(numbers[1], numbers[3], numbers[2], values.get(DESCRIPTION_FIELDS.get(numbers[1], 0), 0))
 
 
-def memory_of_pages(stream: BinaryIO, chunk: ColumnChunk) -> int:
-    """Most bytes that pyarrow reserves for pages of a column at a time: its dictionary and its largest page."""
-    largest = dictionary = 0
+def page_bytes(stream: BinaryIO, chunk: ColumnChunk) -> PageBytes:
+    """Sizes of the pages of a column, by their headers."""
+    largest = dictionary = total = 0
     for page in page_headers(stream, chunk):
         size = page.compressed + page.uncompressed
+        total += page.uncompressed
         if page.kind == DICTIONARY_PAGE:
             # the texts are copied from the page
             dictionary = max(dictionary, size + page.uncompressed + DICTIONARY_VALUE_BYTES * page.values)
         else:
             largest = max(largest, size)
-    return largest + dictionary
+    return PageBytes(largest + dictionary, total)

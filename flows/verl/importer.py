@@ -146,7 +146,7 @@ def kind_of(given: dict[str, Any]) -> str:
 
 def describe_refusals(refused: Sequence[tuple[str, Any, str]]) -> str:
     """Describes the keys that cannot be imported, with one line per key."""
-    lines = [f"  {key} = {value!r}: {why}" for key, value, why in refused]
+    lines = [f"  {key} = {value!r:.200}: {why}" for key, value, why in refused]
     noun = "1 key" if len(lines) == 1 else f"{len(lines)} keys"
     return f"{noun} cannot be imported (remove them, or use --force to leave them out):\n" + "\n".join(lines)
 
@@ -158,7 +158,7 @@ def _check_keys(given: dict[str, Any], table: KeyTable, kind: str) -> None:
         if table.find(key) is not None or (value in (None, {}) and table.is_group(key)):
             continue
         if table.is_group(key):
-            problems.append(f"  {key}: {value!r} was given for a group of keys")
+            problems.append(f"  {key}: {value!r:.200} was given for a group of keys")
             continue
         nearest = table.nearest(key)
         suggestion = f"; did you mean {nearest!r}?" if nearest else ""

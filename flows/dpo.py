@@ -82,7 +82,7 @@ async def dpo(config: DPOConfig) -> dict[str, Any]:
         config: what to train, on which preferences.
     """
     logger = TerminalProgress()
-    async with open_run("dpo", config, logger, use="preference") as session:
+    async with open_run(config, logger) as session:
         if session.result is not None:
             return session.result
         return await train_on_dataset(config, session, DPO(**await supervised_arguments(config, session, logger)))

@@ -92,8 +92,8 @@ async def reward_model(config: RewardModelConfig) -> dict[str, Any]:
         config: what to train, on which preferences or ratings.
     """
     logger = TerminalProgress()
-    async with open_run("reward_model", config, logger, use=config.data.use) as session:
+    async with open_run(config, logger) as session:
         if session.result is not None:
             return session.result
-        arguments = await supervised_arguments(config, session, logger, scoring=True)
+        arguments = await supervised_arguments(config, session, logger)
         return await train_on_dataset(config, session, RewardModelling(**arguments))

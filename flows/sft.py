@@ -70,7 +70,7 @@ async def sft(config: SFTConfig) -> dict[str, Any]:
         config: what to train, on what.
     """
     logger = TerminalProgress()
-    async with open_run("sft", config, logger, use="completion") as session:
+    async with open_run(config, logger) as session:
         if session.result is not None:
             return session.result
         return await train_on_dataset(config, session, SFT(**await supervised_arguments(config, session, logger)))

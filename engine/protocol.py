@@ -89,7 +89,6 @@ class SamplingParams(Frozen):
     ignore_eos: bool = Field(False, exclude_if=lambda ignored: not ignored)
     """Do not stop at the model's end-of-sequence ids, so that all completions have the same length. For benchmarks."""
 
-
     @model_validator(mode="after")
     def _schema_ends_the_completion(self) -> Self:
         if self.json_schema is None:

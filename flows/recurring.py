@@ -113,7 +113,7 @@ class DecisionInputs:
     @property
     def run(self) -> str:
         """The key of the training run."""
-        return f"{_training_runs(self.config.model)}{self.training_digest}"
+        return f"{self.config.run_key}/{self.training_digest}"
 
 
 @checked_flow(name="recurring", flow_run_name=flow_run_title)
@@ -127,7 +127,7 @@ async def recurring(config: RecurringConfig) -> dict[str, Any]:
         logger = TerminalProgress()
         training = config.training.model_copy(update={"config": with_deployment_settings(config.training.config)})
         config = config.model_copy(update={"training": training})
-        check_attempts(f"recurring-{config.model}")
+        check_attempts(config.run_key)
         # train and evaluate only if the stored decisions do not give the outcome
         inputs = _load_inputs(config)
         outcome = _finish_earlier_work(inputs)
@@ -139,32 +139,27 @@ async def recurring(config: RecurringConfig) -> dict[str, Any]:
         return outcome
 
 
-def _training_runs(name: str) -> str:
-    """What the keys of the flow's training runs for the model `name` begin with."""
-    return f"recurring-{name}/"
-
-
 def _load_inputs(config: RecurringConfig) -> DecisionInputs:
     """Loads the datasets, the champion and the suite. Uses the store only, not the engine."""
-    workspace = workspace_of(config.place, f"recurring-{config.model}")
+    workspace = workspace_of(config.place, config.run_key)
     training = config.training.with_full_versions(workspace.open_store())
     config = config.model_copy(update={"training": training})
     champion = champion_of(workspace.open_store(), config.model)
     _check_inputs(config, workspace, champion)
     data, *further = (load_prompts(workspace, *source) for source in training.config.data.inputs.values())
     suite = LoadedSuite.load(workspace, config.suite)
-    to_beat = champion.version if champion else _newest_foreign_version(workspace.open_store(), config.model)
+    to_beat = champion.version if champion else _newest_foreign_version(workspace.open_store(), config)
     return DecisionInputs(config, workspace, champion, to_beat, data, suite, tuple(further))
 
 
-def _newest_foreign_version(store: ObjectStore, name: str) -> str | None:
-    """The newest published version of a model that this flow did not train, or None."""
-    for entry in reversed(alias_log(store, name, LATEST)):
-        model = find_model(store, name, entry.version)
+def _newest_foreign_version(store: ObjectStore, config: RecurringConfig) -> str | None:
+    """The newest published version of the model that this flow did not train, or None."""
+    for entry in reversed(alias_log(store, config.model, LATEST)):
+        model = find_model(store, config.model, entry.version)
         if model is None:
             continue
         runs = [run_of_parent(parent) or "" for parent in model.parents]
-        if not any(run.startswith(_training_runs(name)) for run in runs):
+        if not any(run.startswith(f"{config.run_key}/") for run in runs):
             return entry.version
     return None
 

@@ -15,6 +15,7 @@ _SECRET = re.compile(
     r"|(?!openai:|hf:)[a-z][a-z0-9+.-]*://[^/?#\s]*@)",
     re.IGNORECASE,
 )
+_CREDENTIALS = re.compile(r"(?<=://)[^/?#@\s]+@")
 _VARIABLES = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "hf": "HF_TOKEN",
@@ -41,6 +42,11 @@ def refuse_secrets(value: Any, where: str = "") -> None:
             pending += [(f"{place}.{index}" if place else str(index), child) for index, child in enumerate(item)]
         elif isinstance(item, str) and "@" in item and len(item.split()) == 1 and _SECRET.match(item.strip()):
             raise SecretInURL(_refusal(item, place))
+
+
+def without_secrets(text: str) -> str:
+    """The text of another library with its user names and passwords of addresses left out."""
+    return _CREDENTIALS.sub("…@", text)
 
 
 def _refusal(address: str, where: str) -> str:

@@ -47,25 +47,26 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-FILES_BEFORE = pytest.StashKey[set[str]]()
+CHANGES_BEFORE = pytest.StashKey[set[str]]()
 
 
-def files_of_no_commit() -> set[str]:
-    """The files of the checkout that git neither tracks nor ignores. Empty without a git checkout."""
-    command = ["git", "-C", str(CHECKOUT), "ls-files", "--others", "--exclude-standard"]
+def uncommitted_changes() -> set[str]:
+    """The changed and the new files of the checkout, as git status lists them. Empty without a git checkout."""
+    command = ["git", "--no-optional-locks", "-C", str(CHECKOUT), "status", "--porcelain", "--untracked-files=all"]
     return set(subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines())
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):
-        session.config.stash[FILES_BEFORE] = files_of_no_commit()
+        session.config.stash[CHANGES_BEFORE] = uncommitted_changes()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fails the run if a test has written into the checkout. Tests write to temporary folders only."""
-    if FILES_BEFORE not in session.config.stash:
+    if CHANGES_BEFORE not in session.config.stash:
         return
-    written = sorted(files_of_no_commit() - session.config.stash[FILES_BEFORE])
-    if written:
+    before = session.config.stash[CHANGES_BEFORE]
+    changes = sorted(uncommitted_changes() - before)
+    if changes:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        print(f"\nThe run left files in the checkout, and tests write to temporary folders only: {', '.join(written)}")
+        print(f"\nThe checkout changed during the run, and tests write to temporary folders only: {', '.join(changes)}")

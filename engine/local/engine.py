@@ -39,7 +39,7 @@ from engine.models.images import check_images_accepted
 from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
 from engine.specs.adapters import parse_trainable
 from engine.specs.engine import LocalEngineSpec
-from engine.text.tokenizers import load_tokenizer
+from engine.text.tokenizers import check_can_end_turns
 from storage.chain.leases import current_epoch
 from storage.chain.records import Chain, CommitRecord, PolicyRef, StepRequest
 from storage.errors import StorageError
@@ -156,7 +156,7 @@ class LocalEngine:
             if self.backend.device.type == "cpu":
                 self.loaded_policies.make_room(need, run="", what=f"loading {folder.path.name}")
             self.backend.try_load(folder.path)
-            load_tokenizer(folder.path)
+            check_can_end_turns(folder.path)
         return publish_model(
             self.store, folder.name, version, folder.files, provenance=provenance, extra={"imported": True}
         )

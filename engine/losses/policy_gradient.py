@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 class BasePolicyGradientSpec(NormalisedLossSpec):
     """Settings and terms that all policy-gradient losses share."""
 
-    clip_low: float = Field(0.1, gt=0, le=1)
-    """The ratio is clipped from below at 1 - clip_low."""
-    clip_high: Positive = 0.1
-    """The ratio is clipped from above at 1 + clip_high."""
     kl_beta: Coefficient = 0.01
     """Coefficient of the KL term. With 0 there is no KL term, and the batch needs no reference logprobs."""
     kl_estimator: KLEstimator = "k3"
@@ -63,13 +59,6 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
     @property
     def zero_without_advantage(self) -> bool:
         return self.kl_beta == 0 and not self.needs_entropy
-
-    def _pessimistic(self, ratio_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(-min(ρA, clip(ρ)A), whether the clipped one is the minimum), both (N,)."""
-        # The maximum of the losses is the minimum of the objectives: clipping never makes a token look better.
-        free_N = -ratio_N * advantages_N
-        clipped_N = -ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages_N
-        return free_N.maximum(clipped_N), clipped_N > free_N
 
     def _add_terms(
         self, values_N: Tensor, ratio_N: Tensor, sums: dict[str, Tensor], inputs: LossInputs
@@ -107,7 +96,23 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
         return TokenLoss(values_N, sums, (terms_N, self.terms_norm))
 
 
-class GRPOSpec(BasePolicyGradientSpec):
+class ClippedPolicyGradientSpec(BasePolicyGradientSpec):
+    """Settings of the losses that clip the ratio."""
+
+    clip_low: float = Field(0.1, gt=0, le=1)
+    """The ratio is clipped from below at 1 - clip_low."""
+    clip_high: Positive = 0.1
+    """The ratio is clipped from above at 1 + clip_high."""
+
+    def _pessimistic(self, ratio_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(-min(ρA, clip(ρ)A), whether the clipped one is the minimum), both (N,)."""
+        # The maximum of the losses is the minimum of the objectives: clipping never makes a token look better.
+        free_N = -ratio_N * advantages_N
+        clipped_N = -ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages_N
+        return free_N.maximum(clipped_N), clipped_N > free_N
+
+
+class GRPOSpec(ClippedPolicyGradientSpec):
     """GRPO's clipped policy gradient per token with a KL term (arXiv:2402.03300). With kl_beta=0 it is PPO's
     (arXiv:1707.06347)."""
 
@@ -134,7 +139,7 @@ class GRPOSpec(BasePolicyGradientSpec):
         return self._add_terms(values_N, ratio_N, sums, inputs)
 
 
-class GSPOSpec(BasePolicyGradientSpec):
+class GSPOSpec(ClippedPolicyGradientSpec):
     """GSPO's policy gradient, which is clipped by one ratio per sequence (arXiv:2507.18071)."""
 
     kind: Literal["gspo"] = "gspo"
@@ -161,7 +166,7 @@ class GSPOSpec(BasePolicyGradientSpec):
         return self._add_terms(values_N, ratio_N, sums, inputs)
 
 
-class CISPOSpec(BasePolicyGradientSpec):
+class CISPOSpec(ClippedPolicyGradientSpec):
     """CISPO's policy gradient: the ratio is clipped and held constant, so every token keeps a gradient
     (arXiv:2506.13585)."""
 
@@ -184,10 +189,70 @@ class CISPOSpec(BasePolicyGradientSpec):
         return self._add_terms(-weight_N * advantages_N * logprobs_N, ratio_N, sums, inputs)
 
 
-PolicyGradientSpec = GRPOSpec | GSPOSpec | CISPOSpec
+class GMPOSpec(ClippedPolicyGradientSpec):
+    """GMPO's policy gradient: the geometric mean of a sequence's ratios, each of them clipped (arXiv:2507.20673)."""
+
+    kind: Literal["gmpo"] = "gmpo"
+    norm: LossNorm = "sequence_mean"
+    clip_low: float = Field(0.4, gt=0, le=1)
+    """The logarithm of the ratio of a token is clipped from below at -clip_low."""
+    clip_high: Positive = 0.4
+    """The logarithm of the ratio of a token is clipped from above at clip_high."""
+
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """-A·exp(mean_t m) of each sequence   (arXiv:2507.20673).
+
+        With d = l - o, m is min(d, clip(d, -ε, ε')) where A > 0, else max(d, clip(d, -ε, ε')).
+
+        The loss of a sequence is the loss of each of its tokens, so norm="sequence_mean" is the paper's mean over
+        sequences. Departures from the paper: advantages may differ by token, and a KL term, which the paper leaves out,
+        is added unless kl_beta=0.
+        """
+        advantages_N = inputs.require("advantages_N")
+        log_ratio_N = inputs.require("logprobs_N") - inputs.require("old_N")
+        # As in GRPO, clipping never makes a token look better.
+        bounded_N = log_ratio_N.clamp(-self.clip_low, self.clip_high)
+        worse_N = log_ratio_N.minimum(bounded_N).where(advantages_N > 0, log_ratio_N.maximum(bounded_N))
+        ratio_N = inputs.spread(inputs.mean_by_sequence(worse_N).exp())
+        clipped_N = worse_N != log_ratio_N
+        sums = {"clip_fraction_sum": clipped_N.sum(), "ratio_sum": ratio_N.detach().sum()}
+        return self._add_terms(-ratio_N * advantages_N, ratio_N, sums, inputs)
+
+
+MAX_LOG_RATIO = 20.0
+"""Bound of the logarithm of SAPO's ratio, beyond which the gate is flat. It keeps the exponential finite."""
+
+
+class SAPOSpec(BasePolicyGradientSpec):
+    """SAPO's policy gradient: a smooth gate on the ratio takes the place of the clips (arXiv:2511.20347)."""
+
+    kind: Literal["sapo"] = "sapo"
+    norm: LossNorm = "sequence_mean"
+    tau_positive: Positive = 1.0
+    """Temperature of the gate of tokens with an advantage above 0. A larger one closes the gate earlier."""
+    tau_negative: Positive = 1.05
+    """Temperature of the gate of the other tokens."""
+
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """-(4/τ)·σ(τ(ρ - 1))·A,  τ = tau_positive where A > 0, else tau_negative   (arXiv:2511.20347).
+
+        At ρ = 1 the gradient is that of the unclipped ρA. The paper's mean is norm="sequence_mean". Departure from the
+        paper: a KL term is added unless kl_beta=0.
+        """
+        advantages_N = inputs.require("advantages_N")
+        log_ratio_N = inputs.require("logprobs_N") - inputs.require("old_N")
+        ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        tau_N = ratio_N.new_full((len(ratio_N),), self.tau_negative).masked_fill(advantages_N > 0, self.tau_positive)
+        gate_N = (tau_N * (ratio_N - 1)).sigmoid() * 4 / tau_N
+        return self._add_terms(-gate_N * advantages_N, ratio_N, {"ratio_sum": ratio_N.detach().sum()}, inputs)
+
+
+PolicyGradientSpec = GRPOSpec | GSPOSpec | CISPOSpec | GMPOSpec | SAPOSpec
 """Every loss of this module. A new one is added here."""
 
-PolicyLoss = Literal["clip", "cispo"]
+PolicyLoss = Literal["clip", "cispo", "gmpo", "sapo"]
 """The names of the losses that a config of GRPO or PPO chooses from."""
-POLICY_LOSSES: dict[PolicyLoss, type[GRPOSpec] | type[CISPOSpec]] = {"clip": GRPOSpec, "cispo": CISPOSpec}
+POLICY_LOSSES: dict[PolicyLoss, type[PolicyGradientSpec]] = {
+    "clip": GRPOSpec, "cispo": CISPOSpec, "gmpo": GMPOSpec, "sapo": SAPOSpec,
+}  # fmt: skip
 """The loss of each name. A config of GSPO has no choice: its loss is GSPOSpec."""

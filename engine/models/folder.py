@@ -36,6 +36,8 @@ CONTEXT_KEYS = ("max_position_embeddings", ORIGINAL_LENGTH, "rope_parameters", "
 """The keys that `context_length_in` reads."""
 CONTEXT_SOURCE = " (max_position_embeddings of its config.json, or original_max_position_embeddings with longrope)"
 """What messages say of where a context length comes from."""
+UNKNOWN_CONTEXT = 1 << 30
+"""The context length of a model whose config.json gives none."""
 LONGROPE = ("longrope", "su")
 """The names of longrope in configs."""
 SCALAR_ARCHITECTURE = "ForSequenceClassification"
@@ -172,8 +174,8 @@ def context_length_in(config: Mapping[str, Any]) -> int | None:
         config = text_config
     lengths = [config.get("max_position_embeddings")]
     # The parameters of rotary embeddings may be given per type of layer.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for parameters in (rope, *rope.values()):
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    for parameters in (rope, *(rope.values() if isinstance(rope, dict) else ())):
         if isinstance(parameters, dict) and parameters.get("rope_type", parameters.get("type")) in LONGROPE:
             lengths += [config.get(ORIGINAL_LENGTH), parameters.get(ORIGINAL_LENGTH)]
     return min((length for length in lengths if isinstance(length, int)), default=None)
@@ -181,7 +183,7 @@ def context_length_in(config: Mapping[str, Any]) -> int | None:
 
 def experts_in(config: Mapping[str, Any]) -> str:
     """Whether a config.json describes a mixture of experts: "num_experts=128", for messages. Empty if not."""
-    for part in (config, config.get("text_config")):
+    for part in (config, config.get("text_config"), config.get("ffn_config")):  # DBRX has the last
         for key in EXPERTS_KEYS:
             if isinstance(part, Mapping) and isinstance(part.get(key), int) and part[key] > 1:
                 return f"{key}={part[key]}"

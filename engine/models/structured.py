@@ -44,7 +44,7 @@ def _bound(node: Any, *, max_length: int) -> None:
     if kind == "object" and "properties" in node:
         node.setdefault("additionalProperties", False)
     if kind == "string" and not {"enum", "const", "pattern", "format"} & set(node):
-        node.setdefault("maxLength", max_length)
+        node.setdefault("maxLength", max(max_length, node.get("minLength", 0)))
     if kind == "array":
         node.setdefault("maxItems", max(MOST_ITEMS, node.get("minItems", 0)))
     for value in list(node.values()):

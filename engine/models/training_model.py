@@ -29,7 +29,7 @@ from storage.store.artifacts import ArtifactRef
 
 log = logging.getLogger(__name__)
 
-TEMPERATURE_LOSSES = ("grpo", "gspo", "cispo", "dpo", "tangents")
+TEMPERATURE_LOSSES = ("grpo", "gspo", "cispo", "gmpo", "sapo", "dpo", "tangents")
 """Losses that compare new logprobs with logprobs computed at the sampling temperature. If that is 0, they use 1. The
 other losses (likelihood of a given text, scores) always use temperature 1."""
 

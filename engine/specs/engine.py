@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from engine.errors import BadSpec
 from engine.specs.adapters import FullSpec, LoraSpec
 from engine.specs.cluster import ClusterSpec
 from engine.specs.sampler import SamplerSpec, TorchSamplerSpec, VllmSpec
 from engine.specs.trainer import DeepSpeedSpec, TorchTrainerSpec, TrainerSpec
+from storage.secrets import refuse_secrets
 from storage.serialization import Frozen
 
 
@@ -149,6 +150,8 @@ class LocalEngineSpec(Frozen):
 class HttpEngineSpec(Frozen):
     """An engine that runs as a service (`ostinato engine serve`) and uses the same store."""
 
+    model_config = ConfigDict(hide_input_in_errors=True)  # the url may hold a password
+
     kind: Literal["http"] = "http"
     url: str = Field(pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$")
     """Address of the service: http://host:port, without credentials."""
@@ -158,6 +161,12 @@ class HttpEngineSpec(Frozen):
     """Timeout of one HTTP request in seconds. Long calls are polled, so it need not be long."""
     patience_seconds: float = Field(300.0, ge=0)
     """How long an unreachable engine is retried, in seconds, before a call fails with EngineUnreachable."""
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _has_no_password(cls, url: Any) -> Any:
+        refuse_secrets(url)
+        return url
 
 
 def _kind_of(value: Any) -> str:

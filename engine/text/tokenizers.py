@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.models.folder import read_folder_config
 from engine.text.errors import ChatTemplateMissing, TemplateRefused, TokenizerMissing
 from engine.text.images import PROCESSOR_FILES, ImageTokens, image_tokens_of
 
@@ -217,6 +218,18 @@ def load_tokenizer(folder: Path, *, name: str | None = None) -> Tokenizer:
     wrapped = Tokenizer(tokenizer, name=name, eos_token_ids=(), images=images)
     wrapped.eos_token_ids = _eos_token_ids(wrapped, folder)
     return wrapped
+
+
+def check_can_end_turns(folder: Path) -> None:
+    """Raises TokenizerMissing unless a model folder has a tokenizer, and its model can sample an end of turn."""
+    tokenizer, config = load_tokenizer(folder), read_folder_config(folder)
+    vocab_size = (config.get("text_config") or config).get("vocab_size")
+    if isinstance(vocab_size, int) and min(tokenizer.eos_token_ids) >= vocab_size:
+        raise TokenizerMissing(
+            f"the ids that end a turn of {folder} are {list(tokenizer.eos_token_ids)}, and its model has the ids 0 to "
+            f"{vocab_size - 1}: no completion could end; expected an id of the model in eos_token_id of "
+            "generation_config.json, or the tokenizer that the model was trained with"
+        )
 
 
 def _eos_token_ids(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:

@@ -125,9 +125,10 @@ def run_with_server(
 
 
 def _handle_task_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs an error of a task that was not awaited, as asyncio does, but not the end of a flow by SIGTERM: the signal
-    ends the event loop first, and the command itself says how it ended."""
-    if not _is_interruption(context.get("exception")):
+    """Logs an error of a task that was not awaited, as asyncio does, but not the end of a flow by a signal, which
+    ends the event loop first: the command itself says how it ended."""
+    error = context.get("exception")
+    if not (_is_interruption(error) or _is_termination(error)):
         loop.default_exception_handler(context)
 
 
@@ -163,7 +164,7 @@ def _raise_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, original_handler)
 
 
-def _is_termination(error: BaseException) -> bool:
+def _is_termination(error: BaseException | None) -> bool:
     """Whether the error stands for SIGTERM. By then the flow has written its checkpoints and released its lease."""
     from prefect.exceptions import TerminationSignal
 

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from flows.catalogue import LanguageTraining
-from flows.configs.common import FlowConfig
+from flows.configs.common import FlowConfig, checked_run
 from flows.configs.evaluation import PromptSuite, checked_name
 from flows.configs.forms import FormConfig
 from flows.promotion.gate import GateConfig, checked_target
@@ -50,8 +50,14 @@ class RecurringConfig(FormConfig):
                 f"training.config.run={config.run!r} and training.config.model.publish_as={config.model.publish_as!r} "
                 "are made by this flow; leave both out"
             )
+        checked_run(self.run_key)
         checked_target(self.gate, self.suite.cells())
         return self
+
+    @property
+    def run_key(self) -> str:
+        """The run key of the flow. The runs that it trains are below it: `run_key/<digest>`."""
+        return f"recurring-{self.model}"
 
     @property
     def title(self) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from engine.losses.base import TermsNorm
-from engine.losses.policy_gradient import GRPOSpec, PolicyLoss
+from engine.losses.policy_gradient import GRPOSpec, PolicyLoss, SAPOSpec
 from engine.protocol import SamplingParams
 from flows.configs.defaults import default_of
 from storage.chain.records import OldLogprobs, StepOldLogprobs
@@ -70,12 +70,22 @@ class BatchRules(RunRules):
         return self
 
 
+TAU_POSITIVE, TAU_NEGATIVE = default_of(SAPOSpec, "tau_positive"), default_of(SAPOSpec, "tau_negative")
+
+
 class Regularisation(Frozen):
     """Further terms and variants of the policy loss."""
 
     policy_loss: PolicyLoss = "clip"
     """Policy loss. clip: the clipped ratio times the advantage. cispo: the clipped ratio, held constant, times the
-    advantage and the log-probability (arXiv:2506.13585)."""
+    advantage and the log-probability (arXiv:2506.13585). gmpo: the geometric mean of a completion's ratios, whose
+    logarithms are clipped at -clip_range and clip_range_high, times the advantage (arXiv:2507.20673). sapo: a smooth
+    function of the ratio, without clips, times the advantage (arXiv:2511.20347). Both papers use
+    loss_norm=sequence_mean."""
+    tau_positive: Positive = Field(TAU_POSITIVE, exclude_if=lambda tau: tau == TAU_POSITIVE)
+    """Temperature of policy_loss=sapo for tokens with an advantage above 0. A larger one acts earlier."""
+    tau_negative: Positive = Field(TAU_NEGATIVE, exclude_if=lambda tau: tau == TAU_NEGATIVE)
+    """Temperature of policy_loss=sapo for the other tokens."""
     entropy_coef: Coefficient = default_of(GRPOSpec, "entropy_coef")
     """Coefficient of the entropy bonus: this times the policy's entropy is subtracted from the loss."""
     importance_cap: Positive | None = None
@@ -106,6 +116,11 @@ class Regularisation(Frozen):
         adaptive = _changed(self, "kl_target", "kl_horizon")
         if adaptive and self.kl_controller != "adaptive":
             raise ValueError(f"{adaptive} act only with kl_controller='adaptive'; set it, or leave them out")
+        taus = _changed(self, "tau_positive", "tau_negative")
+        if taus and self.policy_loss != "sapo":
+            raise ValueError(
+                f"{taus} act only with policy_loss='sapo', and that is {self.policy_loss!r}; set it, or leave them out"
+            )
         if self.kl_importance and self.kl_in != "loss":
             raise ValueError(f"kl_importance acts only with kl_in='loss', and that is {self.kl_in!r}; leave it out")
         return self
@@ -120,6 +135,9 @@ class Regularisation(Frozen):
         ratios would not be those of the policy that sampled."""
         self.check_norm(algorithm.loss_norm)
         self.check_kl(algorithm.kl_beta)
+        clips = _changed(algorithm, "clip_range", "clip_range_high")
+        if clips and self.policy_loss == "sapo":
+            raise ValueError(f"{clips} have no effect with policy_loss='sapo', which does not clip; leave them out")
         check_importance(self.importance_cap, algorithm.old_logprobs)
         check_sampler_logprobs(self.importance_cap, algorithm.old_logprobs, sampling)
         check_staleness(self.importance_cap, algorithm.old_logprobs, max_staleness)

@@ -80,14 +80,19 @@ async def release_lease(flow: Flow[..., Any], flow_run: FlowRun, state: State) -
                 await release_run(workspace)
             is_cancelled = current is not None and current.type in CANCELLATION_STATES
             await _end_children(client, children, cancelled=is_cancelled)
-    except (ValidationError, ValueError, StorageError, PrefectHTTPStatusError) as error:
+    except (ValueError, StorageError, PrefectHTTPStatusError) as error:
         log.warning("flow run %s ended, and its lease is not released: %s", flow_run.name, error)
 
 
 def _held_runs(flow_name: str, flow_run: FlowRun) -> list[Workspace]:
     """Workspaces of the runs whose current lease this flow run holds."""
+    try:
+        location = _location_config(flow_run)
+    except ValidationError:
+        # the flow has refused this config before it took a lease
+        return []
     # this call also puts the engine's token into the environment, where the children of PARENTS need it
-    config = with_deployment_settings(_location_config(flow_run), deployed=flow_run.deployment_id is not None)
+    config = with_deployment_settings(location, deployed=flow_run.deployment_id is not None)
     if flow_name in PARENTS:
         return []
     provenance = Provenance(code_version=code_version(), config_digest="", seed=config.seed)

@@ -111,6 +111,8 @@ class RegularisationOptions(TypedDict, total=False):
     """Fields of flows.configs.reinforcement.Regularisation."""
 
     policy_loss: PolicyLoss
+    tau_positive: float
+    tau_negative: float
     entropy_coef: float
     importance_cap: float | None
     norm_constant: float | None

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from pydantic import JsonValue
 
 from engine.handles import TrainingModel
-from engine.losses.policy_gradient import POLICY_LOSSES, CISPOSpec, GRPOSpec, GSPOSpec, PolicyLoss
+from engine.losses.policy_gradient import POLICY_LOSSES, PolicyGradientSpec, PolicyLoss
 from engine.text.threads import StringThread
 from flows.configs.common import GRPOAlgorithm, PromptDataConfig
 from flows.configs.defaults import default_of
@@ -61,7 +61,7 @@ class RolloutLoop(TrainingLoop):
     """Holds the defaults and the bounds of the algorithm's options."""
     regularisation_type: ClassVar[type[Regularisation]] = Regularisation
     """Holds the defaults and the bounds of the loss's further terms."""
-    policy_losses: ClassVar[Mapping[PolicyLoss, type[GRPOSpec | GSPOSpec | CISPOSpec]]] = POLICY_LOSSES
+    policy_losses: ClassVar[Mapping[PolicyLoss, type[PolicyGradientSpec]]] = POLICY_LOSSES
     options_type = PolicyOptions
     prompts_are_rows: ClassVar[bool] = True
     """Whether a row of the dataset is the whole prompt, so that its length is known before sampling."""
@@ -309,16 +309,12 @@ def _algorithm(
 
 
 def policy_loss(
-    losses: Mapping[PolicyLoss, type[GRPOSpec | GSPOSpec | CISPOSpec]],
+    losses: Mapping[PolicyLoss, type[PolicyGradientSpec]],
     algorithm: GRPOAlgorithm,
     regularisation: Regularisation,
-) -> GRPOSpec | GSPOSpec | CISPOSpec:
+) -> PolicyGradientSpec:
     """The loss of the policy that these settings describe."""
-    # equal clips on both sides, unless the upper one is given
-    high = algorithm.clip_range if algorithm.clip_range_high is None else algorithm.clip_range_high
     terms: dict[str, Any] = {
-        "clip_low": algorithm.clip_range,
-        "clip_high": high,
         "kl_beta": algorithm.kl_beta if regularisation.kl_in == "loss" else 0.0,
         "kl_estimator": algorithm.kl_estimator,
         "norm": algorithm.loss_norm,
@@ -326,6 +322,12 @@ def policy_loss(
     if algorithm.dual_clip:
         terms["dual_clip"] = algorithm.dual_clip
     named = {"entropy_coef", "importance_cap", "norm_constant", "kl_importance", "terms_norm"}
+    if regularisation.policy_loss == "sapo":
+        named |= {"tau_positive", "tau_negative"}
+    else:
+        # equal clips on both sides, unless the upper one is given
+        high = algorithm.clip_range if algorithm.clip_range_high is None else algorithm.clip_range_high
+        terms |= {"clip_low": algorithm.clip_range, "clip_high": high}
     further = regularisation.model_dump(include=named)
     return losses[regularisation.policy_loss](**terms, **further)
 

@@ -72,7 +72,8 @@ CONDITIONS: dict[str, Condition] = {
     "multi_turn": Condition(_on(ROLLOUT + "multi_turn.enable"), "multi_turn is off"),
     "multiturn": Condition(_on("data.multiturn.enable"), "multiturn is off"),
     "other_loss": Condition(
-        lambda verl: _loss_mode(verl) not in ("vanilla", "gspo", "cispo", "gpg"), "this loss is not used"
+        lambda verl: _loss_mode(verl) not in ("vanilla", "gspo", "cispo", "gpg", "geo_mean", "sapo"),
+        "this loss is not used",
     ),
     "pf_ppo": Condition(_on("algorithm.use_pf_ppo"), "use_pf_ppo is false"),
     "resume_path": Condition(
@@ -81,6 +82,7 @@ CONDITIONS: dict[str, Condition] = {
     "reward_model": Condition(
         _on("reward_model.enable", "reward.reward_model.enable"), "there is no reward model: enable is false"
     ),
+    "sapo": Condition(lambda verl: _loss_mode(verl) == "sapo", "the loss is not sapo"),
     "validation": Condition(_on("data.val_files"), "there are no val_files"),
     "veomni": Condition(lambda verl: strategy_of(verl) == "veomni", "the trainer is not VeOmni"),
     "vllm": Condition(lambda verl: verl.get(ROLLOUT + "name") not in ("hf",), "the sampler is not vLLM"),

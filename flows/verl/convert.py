@@ -33,7 +33,7 @@ REWARD_MODEL_GRADER = "tasks.graders.reward_model:RewardModelGrader"
 # -- which flow ------------------------------------------------------------------------------------------------
 
 
-LOSS_MODES = {"vanilla": "clip", "cispo": "cispo", "gpg": "cispo"}
+LOSS_MODES = {"vanilla": "clip", "cispo": "cispo", "gpg": "cispo", "geo_mean": "gmpo", "sapo": "sapo"}
 NO_RATIO = 1e-12
 """Clip range of cispo that leaves every ratio at 1: the gradient is the advantage times that of the log-probability, as
 of verl's gpg (trainer/ppo/core_algos.py, compute_policy_loss_gpg)."""

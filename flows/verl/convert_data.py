@@ -83,6 +83,16 @@ def _positions(verl: Verl, key: str, value: Any) -> Any:
     return Approximate(PathValues({}), difference)
 
 
+def _reasoning_effort(verl: Verl, key: str, value: Any) -> Any:
+    """The template of gpt-oss: `if reasoning_effort is not defined`, it is "medium"."""
+    if value is None:
+        return Unused()
+    if value != "medium":
+        raise NoCounterpart("the chat template comes from the model folder; change it there")
+    difference = "the chat template's own value is used, which is medium in the template of gpt-oss"
+    return Approximate(PathValues({}), difference)
+
+
 def _prompt_column(verl: Verl, key: str, value: Any) -> Any:
     return {"prompt": value}
 
@@ -198,7 +208,7 @@ DATA_CONVERSIONS: dict[str, Conversion] = {
     "evaluation_metadata": _evaluation_metadata, "files": _files, "images": _images, "limit": _limit,
     "metadata_columns": _metadata_columns, "model": _model, "multiturn": _multiturn,
     "nested_column": _nested_column, "positions": _positions, "prompt_column": _prompt_column,
-    "remote_code": _remote_code, "shuffle": _shuffle,
+    "reasoning_effort": _reasoning_effort, "remote_code": _remote_code, "shuffle": _shuffle,
     "truncation": _truncation, "turns_alone": _turns_alone, "unless_multiturn": _unless_multiturn,
     "videos": _videos,
 }  # fmt: skip

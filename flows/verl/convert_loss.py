@@ -12,32 +12,42 @@ from flows.verl.workers import MicroBatches, micro_batches, workers_of
 
 def _clip(verl: Verl, key: str, value: Any) -> Any:
     """verl reads it only if low and high are null. Older configs have only this key."""
-    if _has_no_ratio(verl):
-        return Unused("the loss gpg has no ratio to clip")
+    if _loss_mode(verl) in UNCLIPPED:
+        return Unused(UNCLIPPED[_loss_mode(verl)])
     if any(verl.is_given(ACTOR + name) for name in ("clip_ratio_low", "clip_ratio_high")):
         return Unused("clip_ratio_low and clip_ratio_high decide")
     if not verl.is_given(key):
         return Unused("clip_ratio_low and clip_ratio_high decide")
     # the ratio of two probabilities is never below 0, so no lower clip of 1 or more ever binds
     if value > 1:
-        return PathValues({"algorithm.clip_range": 1.0, "algorithm.clip_range_high": value})
+        return PathValues({"algorithm.clip_range": _lower_clip(verl, value), "algorithm.clip_range_high": value})
     return value
 
 
 def _clip_side(verl: Verl, key: str, value: Any) -> Any:
-    if _has_no_ratio(verl):
-        return Unused("the loss gpg has no ratio to clip")
+    if _loss_mode(verl) in UNCLIPPED:
+        return Unused(UNCLIPPED[_loss_mode(verl)])
     if not verl.is_given(key) and _only_clip_ratio(verl):
         return Unused("clip_ratio is given")
     if value is None:
         value = verl.get(ACTOR + "clip_ratio")
     if key.endswith("_low"):
-        return min(1.0, value)
+        return _lower_clip(verl, value)
     return value
 
 
-def _has_no_ratio(verl: Verl) -> bool:
-    return bool(verl.get(ACTOR + "policy_loss.loss_mode") == "gpg")
+UNCLIPPED = {"gpg": "the loss gpg has no ratio to clip", "sapo": "the loss sapo has a smooth gate in place of clips"}
+
+
+def _loss_mode(verl: Verl) -> str:
+    return str(verl.get(ACTOR + "policy_loss.loss_mode"))
+
+
+def _lower_clip(verl: Verl, value: Any) -> Any:
+    # geo_mean clips the logarithm of the ratio, which has no lower bound
+    if value > 1 and _loss_mode(verl) == "geo_mean":
+        raise NoCounterpart("the lower clip of geo_mean is at most 1 here; give a smaller number")
+    return min(1.0, value)
 
 
 def _only_clip_ratio(verl: Verl) -> bool:
@@ -51,7 +61,7 @@ LOSS_NORMS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"
 
 def _loss_norm(verl: Verl, key: str, value: Any) -> Any:
     norm, constant, difference = _norm(verl, ACTOR, value)
-    if flow_of(verl) == "gspo":
+    if flow_of(verl) == "gspo" or _loss_mode(verl) in ("geo_mean", "sapo"):
         return _terms_norm(verl, value, norm, difference)
     paths: dict[str, Any] = {"algorithm.loss_norm": norm}
     if constant is not None:
@@ -66,17 +76,42 @@ def _with_difference(paths: dict[str, Any], difference: str) -> Any:
 
 
 def _terms_norm(verl: Verl, value: str, norm: str, difference: str) -> Any:
-    """GSPO's own part is always the mean of the sequence means. The mode reduces its KL and entropy terms."""
+    """The policy's part of GSPO, geo_mean and sapo is always the mean of the sequence means. The mode reduces the KL
+    and entropy terms."""
+    paths = {} if flow_of(verl) == "gspo" else {"algorithm.loss_norm": "sequence_mean"}
+    own_difference = _difference_of_sequences(verl)
     kl = verl.get(ACTOR + "use_kl_loss") and verl.get(ACTOR + "kl_loss_coef")
     if norm == "sequence_mean" or not (kl or verl.get(ACTOR + "entropy_coeff")):
-        own_difference = _norm(verl, ACTOR, "seq-mean-token-mean")[2]
-        if own_difference:
-            return Approximate(PathValues({}), own_difference)
+        if paths or own_difference:
+            return _with_difference(paths, own_difference)
         return Unused("verl's GSPO always uses the mean of the sequence means, as ours does")
     if norm == "constant":
         known = ", ".join(LOSS_NORMS)
         raise NoCounterpart(f"the KL and entropy terms of GSPO have no norm {value!r} here; expected {known}")
-    return _with_difference({"regularisation.terms_norm": norm}, difference)
+    if own_difference and own_difference != difference:
+        difference = "; ".join(filter(None, (own_difference, difference)))
+    return _with_difference(paths | {"regularisation.terms_norm": norm}, difference)
+
+
+SUM_OF_MEANS = (
+    "add up the means of a rank's micro-batches (torch.mean in compute_policy_loss_geo_mean), so that the policy's "
+    "part of the loss is larger by their number. AdamW's steps do not depend on a constant factor, but the norm at "
+    "which the gradient is clipped and the weight of the KL and entropy terms do"
+)
+
+
+def _difference_of_sequences(verl: Verl) -> str:
+    """How the mean over sequences of the policy's part differs from ours. Empty: it does not."""
+    difference = _norm(verl, ACTOR, "seq-mean-token-mean")[2]
+    workers = workers_of(verl)
+    if difference or workers == "january" or _loss_mode(verl) != "geo_mean":
+        return difference
+    parts = micro_batches(verl, ACTOR)
+    if parts.number is not None and parts.number <= parts.ranks:
+        return ""
+    if workers is None:
+        return f"exact with January 2026; the workers of August 2026 {SUM_OF_MEANS}; {WHICH_VERSION}"
+    return f"verl's engine workers {SUM_OF_MEANS}"
 
 
 Norm = tuple[str, Any, str]
@@ -218,6 +253,8 @@ def _importance(verl: Verl, key: str, value: Any) -> Any:
         return Unused("in bypass_mode the ratio uses the sampler's probability, and verl adds no importance weights")
     if value != "token":
         raise NoCounterpart(f"importance weights are per token here, not per {value}")
+    if _loss_mode(verl) == "geo_mean":
+        raise NoCounterpart("geo_mean has a weight per completion, and ours are per token; remove one of the two")
     return Unused("rollout_is_threshold gives the cap")
 
 
@@ -255,6 +292,15 @@ def _kl_estimator(verl: Verl, key: str, value: Any) -> Any:
     raise NoCounterpart(f"there is no KL estimator {value!r} here; expected {', '.join(KL_ESTIMATORS)}")
 
 
+def _sapo_tau(verl: Verl, key: str, value: Any) -> Any:
+    """core_algos.py, compute_policy_loss_sapo reads the temperatures of the actor, not those of actor.policy_loss."""
+    name = key.rpartition(".")[2]
+    read = verl.get(ACTOR + name)
+    if verl.is_given(key) and value != read:
+        raise NoCounterpart(f"verl's loss reads {ACTOR}{name}={read}; give the number there")
+    return Unused(f"{ACTOR}{name} decides")
+
+
 VALUE_LOSS_FACTOR = 0.5
 """verl's value loss divided by ours. With AdamW, the factor changes only at which gradient norm an update is clipped,
 and how much epsilon counts."""
@@ -272,6 +318,7 @@ LOSS_CONVERSIONS: dict[str, Conversion] = {
     "kl_loss": _kl_loss,
     "loss_norm": _loss_norm,
     "loss_scale": _loss_scale,
+    "sapo_tau": _sapo_tau,
     "value_grad_norm": _value_grad_norm,
     "value_norm": _value_norm,
 }  # fmt: skip

@@ -24,6 +24,8 @@ MAX_INTERPOLATIONS = 100_000
 """Most interpolations of a config that are resolved, each as often as it is read."""
 MAX_TEXT = 16 << 20
 """Most characters of all resolved texts."""
+MAX_ITEMS = 1_000_000
+"""Most items of all lists and groups that interpolations refer to, each as often as it is referred to."""
 MAX_KEY = 300
 """Most characters of a dotted name."""
 _BRACE = re.compile("[{}]")
@@ -45,7 +47,7 @@ class Verl:
         describe."""
         self.given, self.table, self.kind = given, table, kind
         self.option_defaults: dict[str, Any] = {}
-        self.interpolations = self.characters = 0  # resolved so far
+        self.interpolations = self.characters = self.items = 0  # resolved so far
         for option, has_file in (options or {}).items():
             if not has_file and option not in table.options:
                 raise VerlError(f"{option}: there is no file of this option here; expected {', '.join(table.options)}")
@@ -80,6 +82,8 @@ class Verl:
         if depth > MAX_DEPTH:
             raise VerlError(f"{key}: the interpolation {value!r:.200} refers to itself; write a value")
         if isinstance(value, list):
+            if depth:
+                self._count(key, items=len(value))
             return [self.resolve(item, key, depth + 1) for item in value]
         if not isinstance(value, str) or "${" not in value:
             return value
@@ -95,14 +99,15 @@ class Verl:
             self._count(key, characters=len(texts[-1]))
         return "".join(texts)
 
-    def _count(self, key: str, *, interpolations: int = 0, characters: int = 0) -> None:
+    def _count(self, key: str, *, interpolations: int = 0, characters: int = 0, items: int = 0) -> None:
         """Raises VerlError for interpolations that multiply: a kilobyte of them can stand for gigabytes."""
         self.interpolations += interpolations
         self.characters += characters
-        if self.interpolations > MAX_INTERPOLATIONS or self.characters > MAX_TEXT:
+        self.items += items
+        if self.interpolations > MAX_INTERPOLATIONS or self.characters > MAX_TEXT or self.items > MAX_ITEMS:
             raise VerlError(
-                f"{key}: the config's interpolations make more than {MAX_INTERPOLATIONS:,} values or {MAX_TEXT:,} "
-                "characters; write the values"
+                f"{key}: the config's interpolations make more than {MAX_INTERPOLATIONS:,} values, {MAX_TEXT:,} "
+                f"characters or {MAX_ITEMS:,} items of lists; write the values"
             )
 
     def _raw(self, key: str) -> Any:
@@ -140,6 +145,7 @@ class Verl:
             return self.resolve(self._raw(target), target, depth + 1)
         # not a value, so perhaps a group of given keys
         tree = self._subtree(target)
+        self._count(key, items=len(self.given))
         if not tree:
             raise VerlError(
                 f"{key}: '${{{target[:200]}}}' names a key that is neither given nor one of verl's; write the value"

@@ -292,7 +292,7 @@ class Shell:
             self.run("fi", active=active and not done)
 
     def _case(self, line: int, *, active: bool) -> None:
-        (value,) = self._plain(self.tokens[self.place], line) if active else ("",)
+        value = _known(self._value(self.tokens[self.place]), line) if active else ""
         self.place += 1
         done = not active
         # the word `in`
@@ -302,7 +302,7 @@ class Shell:
             patterns = []
             while self.tokens[self.place].operator != ")":
                 token = self.tokens[self.place]
-                patterns += [] if token.operator else self._plain(token, line, mark=False)
+                patterns += [] if token.operator else [self._value(token)]
                 self.place += 1
             self.place += 1
             holds = not done and any(fnmatchcase(value, pattern) for pattern in patterns)
@@ -441,10 +441,6 @@ class Shell:
         self._count([value], token.line)
         return value
 
-    def _plain(self, token: Token, line: int, *, mark: bool = True) -> list[str]:
-        """The value of a word that a condition depends on. Raises ShellError if it is not known."""
-        return [_known(self._value(token), line)] if mark else [self._value(token)]
-
     def _part(self, part: Part, line: int) -> list[str]:
         if part.kind == "text":
             return [part.text]
@@ -547,8 +543,7 @@ def _compare(left: str, operator: str, right: str, line: int) -> bool:
 
 def _split(value: str) -> list[str]:
     """Splits an unquoted value at its spaces, but not within the mark of an unknown value."""
-    pieces = re.findall(r"(?:\ue000.*?\ue001|\S)+", value, re.DOTALL)
-    return pieces
+    return re.findall(r"(?:\ue000.*?\ue001|\S)+", value, re.DOTALL)
 
 
 def _without_unset(values: Sequence[str]) -> str:

@@ -32,6 +32,6 @@ def _read(file: Any) -> TrainFile | None:
     try:
         metadata = pq.read_metadata(path)
         return TrainFile(int(metadata.num_rows), list(metadata.schema.to_arrow_schema().names))
-    except (OSError, pa.ArrowInvalid):
+    except (OSError, pa.ArrowException):
         # the run reports what is wrong with the file
         return None

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 
 from engine.text.threads import StringThread
 from storage.errors import CorruptArtifact, InvalidKey
+from storage.secrets import refuse_secrets
 from storage.serialization import canonical_json, canonical_text
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, find_artifact
@@ -102,8 +103,10 @@ def load_dataset(
 
     The version is a digest of the rows in their order, of `kind`, and of the fields of the spec that select rows (not
     of the path or encoding of a file). A registered dataset is only looked up, and so is a file that was loaded before
-    and has not changed. Raises DatasetError and its subclasses before anything is visible in the store.
+    and has not changed. Raises DatasetError and its subclasses before anything is visible in the store, and SecretInURL
+    for an address with a password.
     """
+    refuse_secrets(spec.model_dump())
     data = _load(store, spec, kind, provenance, on_progress)
     if isinstance(spec, OrderedDataset):
         return data.model_copy(update={"order": spec.order, "curriculum_column": spec.curriculum_column})

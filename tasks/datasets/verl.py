@@ -74,15 +74,14 @@ def image_rows(
     `image_key`, whose values are lists of {"bytes": …} or of paths. A row without images keeps its text.
     """
     # imported here, because only datasets with images need it
-    import pyarrow.parquet as pq
+    from tasks.datasets.sources.file_formats import TableColumns, parquet_rows
 
     for file in files:
-        for batch in pq.ParquetFile(file).iter_batches(batch_size=64):
-            for row in batch.to_pylist():
-                images = row.pop(image_key, None) or []
-                if images:
-                    row[prompt_key] = _with_images(row[prompt_key], images, file)
-                yield row
+        for _, _, row in parquet_rows(Path(file), lambda names: TableColumns(names, set(), set())):
+            images = row.pop(image_key, None) or []
+            if images:
+                row[prompt_key] = _with_images(row[prompt_key], images, file)
+            yield row
 
 
 def _with_images(messages: list[dict[str, Any]], images: list[Any], file: str) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from storage.chain.records import PolicyRef
+from storage.secrets import without_secrets
 from storage.store.objects import ObjectStore
 from tasks.evaluation.validation_curve import Validation, read_validations
 from tasks.loggers.base import LoggedRun, SentLog, Sink, figures_of
@@ -192,7 +193,8 @@ class _Sender:
             sink.close()
         except Exception as error:  # noqa: BLE001  the boundary to a service: the run must not depend on it
             self._timer.cancel()
-            self._warn(f"{type(error).__name__}: {error}")
+            # the address of a tracker comes from the environment, and may hold a password
+            self._warn(without_secrets(f"{type(error).__name__}: {error}"))
         finally:
             self._ended.set()
             self._connected.set()

@@ -347,6 +347,7 @@ def test_without_an_answer(line: Line, prefect_server: str) -> None:
     [
         ({"gate": {"target": "odd"}}, "not a dataset/grader of the suite, which has all/odd"),
         ({"model": "a/b"}, "is not a name"),
+        ({"model": "a" * 128}, "recurring-a.* is not a name; give 1 to 128"),  # the keys of its runs are longer
         ({"gate": {"better_by": -1}}, "greater than or equal to 0"),
     ],
 )

@@ -20,6 +20,8 @@ import flows.evaluation
 from flows.cli.main import app
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.evaluation import evaluation
+from storage.chain.leases import is_held
+from storage.chain.listing import list_runs
 from storage.inspect.audit import audit_store
 from storage.store.objects import open_store
 from tasks.datasets.errors import DatasetError
@@ -179,6 +181,23 @@ def test_a_row_without_an_answer_is_named(value: Any, runs: AnswerRuns) -> None:
     rows[3]["responses"] = value
     with pytest.raises(DatasetError, match=r"row 4 of .*'responses' is .* expected an answer"):
         runs.run(runs.answers(rows))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "message"),
+    [("parquet", "no column .*; the file has none"), ("jsonl", r"row 1.*: given .*columns.*expected")],
+)
+@pytest.mark.parametrize("column", [None, "responses"])
+def test_answers_without_columns_are_refused(
+    suffix: str, message: str, column: str | None, runs: AnswerRuns
+) -> None:
+    answers = runs.answers([{}, {}], suffix=suffix) | {"column": column}
+    with pytest.raises(DatasetError, match=rf"system-a\.{suffix}.*{message}"):
+        runs.run(answers)
+    # without a result, and without a lease that a next try would wait for
+    store = open_store(str(runs.folder / "data"))
+    assert not [info.key for info in store.list() if info.key.endswith("result.json")]
+    assert not any(is_held(store, run) for run in list_runs(store))
 
 
 SOURCE = {"kind": "file", "path": "a.jsonl"}

@@ -84,6 +84,9 @@ def _changed(value: Any, draw: random.Random) -> Any:
             }
         if action < 0.25:
             return value | {f"k{index}": f"${{k{index + 1}}}${{k{index + 1}}}${{k{index + 1}}}" for index in range(40)}
+        if action < 0.28:
+            items = draw.choice(([1] * draw.choice((9, 5_000, 100_000)), {f"k{index}": 1 for index in range(200)}))
+            return value | {"items": items, key: ["${items}"] * draw.choice((3, 100, 2_000))}
         return value | {key: _changed(value[key], draw)}
     if isinstance(value, list) and value and draw.random() < 0.9:
         index = draw.randrange(len(value))

@@ -11,6 +11,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -61,16 +62,20 @@ def _odd_columns() -> list[pa.Array]:
     ]
 
 
+def _repeated(offsets: pa.Array) -> pa.Array:
+    return pa.ListArray.from_arrays(offsets, pa.array(np.zeros(offsets[-1].as_py(), np.int64)))
+
+
 @functools.cache
 def _odd() -> list[pa.Array]:
     return _odd_columns()
 
 
-def _table(draw: random.Random) -> pa.Table:
-    """A table of a dataset, or one with a column of an odd type, deep lists, or many equal large values."""
+def _table(draw: random.Random, kind: str) -> pa.Table:
+    """A table of a dataset, or one with a column of an odd type, deep lists, long lists, or many equal large values."""
     rows = draw.choice((1, 2, 20, 600))
     columns: dict[str, Any] = {"prompt": pa.array([f"{number}+1" for number in range(rows)])}
-    shape = draw.randrange(7)
+    shape = draw.randrange(8)
     if shape == 1:
         columns = {"prompt": draw.choice(_odd())}
     elif shape == 2:
@@ -89,6 +94,13 @@ def _table(draw: random.Random) -> pa.Table:
         columns = {"messages": pa.array([SUM] * rows), "score": pa.array([1.0] * rows)}
     elif shape == 6:
         return pa.table({})
+    elif shape == 7:
+        # lists of equal numbers, of which few bytes can be any number
+        offsets = pa.array([0, draw.choice((5, 10**5, 10**7))], pa.int32())
+        columns = {"prompt": pa.array(["a"]), "metadata": _repeated(offsets)}
+    if kind == "stored answers" and draw.random() < 0.7:
+        count = len(next(iter(columns.values())))
+        columns |= {"completion": pa.array(["2"] * count), "answer": pa.array(["2"] * count)}
     if "prompt" in columns and draw.random() < 0.3:
         name = draw.choice(("answer", "messages", "a" * 5000, "", "\u202e", "metadata.x"))
         columns[name] = pa.array(["1"] * len(columns["prompt"]))
@@ -98,7 +110,7 @@ def _table(draw: random.Random) -> pa.Table:
 def case(kind: str, seed: int, number: int) -> bytes:
     draw = random.Random(f"{seed}/{kind}/{number}")
     sink = io.BytesIO()
-    table = _table(draw)
+    table = _table(draw, kind)
     try:
         pq.write_table(
             table, sink, compression=draw.choice(COMPRESSIONS), data_page_version=draw.choice(("1.0", "2.0")),

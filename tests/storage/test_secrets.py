@@ -11,12 +11,16 @@ from pydantic import ValidationError
 
 from engine.models.openai_model import OpenAIModel
 from engine.protocol import SamplingParams
+from engine.specs.engine import HttpEngineSpec
 from flows.configs.common import SFTConfig
 from flows.configs.overrides import ConfigError, parse_config
 from flows.display import log_file
 from storage.registry.hub import parse_hub_repo
-from storage.secrets import SecretInURL, refuse_secrets
+from storage.secrets import SecretInURL, refuse_secrets, without_secrets
+from storage.store.artifacts import Provenance
 from storage.store.objects import open_store
+from tasks.datasets.load import load_dataset
+from tasks.datasets.spec import FileDataset, HubDataset
 from tasks.graders.reward_server import RewardServerGrader
 
 SECRETS = ("hunter2", "AKIA", "wJal")
@@ -54,6 +58,7 @@ def test_other_texts_are_no_secrets(text: str) -> None:
 def test_every_surface_refuses_an_address_with_a_password(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("storage: s3://AKIA:wJal@bucket\nmodel: {key: tiny}\n")
+    store, provenance = open_store(tmp_path / "store"), Provenance(code_version="test", config_digest="0" * 64, seed=0)
     refusals: list[BaseException] = []
     for call in (
         lambda: parse_config(SFTConfig, file),
@@ -63,12 +68,23 @@ def test_every_surface_refuses_an_address_with_a_password(tmp_path: Path) -> Non
         lambda: OpenAIModel.of("openai://j@http://ada:hunter2@h/v1", "j", SamplingParams(max_new_tokens=1)),
         lambda: RewardServerGrader("r", "http://ada:hunter2@h/score"),
         lambda: parse_hub_repo("hf://ada:hunter2@owner/name", "dataset"),
+        lambda: HttpEngineSpec(url="http://ada:hunter2@127.0.0.1:8000"),
+        lambda: load_dataset(store, FileDataset(path="https://ada:hunter2@h/x.parquet"), provenance=provenance),
+        lambda: load_dataset(store, FileDataset(path="s3://AKIA:wJal/x@b/x.parquet"), provenance=provenance),
+        lambda: load_dataset(store, HubDataset(path="https://ada:hunter2@h/name"), provenance=provenance),
     ):
         with pytest.raises((ConfigError, SecretInURL, ValidationError)) as refusal:
             call()
         refusals.append(refusal.value)
     for error in refusals:
         assert "address" in str(error) and not any(secret in str(error) for secret in SECRETS), error
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "postgresql+psycopg2", "s3"])
+def test_errors_of_trackers_are_shown_without_their_passwords(scheme: str) -> None:
+    text = f"API request to {scheme}://ada:hunter2@host:5000/api/2.0/x?a=b@c failed; mail ada@example.com"
+    shown = without_secrets(text)
+    assert shown == f"API request to {scheme}://…@host:5000/api/2.0/x?a=b@c failed; mail ada@example.com"
 
 
 def test_the_folder_of_the_logs_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

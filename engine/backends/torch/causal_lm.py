@@ -20,15 +20,13 @@ from engine.backends.torch.attention import Layout, PackedLayout
 from engine.backends.torch.packing import Packed
 from engine.backends.torch.token_logprobs import at_least_float32, token_logprobs, token_logprobs_and_entropy
 from engine.errors import BadSpec
-from engine.models.folder import CONTEXT_KEYS, context_length_in
+from engine.models.folder import CONTEXT_KEYS, UNKNOWN_CONTEXT, context_length_in
 from engine.models.images import Images
 from engine.text.errors import UnsupportedFragment
 
 CHUNK_BYTES = 1 << 29
 """Bytes of the logits (trained tokens x vocabulary) that are held at once. More are computed in chunks, and once more
 in the backward pass: this bounds the memory, and costs about a tenth of the time."""
-UNKNOWN_CONTEXT = 1 << 30
-"""The context length of a model whose config gives none."""
 
 
 class CausalLM:
@@ -63,8 +61,7 @@ class CausalLM:
     def context_length(self) -> int:
         """The longest sequence, in tokens."""
         config = self.decoder.config
-        given = context_length_in({key: getattr(config, key, None) for key in CONTEXT_KEYS})
-        return UNKNOWN_CONTEXT if given is None else given
+        return context_length_in({key: getattr(config, key, None) for key in CONTEXT_KEYS}) or UNKNOWN_CONTEXT
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that end a completion: those of generation_config, or else those of config."""

@@ -28,12 +28,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from engine.backends.torch.attention import IMPLEMENTATION, PrefillLayout
-from engine.backends.torch.causal_lm import UNKNOWN_CONTEXT, CausalLM
+from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.decoding.kv_cache import DecodeLayout, PromptKeys
 from engine.backends.torch.out_of_memory import is_out_of_memory
 from engine.backends.torch.packing import Packed, PrefixGroup, pack
 from engine.backends.torch.vision_lm import VisionLM
 from engine.errors import BadModelFolder, EngineError
+from engine.models.folder import UNKNOWN_CONTEXT
 from engine.models.images import Images, PlacedImage
 from engine.models.samples import Sample
 
@@ -85,7 +86,7 @@ class _Sequences:
 
     token_ids_SL: Tensor
     images_S: tuple[Images, ...]
-    prompt: int
+    prompt_tokens: int
     """Number of tokens that the branches share, which include their image."""
 
 
@@ -96,13 +97,13 @@ def _text_sequences(model: CausalLM) -> _Sequences:
     return _sequences(model, length, length // 2)
 
 
-def _sequences(model: CausalLM, length: int, prompt: int) -> _Sequences:
+def _sequences(model: CausalLM, length: int, prompt_tokens: int) -> _Sequences:
     """Token ids at equal distances in the whole vocabulary, without images. They are different unless the sequences
     have more tokens than the vocabulary."""
     count = (ALONE + BRANCHES) * length
     token_ids_SL = (torch.arange(count, device=model.device) * model.vocab_size // count).view(-1, length)
-    token_ids_SL[ALONE:, :prompt] = token_ids_SL[ALONE, :prompt].clone()
-    return _Sequences(token_ids_SL, ((),) * len(token_ids_SL), prompt)
+    token_ids_SL[ALONE:, :prompt_tokens] = token_ids_SL[ALONE, :prompt_tokens].clone()
+    return _Sequences(token_ids_SL, ((),) * len(token_ids_SL), prompt_tokens)
 
 
 def _image_sequences(model: VisionLM, folder: Path) -> _Sequences:
@@ -121,7 +122,7 @@ def _image_sequences(model: VisionLM, folder: Path) -> _Sequences:
     first, second = _as_png(gradient), _as_png(gradient.transpose(Image.Transpose.ROTATE_90))
     data = [first, second, first] + [second] * BRANCHES
     images_S = tuple((PlacedImage(1, count, encoded),) for encoded in data)
-    return _Sequences(token_ids_SL, images_S, text.prompt)
+    return _Sequences(token_ids_SL, images_S, text.prompt_tokens)
 
 
 def _as_png(image: Image.Image) -> bytes:
@@ -213,7 +214,10 @@ class _Probe:
         unit = "" if self._model.scalar else " nats"
         by = f"{output} by {nats:.2g}{unit} (rounding: at most {self._tolerance.nats:g})"
         if not differences:
-            raise BadModelFolder(f"{self._folder}: packing changes the model's {by}, but no layer's output; {REMEDY}")
+            raise BadModelFolder(
+                f"{self._folder}: packing changes no layer's output, but the {by}: the model computes them from its "
+                "last layer in a way that is not supported, such as scaled logits (Cohere); use another model"
+            )
         module, where, change = differences[0]
         subject, value = f"the layer {module}", "its output"
         if module is None:
@@ -260,7 +264,7 @@ class _Probe:
     def _packed(self) -> Packed:
         """The sequences in one row, and after them a token at the end of the context: rotary embeddings whose factors
         depend on the longest position would change those of the sequences."""
-        sequences, length, prompt = self._sequences, self._length, self._sequences.prompt
+        sequences, length, prompt = self._sequences, self._length, self._sequences.prompt_tokens
         samples: list[Sample] = []
         for index, token_ids_L in enumerate(sequences.token_ids_SL.cpu().numpy().astype(np.int32)):
             group = "" if index < ALONE else "branches"
@@ -280,7 +284,7 @@ class _Probe:
 
     def _packed_checks(self, groups: Sequence[PrefixGroup]) -> list[_Check]:
         """What is compared in the packed row."""
-        length, prompt = self._length, self._sequences.prompt
+        length, prompt = self._length, self._sequences.prompt_tokens
         alone = [(groups[index].start, index * length) for index in range(ALONE)]
         shared = (groups[ALONE].start, ALONE * length)
         branches: list[tuple[int, int]] = []
@@ -356,7 +360,6 @@ class _ModuleOutputs:
     def compared(self, shape: torch.Size, checks: Sequence[_Check], tolerance: float) -> Iterator[list[_Difference]]:
         """Yields a list that gets the modules whose outputs differ, in the order of their calls."""
         differences: list[_Difference] = []
-
         is_first = True
 
         def compare(call: tuple[str, int], module: str, inputs_TH: Tensor, outputs_TH: Tensor) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.models.folder import context_length_in
+from engine.models.folder import UNKNOWN_CONTEXT, context_length_in
 
 _IGNORED_KEYS = {"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Keys of config.json that do not describe the architecture."""
@@ -40,7 +40,7 @@ def architecture_of(folder: Path, eos_token_ids: Sequence[int] | None = None) ->
     return Architecture(
         digest=hashlib.sha256(digested).hexdigest(),
         vocab_size=int(text_config["vocab_size"]),
-        context_length=context_length_in(text_config) or 1 << 30,
+        context_length=context_length_in(text_config) or UNKNOWN_CONTEXT,
         eos_token_ids=tuple(eos_token_ids),
     )
 

@@ -6,7 +6,7 @@ time if the values can be large, lists of texts are read as indices, and a row w
 
 import glob
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tasks.datasets.errors import BadRow, DatasetError, DatasetNotFound
+from tasks.datasets.sources.parquet_pages import PageBytes, page_bytes, row_groups
 
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line of JSON, and largest row of a Parquet file, that is read into memory. A longer one is a bad row."""
@@ -28,6 +29,12 @@ PYTHON_ROWS_BYTES = 16 * 2**20
 """Bytes of rows that become objects of Python at a time, if it is more than one row."""
 PARQUET_BUFFER_BYTES = 1 << 20
 """Bytes of a column of a Parquet file that are read at a time."""
+PARQUET_PAGES_BYTES = 512 * 2**20
+"""Most memory of the pages that pyarrow holds at a time: one of each column that is read, and its dictionary."""
+INDEXED_BYTES = 128 * 2**20
+"""Most bytes of texts of a row group that are read as indices. Each batch has a copy of these texts."""
+LIST_VALUE_BYTES = 8
+"""Memory of a value of a list, at least."""
 
 
 class TableColumns(NamedTuple):
@@ -206,26 +213,48 @@ def parquet_rows(file: Path, choose_columns: ChooseColumns) -> Iterator[tuple[in
         columns = checked_columns(choose_columns, parquet.schema_arrow.names, source=str(file))
         number, rows = 0, parquet.metadata.num_rows
         try:
-            text_lists = _text_lists(parquet.schema, columns)
-            with _open_parquet(file, indexed=text_lists) as indexed:
-                # Stream the rows, a batch at a time.
-                for group in range(parquet.num_row_groups):
-                    group_bytes = parquet.metadata.row_group(group).total_byte_size
-                    # pyarrow ends the process when it is asked for the size of a column of a damaged file
-                    if columns == parquet.schema_arrow.names:
-                        group_rows = parquet.metadata.row_group(group).num_rows
-                        _check_mean_row(group_bytes, group_rows, str(file), number)
-                    batch_rows, as_indices = _batch_rows(group_bytes, has_lists=bool(text_lists))
-                    for batch in (indexed if as_indices else parquet).iter_batches(batch_rows, [group], columns):
-                        for values in _python_rows(batch, str(file), number):
-                            number += 1
-                            yield number, rows, values
+            # Stream the rows, a batch at a time.
+            for batch in _batches(file, parquet, columns):
+                for values in _python_rows(batch, str(file), number):
+                    number += 1
+                    yield number, rows, values
         except UNREADABLE as error:
             reason = " ".join(str(error).split())
             raise DatasetError(
                 f"{file}: cannot be read after row {number} ({type(error).__name__}: {reason:.200}); the file is "
                 "damaged, or has values that Python has no type for"
             ) from error
+
+
+def _batches(file: Path, parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """Yields the chosen columns of the file in batches of at most PARQUET_BATCH_BYTES, as far as that can be known.
+
+    Raises DatasetError for pages that are too large, and BadRow for rows that are, before they are read.
+    """
+    leaves = _chosen_leaves(parquet.schema, columns)
+    text_lists = [leaf.path for leaf in leaves.values() if _is_text_list(leaf)]
+    lists = [index for index, leaf in leaves.items() if leaf.max_repetition_level > 0]
+    before = 0
+    with _open_parquet(file, indexed=text_lists) as indexed, file.open("rb") as stream:
+        for group, chunks in zip(range(parquet.num_row_groups), row_groups(stream), strict=False):
+            # Check the memory of the pages.
+            if len(chunks) < len(parquet.schema):
+                raise ValueError(f"a row group has {len(chunks)} of {len(parquet.schema)} columns")
+            pages = {index: page_bytes(stream, chunks[index]) for index in leaves}
+            _check_pages(pages.values(), str(file), before)
+            # Check the size of the rows. A file of some hundred bytes can hold lists of any length.
+            group_rows = parquet.metadata.row_group(group).num_rows
+            list_bytes = sum(LIST_VALUE_BYTES * chunks[index].values for index in lists)
+            _check_mean_row(list_bytes, group_rows, str(file), before)
+            if columns == parquet.schema_arrow.names:
+                _check_mean_row(parquet.metadata.row_group(group).total_byte_size, group_rows, str(file), before)
+            # Read them.
+            in_text_lists = sum(pages[index].stored for index, leaf in leaves.items() if _is_text_list(leaf))
+            stored = sum(sizes.stored for sizes in pages.values())
+            mean_list_bytes = list_bytes // max(group_rows, 1)
+            batch_rows, as_indices = _batch_rows(in_text_lists, stored - in_text_lists, mean_list_bytes)
+            yield from (indexed if as_indices else parquet).iter_batches(batch_rows, [group], columns)
+            before += group_rows
 
 
 def _check_mean_row(group_bytes: int, rows: int, source: str, before: int) -> None:
@@ -238,23 +267,41 @@ def _check_mean_row(group_bytes: int, rows: int, source: str, before: int) -> No
         )  # fmt: skip
 
 
-def _text_lists(schema: pq.ParquetSchema, columns: list[str]) -> list[str]:
-    """The leaves of the chosen columns that hold lists of texts or bytes, such as messages.list.element.content."""
-    names = []
-    for leaf in (schema.column(index) for index in range(len(schema))):
-        is_chosen = any(leaf.path == column or leaf.path.startswith(f"{column}.") for column in columns)
-        if is_chosen and leaf.physical_type == "BYTE_ARRAY" and leaf.max_repetition_level > 0:
-            names.append(leaf.path)
-    return names
+def _check_pages(pages: Iterable[PageBytes], source: str, before: int) -> None:
+    """Raises DatasetError if pyarrow would reserve more than PARQUET_PAGES_BYTES for the pages of these columns."""
+    needed = sum(sizes.at_a_time for sizes in pages)
+    if needed > PARQUET_PAGES_BYTES:
+        raise DatasetError(
+            f"{source}: after row {before} given pages that need {needed:,} bytes of memory; expected at most "
+            f"{PARQUET_PAGES_BYTES:,}. The file is damaged, or must be written with smaller pages (for instance with "
+            "pyarrow's data_page_size, dictionary_pagesize_limit and a smaller write_batch_size)."
+        )
 
 
-def _batch_rows(group_bytes: int, *, has_lists: bool) -> tuple[int, bool]:
-    """(rows to read at a time, whether lists of texts are read as indices), for a row group of this size.
+def _chosen_leaves(schema: pq.ParquetSchema, columns: list[str]) -> dict[int, pq.ColumnSchema]:
+    """The leaves of the chosen columns, such as messages.list.element.content, by their number in the schema."""
+    leaves = {}
+    for index in range(len(schema)):
+        leaf = schema.column(index)
+        if any(leaf.path == column or leaf.path.startswith(f"{column}.") for column in columns):
+            leaves[index] = leaf
+    return leaves
 
-    Each value may be as large as all that the group stores, and a list may repeat it any number of times."""
-    if has_lists and group_bytes <= PARQUET_BATCH_BYTES:
-        return PARQUET_BATCH_ROWS, True
-    return max(1, min(PARQUET_BATCH_ROWS, PARQUET_BATCH_BYTES // max(group_bytes, 1))), False
+
+def _is_text_list(leaf: pq.ColumnSchema) -> bool:
+    """Whether the leaf holds lists of texts or bytes."""
+    return bool(leaf.physical_type == "BYTE_ARRAY" and leaf.max_repetition_level > 0)
+
+
+def _batch_rows(in_text_lists: int, in_other_columns: int, mean_list_bytes: int) -> tuple[int, bool]:
+    """(rows to read at a time, whether lists of texts are read as indices), for a row group that stores so many bytes.
+
+    Each value may be as large as all that its columns store. A list may repeat it any number of times, unless it is
+    read as indices; then a batch holds each text once. The values of the lists of a row take `mean_list_bytes` on
+    average."""
+    as_indices = 0 < in_text_lists <= INDEXED_BYTES
+    row_bytes = max(mean_list_bytes, in_other_columns + (0 if as_indices else in_text_lists), 1)
+    return max(1, min(PARQUET_BATCH_ROWS, PARQUET_BATCH_BYTES // row_bytes)), as_indices
 
 
 def _python_rows(batch: pa.RecordBatch, source: str, before: int) -> Iterator[dict[str, Any]]:

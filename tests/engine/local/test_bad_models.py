@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from engine.errors import BadModelFolder
 from engine.local.engine import LocalEngine
 from engine.text.errors import TokenizerMissing
+from engine.text.tokenizers import load_tokenizer
 from storage.errors import InvalidKey
 from storage.store.objects import ObjectStore
 from tests.fixtures.engines import PROVENANCE
 
 WEIGHTS = "model.safetensors"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.fixture
@@ -164,6 +166,20 @@ async def test_a_folder_without_a_tokenizer_is_refused_by_name(
     with pytest.raises(TokenizerMissing) as refused:
         await engine.import_model(str(folder), provenance=PROVENANCE)
     assert str(folder) in str(refused.value)
+    assert list(store.list()) == []
+
+
+async def test_a_model_that_cannot_sample_an_end_of_turn_is_refused(
+    engine: LocalEngine, store: ObjectStore, folder: Path
+) -> None:
+    """Its files and its template name ids beyond the embedding, so each completion would have the full length."""
+    tokenizer = load_tokenizer(folder)
+    (end,) = tokenizer.eos_token_ids
+    change_config(folder, vocab_size=end, eos_token_id=None)
+    change_weights(folder, lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:end].clone()}))
+    refused = rf"are \[{end}\], and its model has the ids 0 to {end - 1}: no completion could end"
+    with pytest.raises(TokenizerMissing, match=refused):
+        await engine.import_model(str(folder), provenance=PROVENANCE)
     assert list(store.list()) == []
 
 

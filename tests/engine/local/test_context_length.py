@@ -120,3 +120,4 @@ def test_the_context_of_a_config() -> None:
     layers = {"full_attention": rope | {"original_max_position_embeddings": 1024}, "sliding_attention": None}
     assert context_length_in({"max_position_embeddings": 131072, "rope_parameters": layers}) == 1024
     assert context_length_in({"hidden_size": 64}) is None
+    assert context_length_in({"max_position_embeddings": 2048, "rope_scaling": "longrope"}) == 2048  # not a valid one

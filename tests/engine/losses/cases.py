@@ -18,7 +18,7 @@ from engine.backends.torch.updates import count_totals, micro_batch_loss
 from engine.losses.inputs import Outputs
 from engine.losses.likelihood import CrossEntropySpec, TangentsSpec
 from engine.losses.pairs import DPOSpec, RankingSpec
-from engine.losses.policy_gradient import CISPOSpec, GRPOSpec, GSPOSpec
+from engine.losses.policy_gradient import CISPOSpec, GMPOSpec, GRPOSpec, GSPOSpec, SAPOSpec
 from engine.losses.spec import LossSpec
 from engine.losses.values import MSESpec, TrustRegionMSESpec
 from engine.models.samples import Sample
@@ -51,6 +51,14 @@ VARIANTS: dict[str, dict[str, LossSpec]] = {
     "cispo": {
         "kl": CISPOSpec(clip_low=0.2, clip_high=0.2, kl_beta=0.3),
         "all": CISPOSpec(**_CLIP | {"kl_beta": 0.3}, entropy_coef=0.5, importance_cap=2.0, norm="sequence_mean"),
+    },
+    "gmpo": {
+        "kl": GMPOSpec(clip_low=0.2, clip_high=0.28, kl_beta=0.3),
+        "all": GMPOSpec(**_CLIP | {"kl_beta": 0.3}, entropy_coef=0.5, importance_cap=2.0, norm="token_mean"),
+    },
+    "sapo": {
+        "kl": SAPOSpec(kl_beta=0.3),
+        "all": SAPOSpec(tau_negative=2.0, kl_beta=0.3, entropy_coef=0.5, importance_cap=2.0, norm="token_mean"),
     },
     "dpo": {
         "sigmoid": DPOSpec(beta=0.3),

@@ -138,6 +138,13 @@ def _kl(spec: Any, logprob: Tensor, reference: float) -> Tensor:
     return torch.exp(-gap) + gap - 1
 
 
+def _bounded(spec: Any, gap: Tensor, advantage: float) -> Tensor:
+    """The logarithm of a ratio, bounded on the side that the advantage favours."""
+    if advantage > 0:
+        return gap if gap < spec.clip_high else torch.full_like(gap, spec.clip_high)
+    return gap if gap > -spec.clip_low else torch.full_like(gap, -spec.clip_low)
+
+
 def _policy(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
     values = []
     for s, out in zip(samples, outs, strict=True):
@@ -146,6 +153,12 @@ def _policy(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor
         for i, logprob in enumerate(out.logprobs):
             if spec.kind == "gspo":
                 gained = _objective(spec, torch.exp(sum(gaps) / len(gaps)), s.advantages[i])
+            elif spec.kind == "gmpo":
+                bounded = [_bounded(spec, gap, s.advantages[place]) for place, gap in enumerate(gaps)]
+                gained = s.advantages[i] * torch.exp(sum(bounded) / len(bounded))
+            elif spec.kind == "sapo":
+                tau = spec.tau_positive if s.advantages[i] > 0 else spec.tau_negative
+                gained = s.advantages[i] * 4 / tau / (1 + torch.exp(-tau * (torch.exp(gaps[i]) - 1)))
             elif spec.kind == "grpo":
                 gained = _objective(spec, torch.exp(gaps[i]), s.advantages[i])
             else:
@@ -209,5 +222,6 @@ def _trust_region_mse(spec: Any, samples: Sequence[Sample], outs: Sequence[Out])
 
 DEFINITIONS: dict[str, Callable[[Any, Sequence[Sample], Sequence[Out]], Tensor]] = {
     "cross_entropy": _cross_entropy, "tangents": _tangents, "grpo": _policy, "gspo": _policy, "cispo": _policy,
+    "gmpo": _policy, "sapo": _policy,
     "dpo": _dpo, "ranking": _ranking, "mse": _mse, "trust_region_mse": _trust_region_mse,
 }  # fmt: skip

@@ -25,7 +25,8 @@ from tests.engine.losses.conftest import CPU, load
 from tests.engine.losses.plain import Plain
 from tests.engine.torch.gradients import WHOLE, distance, update
 
-POLICY: dict[str, Any] = {name: spec for name, spec in SPECS.items() if spec.kind in ("grpo", "gspo", "cispo")}
+KINDS = ("grpo", "gspo", "cispo", "gmpo", "sapo")
+POLICY: dict[str, Any] = {name: spec for name, spec in SPECS.items() if spec.kind in KINDS}
 WITHIN = {torch.float64: 1e-10, torch.float32: 1e-5}
 T = 0.8
 

@@ -67,7 +67,7 @@ def test_what_a_loss_says_about_itself() -> None:
     assert {spec.kind for spec in SPECS.values() if spec.reads == "values"} == {"ranking", "mse", "trust_region_mse"}
     assert {spec.kind for spec in SPECS.values() if spec.pairwise} == {"dpo", "ranking"}
     assert {name for name, spec in SPECS.items() if spec.needs_entropy} == {
-        "grpo-entropy", "grpo-all", "gspo-all", "cispo-all",
+        "grpo-entropy", "grpo-all", "gspo-all", "cispo-all", "gmpo-all", "sapo-all",
     }  # fmt: skip
 
 
@@ -90,6 +90,9 @@ def test_what_a_loss_says_about_itself() -> None:
         {"kind": "tangents", "norm": "token_mean"},
         {"kind": "gspo", "dual_clip": 3.0},
         {"kind": "cispo", "dual_clip": 3.0},
+        {"kind": "gmpo", "dual_clip": 3.0},
+        {"kind": "sapo", "clip_low": 0.2},
+        {"kind": "sapo", "tau_positive": 0},
         {"kind": "gspo", "entropy_coef": -0.1},
         {"kind": "gspo", "importance_cap": 0},
         {"kind": "grpo", "kl_beta": float("nan")},

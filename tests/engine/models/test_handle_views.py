@@ -117,6 +117,14 @@ def test_the_schema_of_a_constrained_answer_is_bounded() -> None:
     assert schema["required"] == ["why", "parts", "result"]
 
 
+def test_the_bound_of_a_string_is_not_below_what_its_class_asks_for() -> None:
+    class Long(BaseModel):
+        why: str = Field(min_length=80)
+
+    schema = json.loads(constrained_schema(Long, max_new_tokens=100))
+    assert schema["properties"]["why"]["maxLength"] == 80
+
+
 # -- stop strings ----------------------------------------------------------------------------------------------
 
 

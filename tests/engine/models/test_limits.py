@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from engine.errors import BadModelFolder, BadSpec
 from engine.models.builder import ModelBuilder
-from engine.models.folder import read_config
+from engine.models.folder import experts_in, read_config
 from storage.chain.records import Root
 
 
@@ -18,6 +19,19 @@ def test_a_config_json_of_a_model_has_a_size(tmp_path: Path) -> None:
     file.write_bytes(b'{"a": "' + b"x" * (20 << 20) + b'"}')
     with pytest.raises(BadModelFolder, match="has 20,971,529 bytes; expected at most 8,388,608"):
         read_config(file)
+
+
+@pytest.mark.parametrize(
+    ("config", "experts"),
+    [
+        ({"num_experts": 128}, "num_experts=128"),
+        ({"text_config": {"num_local_experts": 16}}, "num_local_experts=16"),
+        ({"ffn_config": {"moe_num_experts": 4}}, "moe_num_experts=4"),
+        ({"num_experts": 1, "n_routed_experts": None}, ""),
+    ],
+)
+def test_the_experts_of_a_config(config: dict[str, Any], experts: str) -> None:
+    assert experts_in(config) == experts
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 10**5000], ids=["negative", "large", "huge"])

@@ -21,13 +21,13 @@ from engine.backends.torch.loading import load_model
 from engine.backends.torch.packing import PrefixGroup
 from engine.backends.torch.probes import probe_model
 from engine.backends.torch.vision_lm import VisionLM
-from engine.errors import BadModelFolder
+from engine.errors import BadModelFolder, BadSpec
 from engine.specs.engine import LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
-from tests.fixtures.architectures import PACKED, UNPACKED, save_tiny, tiny_module
+from tests.fixtures.architectures import PACKED, SIZES, UNPACKED, UNPACKED_ATTENTION, save_tiny, tiny_module
 
 CPU = torch.device("cpu")
-F32 = {"dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
+F32: dict[str, Any] = {"dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
 
 
 def deepspeed() -> DeepSpeedBackend:
@@ -88,6 +88,25 @@ def test_the_figure_is_the_difference_of_the_logprobs_in_nats(name: str) -> None
     gaps = (joined - alone).abs().mean(-1)[1:]
     assert gaps[:, 0].min() > 0.005
     assert 0.9 * gaps[:, 0].min() <= figure <= 1.1 * gaps.max()
+
+
+@pytest.mark.parametrize(
+    ("name", "feature"), [("Gemma2", "soft-caps its attention scores"), ("GptOss", "has attention sinks")]
+)
+def test_attention_with_features_that_packing_does_not_have_is_refused(name: str, feature: str, tmp_path: Path) -> None:
+    folder = save_tiny(name, UNPACKED_ATTENTION[name], tmp_path / "model")
+    with pytest.raises(BadSpec, match=feature):
+        load_model(folder, **F32)
+    with pytest.raises(BadSpec, match=feature):
+        deepspeed().try_load(folder)
+
+
+def test_outputs_that_are_not_the_heads_are_refused_and_no_layer_is_blamed(tmp_path: Path) -> None:
+    """Cohere multiplies its logits by a number."""
+    folder = save_tiny("Cohere", SIZES, tmp_path / "model")
+    refused = "packing changes no layer's output, but the logprobs by .* such as scaled logits"
+    with pytest.raises(BadModelFolder, match=refused):
+        load_model(folder, **F32)
 
 
 # -- one kind of defect each -------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@ tests whole runs."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import io
 import logging
 import os
@@ -15,9 +17,10 @@ from typing import Any
 
 import prefect  # before any test: its import sets the handlers up
 import pytest
+from prefect.exceptions import TerminationSignal
 from rich.console import Console
 
-from flows.cli.runner import run_with_server
+from flows.cli.runner import Terminated, run_with_server
 from flows.display.log_file import log_file
 
 
@@ -137,6 +140,28 @@ def test_a_defect_ends_in_one_line_and_the_file(prefect_server: str) -> None:
     )
     text = Path(".ostinato/logs/run.log").read_text()
     assert "Traceback" in text and "test_log_file.py" in text
+
+
+@pytest.mark.parametrize("ends", [TerminationSignal(signal=15), Terminated(143)], ids=["in a flow", "outside"])
+def test_a_sigterm_ends_in_one_line_also_where_a_task_is_not_awaited(
+    prefect_server: str, ends: BaseException
+) -> None:
+    async def ended() -> dict[str, Any]:
+        async def end() -> None:
+            raise ends
+
+        task = asyncio.get_running_loop().create_task(end())
+        await asyncio.sleep(0)
+        # the task is not awaited, because the signal ends the event loop first
+        del task
+        raise ends
+
+    screen = Console(file=io.StringIO(), width=80)
+    status, _ = run_with_server(ended, screen, what="it", log_name="run", server=prefect_server)
+    gc.collect()
+    assert status == 143
+    assert screen.file.getvalue() == "\nended by SIGTERM; the same command resumes it\n"  # type: ignore[attr-defined]
+    assert "never retrieved" not in Path(".ostinato/logs/run.log").read_text()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 import os
+import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun
-from prefect.states import Cancelling, Crashed, Running, Scheduled, State
+from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running, Scheduled, State
 
 from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
 from engine.workspace import Workspace
@@ -239,6 +240,60 @@ async def test_a_hook_never_overwrites_a_newer_state_of_a_child(
         server.later[child.id] = Scheduled()
     await hook(monkeypatch, "sweep", server)
     assert server.states == ({} if retry_is_first else {child.id: "CRASHED"})
+
+
+CHANGES: list[tuple[list[State], bool]] = [
+    ([Cancelling(), Cancelled()], True),
+    ([Cancelled(), Scheduled()], True),
+    ([Cancelling(), Scheduled()], True),
+    ([Scheduled(), Running()], False),
+    ([Running(), Completed()], False),
+]
+"""The states that Prefect has while the hooks of a cancelled flow run work, and whether they release its lease."""
+
+
+@pytest.mark.parametrize(("states", "released"), CHANGES)
+async def test_no_hook_sets_the_state_of_its_own_run(
+    states: list[State], released: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Told
+) -> None:
+    """A person may press Retry before, between or after the steps of the hooks: what is pressed is kept."""
+
+    class ChangingServer(Server):
+        async def read_flow_run(self, flow_run: UUID) -> FlowRun:
+            self.now = states[min(self.reads, len(states) - 1)]
+            self.reads += 1
+            return await super().read_flow_run(flow_run)
+
+        reads = 0
+
+    started, start = [], subprocess.Popen.__init__
+
+    def record(process: Any, *arguments: Any, **options: Any) -> None:
+        started.append(options.get("start_new_session", False))
+        start(process, *arguments, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", record)
+    run = a_run(parameters={"config": {"storage": {"url": str(tmp_path)}}})
+    workspace = Workspace(store=str(tmp_path), run="grpo-12345678", provenance=PROVENANCE)
+    leases.acquire_lease(workspace.open_store(), workspace.run, {"flow_run": str(run.id)})
+    server = ChangingServer(run, states[0])
+    monkeypatch.setattr(hooks, "get_client", lambda: server)
+    flow: Any = type("Flow", (), {"name": "grpo"})
+    for each in hooks.ON_END["on_cancellation"]:
+        await each(flow=flow, flow_run=run, state=Cancelling())
+    assert server.states == {}
+    assert not any(started)  # a process that outlives the hooks could act after a Retry
+    assert is_held(workspace.open_store(), workspace.run) is not released
+
+
+@pytest.mark.parametrize("config", [{"run": "a" * 300}, {"storage": {"url": "s3://KEY:SECRET@bucket"}}, {"seed": "x"}])
+@pytest.mark.parametrize("name", ["sft", "sweep"])
+async def test_a_config_that_the_flow_refused_held_nothing(
+    name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, engine: Told
+) -> None:
+    parameters = {"config": {"training": {"config": config}} if name == "sweep" else config}
+    await hook(monkeypatch, name, Server(a_run(parameters=parameters), Crashed()))
+    assert engine.left == [] and "lease" not in caplog.text
 
 
 async def test_a_hook_of_a_run_that_never_began_does_nothing(tmp_path: Path) -> None:

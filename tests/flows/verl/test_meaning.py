@@ -134,6 +134,81 @@ def test_the_gradient_of_gpg_has_no_ratio(tmp_path: Path) -> None:
     assert logprobs_N.grad.tolist() == [-2 / 2, 3 / 4, 3 / 4]
 
 
+SEQUENCES = ([-1.2, -2.5, -0.9], [-0.4, -1.1, -3.0], 2.0), ([-0.3, -1.0], [-1.5, -0.2], -3.0)
+"""(logprobs, old logprobs, advantage) of two sequences, whose ratios lie on both sides of the clips."""
+
+
+def verls_geo_mean(logprob: torch.Tensor, old: torch.Tensor, advantage: float) -> torch.Tensor:
+    """core_algos.py, compute_policy_loss_geo_mean: the loss of a sequence, with clips at -0.4 and 0.5."""
+    difference, sign = logprob - old, 1.0 if advantage > 0 else -1.0
+    smallest = torch.min(sign * difference, sign * torch.clamp(difference, -0.4, 0.5))
+    return -advantage * torch.exp((sign * smallest).sum() / len(logprob))
+
+
+def verls_sapo(logprob: torch.Tensor, old: torch.Tensor, advantage: float) -> torch.Tensor:
+    """core_algos.py, compute_policy_loss_sapo: the mean over a sequence's tokens, with taus of 1 and 2."""
+    tau = 1.0 if advantage > 0 else 2.0
+    return (-advantage * torch.sigmoid(tau * (torch.exp(logprob - old) - 1.0)) * (4.0 / tau)).mean()
+
+
+@pytest.mark.parametrize(
+    ("mode", "verls", "words"),
+    [
+        ("geo_mean", verls_geo_mean, ["clip_ratio_low=0.4", "clip_ratio_high=0.5"]),
+        ("sapo", verls_sapo, ["tau_neg=2.0", "clip_ratio_high=0.3"]),
+    ],
+)
+def test_geo_mean_and_sapo_are_verls(tmp_path: Path, mode: str, verls: Any, words: list[str]) -> None:
+    words = [A + word for word in (f"policy_loss.loss_mode={mode}", *words)]
+    config = GRPOConfig.model_validate(made(tmp_path, "ppo_trainer", words).config)
+    loss = policy_loss(POLICY_LOSSES, config.algorithm, config.regularisation)
+    samples, theirs = [], []
+    leaves = [torch.tensor(logprobs, requires_grad=True) for logprobs, _, _ in SEQUENCES]
+    for number, (leaf, (_, old, advantage)) in enumerate(zip(leaves, SEQUENCES, strict=True)):
+        columns = {"advantages": [advantage] * len(old), "old_logprobs": old}
+        samples.append(sample([1], [1.0] * len(old), str(number), **columns))
+        theirs.append(verls(leaf, torch.tensor(old), advantage))
+    ours, verl = loss_of(loss, samples, Outputs(logprobs_N=torch.cat(leaves))), torch.stack(theirs).mean()
+    assert ours.item() == pytest.approx(verl.item(), rel=1e-5)
+    for mine, its in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(verl, leaves), strict=True):
+        assert mine.tolist() == pytest.approx(its.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("version", "difference"),
+    [("use_legacy_worker_impl=auto", ""), ("use_v1=true", "engine workers add up"), ("nnodes=1", "WHICH")],
+)
+def test_the_means_of_geo_mean_add_up_in_the_engine_workers(tmp_path: Path, version: str, difference: str) -> None:
+    # the engine does not divide the loss by the number of micro-batches, and geo_mean takes torch.mean of each
+    words = [A + "policy_loss.loss_mode=geo_mean", A + "ppo_micro_batch_size_per_gpu=2", "trainer." + version]
+    result = made(tmp_path, "ppo_trainer", words)
+    (line,) = [line for line in result.mapped if line.key == A + "loss_agg_mode"]
+    expected = "exact with January 2026; the workers of August 2026 add up" if difference == "WHICH" else difference
+    assert expected in line.difference
+    assert bool(expected) == bool(line.difference)
+
+
+def test_settings_of_geo_mean_and_sapo_that_would_change_numbers_are_refused(tmp_path: Path) -> None:
+    geo_mean = [A + "policy_loss.loss_mode=geo_mean", A + "clip_ratio_low=1.5", A + "clip_ratio_high=1.5"]
+    with pytest.raises(VerlError, match="the lower clip of geo_mean is at most 1"):
+        made(tmp_path, "ppo_trainer", geo_mean)
+    # verl's loss reads actor.tau_pos; PolicyLossConfig has no such field
+    with pytest.raises(VerlError, match=r"policy_loss.tau_pos = 2.0: verl's loss reads .*actor.tau_pos=1.0"):
+        made(tmp_path, "ppo_trainer", [A + "policy_loss.loss_mode=sapo", A + "policy_loss.tau_pos=2.0"])
+
+
+def test_layers_that_verl_excludes_from_an_adapter_are_said_to_get_one(tmp_path: Path) -> None:
+    words = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.exclude_modules='.*visual.*'"]
+    result = made(tmp_path, "ppo_trainer", words)
+    (line,) = [line for line in result.approximate if line.key.endswith("exclude_modules")]
+    assert "so that they get one" in line.difference
+
+
+def test_the_reasoning_effort_of_the_template_itself_is_imported(tmp_path: Path) -> None:
+    result = made(tmp_path, "ppo_trainer", ["data.apply_chat_template_kwargs.reasoning_effort=medium"])
+    assert "medium in the template of gpt-oss" in "".join(line.difference for line in result.approximate)
+
+
 def test_terms_of_gspo_that_cannot_be_reduced_like_verls_are_refused(tmp_path: Path) -> None:
     words = [A + "policy_loss.loss_mode=gspo", A + "loss_agg_mode=seq-mean-token-sum"]
     made(tmp_path, "ppo_trainer", words)

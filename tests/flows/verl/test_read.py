@@ -192,11 +192,17 @@ def test_interpolations_that_multiply_are_refused(tmp_path: Path) -> None:
     # 1 kB that stands for 3**30 values
     lines = [f"k{index}: ${{k{index + 1}}}${{k{index + 1}}}${{k{index + 1}}}\n" for index in range(30)]
     started = time.process_time()
-    with pytest.raises(VerlError, match=r"interpolations make more than 100,000 values or .*; write the values"):
+    with pytest.raises(VerlError, match=r"interpolations make more than 100,000 values, .*; write the values"):
         verl_of(tmp_path, "".join(lines) + "k30: x\n").get("k0")
     # and one whose texts are long
     with pytest.raises(VerlError, match="interpolations make more than"):
         verl_of(tmp_path, f"a: {'x' * 500_000}\nb: {'${a}' * 100}\n").get("b")
+    # and lists and groups
+    group = "".join(f"\n  k{index}: 1" for index in range(5_000))
+    references = ", ".join(["'${a}'"] * 1_000)
+    for target in (f"[{'1, ' * 20_000}]", group):
+        with pytest.raises(VerlError, match="or 1,000,000 items of lists; write the values"):
+            verl_of(tmp_path, f"a: {target}\nb: [{references}]\n").get("b")
     assert time.process_time() - started < 10
 
 

@@ -98,6 +98,22 @@ def test_a_row_of_a_list_of_large_values_is_a_bad_row(tmp_path: Path) -> None:
     assert most < 100 << 20
 
 
+def test_a_large_value_in_a_list_is_not_repeated_whatever_the_size_of_its_group(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a" * (70 << 20)}] * 9
+    file = written(tmp_path, {"messages": [turns, [{"role": "user", "content": "1+1"}]]})
+    most, error = memory_of_rows(file)
+    assert isinstance(error, BadRow) and "given a row of 660,6" in str(error)
+    assert most < 400 << 20
+
+
+def test_rows_next_to_lists_that_repeat_a_large_value_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    indices = pa.array([0] * 40, pa.int32())
+    repeated = pa.DictionaryArray.from_arrays(indices, ["a" * (15 << 20)]).cast(pa.string())
+    file = written(tmp_path, {"prompt": repeated, "messages": [[{"role": "user", "content": "1+1"}]] * 40})
+    most, error = memory_of_rows(file)
+    assert error is None and most < 2 * file_formats.PARQUET_BATCH_BYTES
+
+
 def test_large_values_within_lists_are_read_as_they_are(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": letter * 10}], "n": {"a": [letter, None]}} for letter in "abc"]
     file = tmp_path / "x.parquet"

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from engine.errors import BadSpec
@@ -135,6 +136,35 @@ def test_a_run_that_follows_no_progress_has_no_end() -> None:
     trainer = GRPO([], MODEL, EVEN, **options)
     assert (trainer.max_steps, trainer.epochs) == (None, None)
     assert GRPO([], MODEL, EVEN).epochs == GSPO([], MODEL, EVEN).epochs == 1
+
+
+# -- sampling settings of the handle ---------------------------------------------------------------------------
+
+
+async def test_a_stop_string_of_the_handle_ends_the_rollouts_of_a_recipe(
+    prefect_server: str, tmp_path: Path, tiny_folder: Path
+) -> None:
+    """Two letters, which are two tokens. Up to them, the rollouts are those without a stop string."""
+
+    async def rollouts(run: str, *stop: str) -> list[dict[str, Any]]:
+        model = (await language_model(opened(tmp_path, run), tiny_folder, tokens=48)).stop(*stop)
+        await GRPO(
+            PROMPTS, model, EVEN, max_num_grpo_steps=1, samples_per_batch=32, checkpoint_frequency=None
+        ).run()  # fmt: skip
+        (shard,) = (tmp_path / "data").glob(f"runs/{run}/**/rollouts/**/*.parquet")
+        return pq.read_table(shard).to_pylist()  # type: ignore[no-any-return]
+
+    whole = await rollouts("whole")
+    pairs = [row["text"][start : start + 2] for row in whole for start in range(4, len(row["text"]) - 1)]
+    string = next(pair for pair in pairs if pair.isascii() and pair.isprintable())
+    stopped = 0
+    for cut, free in zip(await rollouts("cut", string), whole, strict=True):
+        assert cut["completion_ids"] == free["completion_ids"][: len(cut["completion_ids"])]
+        assert string not in cut["text"][:-1]
+        if cut["text"].endswith(string):
+            assert cut["stop_reason"] == "stop"
+            stopped += 1
+    assert stopped
 
 
 # -- judges named by a key -------------------------------------------------------------------------------------

@@ -9,10 +9,9 @@ from engine.handles import Model
 from flows.callbacks import Cadence, Callback, ValidationLoss
 from flows.configs.common import SupervisedConfig
 from flows.display.terminal import TerminalProgress
-from flows.runs.session import RunSession
+from flows.runs.session import RunSession, open_run
 from flows.training.checkpointing import CheckpointSchedule
 from flows.training.finish import publish_and_report
-from flows.training.optimizer import optimizer_arguments
 from flows.training.supervised_loop import SupervisedLoop
 from storage.registry.models import registered_key
 from tasks.load import load_prompts
@@ -22,7 +21,6 @@ async def supervised_arguments(
     config: SupervisedConfig, session: RunSession, logger: TerminalProgress
 ) -> dict[str, Any]:
     """The arguments of a training class on a dataset. Spawns the model."""
-    algorithm = config.algorithm
     builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
     if config.has_scalar_head:
         builder = builder.into_scoring_model()
@@ -31,12 +29,11 @@ async def supervised_arguments(
         "dataset": session.data,
         "model": await builder.spawn_train(config.model.name),
         "logger": logger,
-        **optimizer_arguments(config.optimizer),
+        "optimizer": config.optimizer,
+        "algorithm": config.algorithm,
+        "rules": config.rules,
         "checkpoints": CheckpointSchedule(config.checkpoints),
         "data_seed": config.seed,
-        **config.rules.model_dump(),
-        "max_steps": algorithm.steps,
-        **algorithm.model_dump(exclude={"steps"}),
     }
 
 
@@ -48,7 +45,12 @@ def _validation_callbacks(config: SupervisedConfig, session: RunSession) -> list
     return [ValidationLoss(heldout, Cadence.of(config.validation), config.algorithm.lengths)]
 
 
-async def train_on_dataset(config: SupervisedConfig, session: RunSession, trainer: SupervisedLoop) -> dict[str, Any]:
-    """Trains, publishes and reports. Returns the result of the run."""
-    policy = await trainer.run()
-    return await publish_and_report(session, trainer.logger, config.model, policy)
+async def train_on_dataset(config: SupervisedConfig, kind: type[SupervisedLoop]) -> dict[str, Any]:
+    """The flow of a training class on a dataset: opens the run, trains, publishes and reports. Returns the result of
+    the run."""
+    logger = TerminalProgress()
+    async with open_run(config, logger) as session:
+        if session.result is not None:
+            return session.result
+        policy = await kind(**await supervised_arguments(config, session, logger)).run()
+        return await publish_and_report(session, logger, config.model, policy)

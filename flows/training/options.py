@@ -1,7 +1,7 @@
 """The keyword arguments of the training classes, as types: an editor lists them, and a type checker refuses others.
 
-An option with the name of a field of a config (flows.configs) is declared as that field is. A test compares the two, and
-prints the lines to write here. The default, the bounds and the description are in the config class. `read_options`
+An option with the name of a field of a config (flows.configs) is declared as that field is: a test compares the two,
+and prints the lines to write here. The default, the bounds and the description are in the config class. `read_options`
 makes a config of the options of a class. The options of the training classes in environments are read and checked here
 as well.
 """

@@ -114,7 +114,7 @@ async def env_grpo(config: ENVGRPOConfig) -> dict[str, Any]:
         config: what to train, on which prompts, in which environment.
     """
     logger = TerminalProgress()
-    async with open_run("env_grpo", config, logger, use="prompt") as session:
+    async with open_run(config, logger) as session:
         if session.result is not None:
             return session.result
         arguments = await episode_arguments(config, session, logger)

@@ -122,7 +122,7 @@ async def env_ppo(config: ENVPPOConfig) -> dict[str, Any]:
         config: what to train, on which prompts, in which environment.
     """
     logger = TerminalProgress()
-    async with open_run("env_ppo", config, logger, use="prompt") as session:
+    async with open_run(config, logger) as session:
         if session.result is not None:
             return session.result
         arguments = await value_arguments(config, session) | await episode_arguments(config, session, logger)

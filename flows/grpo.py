@@ -107,7 +107,7 @@ async def grpo(config: GRPOConfig) -> dict[str, Any]:
         config: what to train, on what, graded how.
     """
     logger = TerminalProgress()
-    async with open_run("grpo", config, logger, use="prompt") as session:
+    async with open_run(config, logger) as session:
         if session.result is not None:
             return session.result
         arguments = await reward_arguments(config, session, logger)

@@ -121,7 +121,7 @@ async def ppo(config: PPOConfig) -> dict[str, Any]:
         config: what to train, on what, graded how.
     """
     logger = TerminalProgress()
-    async with open_run("ppo", config, logger, use="prompt") as session:
+    async with open_run(config, logger) as session:
         if session.result is not None:
             return session.result
         arguments = await value_arguments(config, session) | await reward_arguments(config, session, logger)

@@ -9,12 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from flows.configs.common import GRPOConfig, SFTConfig
+from flows.catalogue import TRAININGS
 from flows.configs.defaults import default_of
 from flows.configs.evaluation import EvaluationFlowConfig
-from flows.configs.gspo import GSPOConfig
 from flows.configs.overrides import describe_validation, load_config
-from flows.configs.ppo import PPOConfig
 from flows.verl.conditions import unmet_condition
 from flows.verl.convert import CONVERSIONS
 from flows.verl.convert_loss import VALUE_LOSS_FACTOR
@@ -25,7 +23,7 @@ from flows.verl.values import Approximate, NoCounterpart, PathValues, Unused, fl
 from storage.chain.records import OptimizerSpec
 
 CONFIGS: dict[str, type[BaseModel]] = {
-    "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig, "sft": SFTConfig, "evaluation": EvaluationFlowConfig,
+    **{name: training.config for name, training in TRAININGS.items()}, "evaluation": EvaluationFlowConfig,
 }  # fmt: skip
 """Config class of each flow that a verl config can become."""
 

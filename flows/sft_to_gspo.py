@@ -21,7 +21,7 @@ from flows.runs.session import RunSession, open_run
 from flows.sft import SFT
 from flows.training.finish import publish_and_report
 from flows.training.held_out import HeldoutEvaluator
-from flows.training.rollout_flow import reward_arguments
+from flows.training.rollout_flow import rollout_arguments
 from flows.training.supervised_flow import supervised_arguments
 
 
@@ -38,7 +38,7 @@ async def sft_to_gspo(config: SFTToGSPOConfig) -> dict[str, Any]:
         if session.result is not None:
             return session.result
         first, second = await _training_stages(config, session, logger)
-        heldout = HeldoutEvaluator.of_completions(session.workspace, config.second, session.base, second.grading)
+        heldout = HeldoutEvaluator.of_config(session.workspace, config.second, session.base, second.source)
         # evaluate before SFT, and before, during and after GSPO
         first.callbacks += heldout.callbacks(Cadence(at_start=config.evaluation.before, at_end=False))
         second.callbacks += heldout.callbacks(replace(Cadence.of(config.evaluation), at_start=True))
@@ -64,7 +64,7 @@ async def _training_stages(
 ) -> tuple[SFT, GSPO]:
     """The training classes of both stages, which train the same model."""
     sft_arguments = await supervised_arguments(config.first, session, logger)
-    gspo_arguments = await reward_arguments(config.second, session, logger)
+    gspo_arguments = await rollout_arguments(config.second, session, logger)
     # the arguments of a flow have their own model and dataset; here GSPO continues the model of SFT
     gspo_arguments |= {
         "model": sft_arguments["model"].with_sampling(config.sampling),

@@ -35,15 +35,14 @@ async def prepare_trajectories(
     trajectories: list[ArtifactRef],
     plan: BatchPlan,
     *,
-    per_trajectory: bool = False,
     step: int,
 ) -> ArtifactRef:
     """The `batch` table of an RL step in environments: one row per segment of a graded trajectory.
 
     Raises:
-        NotOneGrade: `per_trajectory`, and a trajectory has no grade or several.
+        NotOneGrade: `plan.per_trajectory`, and a trajectory has no grade or several.
     """
-    return await trajectory_batch(workspace, policy, trajectories, plan, per_trajectory=per_trajectory, step=step)
+    return await trajectory_batch(workspace, policy, trajectories, plan, step=step)
 
 
 @durable_task("prepare", "batch-{step:06d}")

@@ -26,7 +26,8 @@ from engine.workspace import Workspace
 from flows.dpo import DPO
 from flows.grpo import GRPO
 from flows.sft import SFT
-from flows.training.rollout_collection import RolloutsAndGrades
+from flows.training.arguments import grading_of
+from flows.training.rollout_sources import Completions
 from flows.training.schedules import ConstantScheduler
 from flows.training.supervised_loop import SupervisedLoop
 from storage.chain.records import PolicyRef, StepRequest
@@ -209,6 +210,19 @@ class Steps:
     total_steps: int | None
 
 
+class WithoutPrefect(Completions):
+    """Samples and grades without task runs, as bench.speed measures the engine."""
+
+    async def sample_and_grade(
+        self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
+    ) -> tuple[ArtifactRef, ArtifactRef]:
+        rollouts = await sample_shard(workspace, policy, shard, sampling, step=step)
+        graded = await grade_shard(
+            workspace, rollouts, self.grading, stage=policy.stage, step=step, shard=shard.index
+        )
+        return rollouts, graded
+
+
 def grpo(setting: Setting, turns: Turns) -> None:
     """Steps of GRPO without a KL term."""
     asyncio.run(_grpo(setting, turns))
@@ -219,27 +233,17 @@ async def _grpo(setting: Setting, turns: Turns) -> None:
     workspace, shape = run.workspace, run.shape
     threads = [thread_of(messages_of(row)) for row in setting.rows]
     samples = setting.rows_per_step * setting.completions
+    source = WithoutPrefect(grading_of(ShareOfE()))
     loop = GRPO(
-        threads, run.model, ShareOfE(), samples_per_batch=samples, samples_per_mini_batch=samples,
+        threads, run.model, source, samples_per_batch=samples, samples_per_mini_batch=samples,
         completions_per_sample=setting.completions, kl_beta=0.0, lr_scheduler=LR, checkpoint_frequency=None,
     )  # fmt: skip
     data = load_dataset(workspace.open_store(), InlineDataset.of(threads), provenance=PROVENANCE)
     order = loop.prepare_order(data)
     start = policy = await loop.open()
 
-    async def sample_and_grade(policy: PolicyRef, shards: list[PromptShard], step: int) -> RolloutsAndGrades:
-        rollouts, graded = [], []
-        for shard in shards:
-            rollouts.append(await sample_shard(workspace, policy, shard, loop.model.sampling, step=step))
-            graded.append(
-                await grade_shard(
-                    workspace, rollouts[-1], loop.grading, stage=policy.stage, step=step, shard=shard.index
-                )
-            )
-        return rollouts, graded
-
     steps = Steps(DataCursor(), None)
-    async with loop.lookahead(data, order, steps, sample_and_grade) as lookahead:  # type: ignore[arg-type]
+    async with loop.lookahead(data, order, steps) as lookahead:  # type: ignore[arg-type]
         while turns.begin():
             collected = await lookahead.rollouts_for(policy)
             plan = loop.batch_plan(start, 0.0)

@@ -233,12 +233,16 @@ def read_options(
         raise ConfigError(describe_validation(error, config_type, named)) from None
 
 
-def episode_plan(environment: EnvironmentFactory | EnvironmentSpec, options: EpisodeLimits) -> EpisodePlan:
+def episode_plan(
+    environment: EnvironmentFactory | EnvironmentSpec | EpisodePlan, options: EpisodeLimits
+) -> EpisodePlan:
     """The environment, and the limits of its episodes that the options give."""
+    limits = {name: value for name, value in options.items() if name in EpisodeLimits.__annotations__}
+    if isinstance(environment, EpisodePlan):
+        return EpisodePlan.model_validate(dict(environment) | limits)
     # a factory exists in this process only, so the spec says that
     if isinstance(environment, EnvironmentFactory):
         environment = in_process_spec(environment)
-    limits = {name: value for name, value in options.items() if name in EpisodeLimits.__annotations__}
     return EpisodePlan.model_validate({"environment": environment, **limits})
 
 

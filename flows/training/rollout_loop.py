@@ -1,6 +1,6 @@
 """The base of the training classes of reinforcement learning: their settings, and the shared parts of a step.
 
-The loops themselves are in flows.grpo, flows.ppo, flows.env_grpo and flows.env_ppo.
+The loops themselves are GRPO.run (flows.grpo) and, with a value model, PPO.run (flows.ppo).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flows.training.critic import Critic
 from flows.training.options import PolicyOptions, read_options
 from flows.training.rollout_collection import (
     CollectedRollouts,
-    PromptSource,
+    PromptShards,
     Refill,
     RolloutCollector,
     RolloutLookahead,
-    SampleAndGrade,
     TooManySkipped,
 )
+from flows.training.rollout_sources import RolloutSource
 from flows.training.schedules import are_endless
 from flows.training.training_loop import TrainingLoop
 from flows.training.training_steps import TrainingSteps
@@ -63,20 +63,21 @@ class RolloutLoop(TrainingLoop):
     """Holds the defaults and the bounds of the loss's further terms."""
     policy_losses: ClassVar[Mapping[PolicyLoss, type[PolicyGradientSpec]]] = POLICY_LOSSES
     options_type = PolicyOptions
-    prompts_are_rows: ClassVar[bool] = True
-    """Whether a row of the dataset is the whole prompt, so that its length is known before sampling."""
+    per_trajectory: ClassVar[bool] = False
+    """Whether every token of an episode has the advantage of its one grade."""
 
     def __init__(
         self,
         dataset: list[StringThread] | LoadedDataset,
         model: TrainingModel,
+        source: RolloutSource,
         options: PolicyOptions,
         *,
         max_steps: int | None,
         lr: float | None,
     ) -> None:
         super().__init__(model, options, lr=lr)
-        self.dataset = dataset
+        self.dataset, self.source = dataset, source
         # the length of the run
         self.max_steps = whole_number(self.length, max_steps)
         self.epochs = whole_number("epochs", options.get("epochs"))
@@ -129,7 +130,7 @@ class RolloutLoop(TrainingLoop):
         batch is full."""
         workspace = self.model.workspace
         order = load_order(workspace.open_store(), data, seed=self.data_seed)
-        if self.truncation != "drop" or not self.prompts_are_rows:
+        if self.truncation != "drop" or not self.source.prompts_are_rows:
             return order
         rows = rows_that_fit(
             workspace,
@@ -158,12 +159,10 @@ class RolloutLoop(TrainingLoop):
             )
         return total_steps
 
-    def lookahead(
-        self, data: LoadedDataset, order: RunOrder, steps: TrainingSteps, sample_and_grade: SampleAndGrade
-    ) -> RolloutLookahead:
+    def lookahead(self, data: LoadedDataset, order: RunOrder, steps: TrainingSteps) -> RolloutLookahead:
         """Creates the object that collects the rollouts of the steps, in this order of the dataset's rows, with dynamic
         sampling and staleness."""
-        source = PromptSource(
+        prompts = PromptShards(
             model=self.model,
             data=data,
             prompts_per_step=self.prompts_per_batch,
@@ -175,7 +174,7 @@ class RolloutLoop(TrainingLoop):
         )
         rules = self.rules
         refill = Refill(rules.max_refill_rounds, rules.refill_end) if rules.dynamic_sampling else None
-        collector = RolloutCollector(source, sample_and_grade, refill)
+        collector = RolloutCollector(prompts, self.source, refill)
         return RolloutLookahead(collector, steps.cursor, steps.total_steps, rules.max_staleness)
 
     def next_kl_beta(self, steps: TrainingSteps) -> float:
@@ -205,6 +204,7 @@ class RolloutLoop(TrainingLoop):
             mask_truncated=rules.mask_truncated,
             drop_equal_groups=rules.dynamic_sampling,
             max_staleness=rules.max_staleness,
+            per_trajectory=self.per_trajectory,
         )
 
     def policy_request(

@@ -43,17 +43,12 @@ async def trajectory_batch(
     trajectories: list[ArtifactRef],
     plan: BatchPlan,
     *,
-    per_trajectory: bool = False,
     step: int,
 ) -> ArtifactRef:
     """Returns the committed batch of a step in environments, and prepares it first if there is none.
 
-    Args:
-        per_trajectory: every token of a trajectory gets the advantage of the trajectory's only grade; otherwise each
-            turn gets its own advantage.
-
     Raises:
-        NotOneGrade: `per_trajectory`, and a trajectory has no grade or several.
+        NotOneGrade: `plan.per_trajectory`, and a trajectory has no grade or several.
     """
     key, committed = find_batch(workspace, policy, step)
     if committed is not None:
@@ -63,7 +58,7 @@ async def trajectory_batch(
     # Advantages need the grades of the whole step, since a prompt's trajectories may be in several shards.
     with timed("storage"):
         finished = read_trajectories(store, trajectories)
-    advantages = step_advantages(finished.values(), plan.advantage_estimator, per_trajectory=per_trajectory)
+    advantages = step_advantages(finished.values(), plan.advantage_estimator, per_trajectory=plan.per_trajectory)
 
     # Score and write the rows chunk by chunk.
     prompts: set[str] = set()

@@ -80,6 +80,9 @@ class BatchPlan(Frozen):
     drop_equal_groups: bool = False
     max_staleness: int = 0
     """How many steps older than the trained policy the sampling policy may be."""
+    per_trajectory: bool = False
+    """Gives every token of an episode the advantage of its one grade; otherwise each turn has an advantage of its
+    own."""
 
     @model_validator(mode="after")
     def _penalty_has_logprobs(self) -> Self:

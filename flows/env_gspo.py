@@ -15,7 +15,6 @@ from engine.handles import TrainingModel
 from engine.losses.policy_gradient import GSPOSpec
 from engine.text.threads import StringThread
 from flows.configs.environments import ENVGSPOAlgorithm, ENVGSPOConfig
-from flows.configs.gspo import check_has_gspo
 from flows.env_grpo import ENVGRPO
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
@@ -51,7 +50,6 @@ class ENVGSPO(ENVGRPO):
         max_num_gspo_steps: int | None = None,
         **options: Unpack[EpisodeOptions],
     ) -> None:
-        check_has_gspo(options.get("dual_clip"), options.get("policy_loss", "clip"))
         super().__init__(dataset, model, environment_factory, max_num_grpo_steps=max_num_gspo_steps, **options)
 
 

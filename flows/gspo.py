@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from engine.handles import TrainingModel
 from engine.losses.policy_gradient import GSPOSpec
 from engine.text.threads import StringThread
-from flows.configs.gspo import GSPOAlgorithm, GSPOConfig, check_has_gspo
+from flows.configs.gspo import GSPOAlgorithm, GSPOConfig
 from flows.grpo import GRPO
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
@@ -47,7 +47,6 @@ class GSPO(GRPO):
         max_num_gspo_steps: int | None = None,
         **options: Unpack[GRPOOptions],
     ) -> None:
-        check_has_gspo(options.get("dual_clip"), options.get("policy_loss", "clip"))
         super().__init__(dataset, model, grader, max_num_grpo_steps=max_num_gspo_steps, **options)
 
 

@@ -61,6 +61,8 @@ class PPO(RolloutLoop):
         super().__init__(
             dataset, model, source_of(grader), options, max_steps=max_num_ppo_steps, lr=options.get("lr_policy")
         )
+        if self.rules.dynamic_sampling:
+            raise ValueError("dynamic_sampling compares the completions of a group, and PPO has none; leave it out")
         self.critic = Critic(value_model, options, self.optimizer)
         if self.critic.follows_progress:
             self.end_with_the_data()

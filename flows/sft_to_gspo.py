@@ -70,4 +70,4 @@ async def _training_stages(
         "model": sft_arguments["model"].with_sampling(config.sampling),
         "dataset": session.datasets["prompts"],
     }
-    return SFT(**sft_arguments), GSPO(**gspo_arguments, max_num_gspo_steps=config.gspo.algorithm.steps)
+    return SFT(**sft_arguments), GSPO(**gspo_arguments)

@@ -472,6 +472,11 @@ class RolloutConfig(StageConfig):
         return self.sampling.max_new_tokens
 
     @property
+    def batch_rules(self) -> BatchRules:
+        """The rules of a training class."""
+        return self.rules  # type: ignore[no-any-return]
+
+    @property
     def measurements(self) -> Every:
         return self.evaluation
 

@@ -115,6 +115,10 @@ class ENVGRPOConfig(RolloutConfig):
     rules: EpisodeRules = EpisodeRules()
 
     @property
+    def batch_rules(self) -> BatchRules:
+        return BatchRules(max_idle_steps=self.rules.max_idle_steps, max_staleness=self.rules.max_staleness)
+
+    @property
     def answer_tokens(self) -> int:
         # every turn may have a completion of the maximum length
         return self.environment.max_turns * self.sampling.max_new_tokens

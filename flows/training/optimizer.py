@@ -85,9 +85,3 @@ def schedule_of(optimizer: OptimizerConfig, *, lr: float | None = None) -> Sched
     make: Any = SCHEDULES[optimizer.schedule]
     schedule: Schedule = make(optimizer.lr if lr is None else lr, **options)
     return schedule
-
-
-def optimizer_arguments(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """The options of a training class that an optimizer's config gives."""
-    skip = optimizer.skip_nan_gradients
-    return {"lr_scheduler": schedule_of(optimizer), "skip_nan_gradients": skip, **vars(AdamW.of(optimizer))}

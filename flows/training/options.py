@@ -19,11 +19,12 @@ from engine.losses.kl import KLEstimator
 from engine.losses.pairs import DPOVariant
 from engine.losses.policy_gradient import PolicyLoss
 from flows.callbacks import Callback
-from flows.configs.common import SFTAlgorithm
+from flows.configs.common import GRPOAlgorithm, SFTAlgorithm
 from flows.configs.defaults import default_of
 from flows.configs.optimizer import OptimizerConfig
 from flows.configs.overrides import ConfigError, describe_validation
-from flows.configs.reinforcement import BatchRules, KLControl, KLPlace, RefillEnd, RunRules
+from flows.configs.ppo import CreditConfig
+from flows.configs.reinforcement import BatchRules, KLControl, KLPlace, RefillEnd, Regularisation, RunRules
 from flows.display.terminal import TerminalProgress
 from flows.loggers import StageNotifier
 from flows.training.checkpointing import CheckpointSchedule
@@ -54,7 +55,6 @@ class LoopOptions(TypedDict, total=False):
 
     optimizer: OptimizerConfig
     """A group of settings as a config has it. Single options change it. The same holds for the other groups."""
-    rules: RunRules
     lr_scheduler: Schedule | None
     """Replaces the learning rate."""
     logger: TerminalProgress | None
@@ -80,6 +80,7 @@ class SupervisedOptions(LoopOptions, total=False):
     """Options of SFT and RewardModelling."""
 
     algorithm: SFTAlgorithm
+    rules: RunRules
     lr: float
     max_steps: int | None
     epochs: int | None
@@ -149,6 +150,9 @@ class BatchOptions(TypedDict, total=False):
 class PolicyOptions(LoopOptions, AlgorithmOptions, RegularisationOptions, BatchOptions, total=False):
     """Options of every training class of reinforcement learning."""
 
+    algorithm: GRPOAlgorithm
+    regularisation: Regularisation
+    rules: BatchRules
     max_prompt_tokens: int | None
     truncation: Truncation
 
@@ -162,6 +166,8 @@ class GRPOOptions(PolicyOptions, total=False):
 class CriticOptions(TypedDict, total=False):
     """Options of the value model of PPO: fields of flows.configs.ppo.CreditConfig, and its optimizer."""
 
+    credit: CreditConfig
+    value_optimizer: OptimizerConfig
     value_only_fraction: float
     gae_lambda: float
     gae_gamma: float
@@ -225,6 +231,8 @@ def read_options(
     """The group, or the defaults of its class, with the options that its fields name, and with `values`. Raises
     ConfigError, a ValueError, that names each wrong option."""
     named = {name: options[name] for name in config_type.model_fields if name in options} | values
+    if not isinstance(group, config_type | None):
+        raise TypeError(f"a {type(group).__name__} was given as a group of settings; give a {config_type.__name__}")
     try:
         if group is not None:
             return group.model_copy(update=named)
@@ -248,9 +256,10 @@ def episode_plan(
 
 def check_episode_options(options: Mapping[str, Any]) -> None:
     """Raises ValueError for options that act on single answers."""
+    values = {**dict(options.get("rules", ())), **options}
     changed = []
     for name in NOT_OF_EPISODES:
-        if name in options and options[name] != default_of(BatchRules, name):
+        if name in values and values[name] != default_of(BatchRules, name):
             changed.append(name)
     if changed:
         raise ValueError(f"{changed} act on single answers, and an episode has several; leave them out")

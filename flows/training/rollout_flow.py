@@ -8,15 +8,13 @@ from typing import Any
 from engine.handles import Model
 from flows.callbacks import Cadence
 from flows.configs.common import GRPOAlgorithm, GRPOConfig
-from flows.configs.env_ppo import ENVPPOConfig
 from flows.configs.environments import ENVGRPOConfig
-from flows.configs.ppo import PPOConfig
+from flows.configs.ppo import ValuedConfig
 from flows.display.terminal import TerminalProgress
 from flows.runs.session import RunSession, open_run
 from flows.training.checkpointing import CheckpointSchedule
 from flows.training.finish import publish_and_report
 from flows.training.held_out import HeldoutEvaluator
-from flows.training.optimizer import optimizer_arguments
 from flows.training.rollout_loop import RolloutLoop
 from flows.training.rollout_sources import source_of_config
 from storage.registry.models import registered_key
@@ -30,8 +28,8 @@ async def train_on_rollouts(trainer_type: type[RolloutLoop], config: GRPOConfig 
         if session.result is not None:
             return session.result
         # the training class, with its value model if it has one
-        arguments: dict[str, Any] = {trainer_type.length: config.algorithm.steps}
-        if isinstance(config, PPOConfig | ENVPPOConfig):
+        arguments: dict[str, Any] = {}
+        if isinstance(config, ValuedConfig):
             arguments |= await value_arguments(config, session)
         trainer = trainer_type(**arguments, **await rollout_arguments(config, session, logger))
         heldout = HeldoutEvaluator.of_config(session.workspace, config, session.base, trainer.source)
@@ -52,8 +50,7 @@ async def train_on_rollouts(trainer_type: type[RolloutLoop], config: GRPOConfig 
 async def rollout_arguments(
     config: GRPOConfig | ENVGRPOConfig, session: RunSession, logger: TerminalProgress
 ) -> dict[str, Any]:
-    """The arguments of a training class on rollouts, except for the number of steps and a value model. Spawns the
-    model."""
+    """The arguments of a training class on rollouts, except for a value model. Spawns the model."""
     source = source_of_config(config)
     builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
     model = await builder.spawn_train(config.model.name)
@@ -66,30 +63,28 @@ async def rollout_arguments(
         "model": model.with_sampling(config.sampling),
         "logger": logger,
         # training
-        **optimizer_arguments(config.optimizer),
+        "optimizer": config.optimizer,
         "checkpoints": CheckpointSchedule(config.checkpoints),
         "data_seed": config.seed,
         # sampling, loss and batches
         "max_prompt_tokens": config.data.max_prompt_tokens,
         "truncation": config.data.truncation,
-        **config.algorithm.model_dump(exclude={"steps"}),
-        **config.regularisation.model_dump(),
+        "algorithm": config.algorithm,
+        "regularisation": config.regularisation,
         "norm_constant": norm_constant(config.algorithm, divisor),
-        **config.rules.model_dump(),
+        "rules": config.batch_rules,
     }
 
 
-async def value_arguments(config: PPOConfig | ENVPPOConfig, session: RunSession) -> dict[str, Any]:
+async def value_arguments(config: ValuedConfig, session: RunSession) -> dict[str, Any]:
     """The arguments of a training class for its value model. Spawns the value model."""
     value = config.value_model
-    optimizer = optimizer_arguments(value.optimizer_over(config.optimizer))
     builder = Model(value.key or registered_key(session.base)).to_builder(session)
     builder = builder.training(value.trainable).into_scoring_model()
     return {
         "value_model": await builder.spawn_train(value.name, init_seed=config.seed),
-        "value_lr_scheduler": optimizer["lr_scheduler"],
-        **{f"value_{name}": optimizer[name] for name in ("weight_decay", "betas", "eps", "max_grad_norm")},
-        **config.credit.model_dump(),
+        "value_optimizer": value.optimizer_over(config.optimizer),
+        "credit": config.credit,
     }
 
 

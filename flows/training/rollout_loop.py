@@ -15,6 +15,7 @@ from engine.losses.policy_gradient import POLICY_LOSSES, PolicyGradientSpec, Pol
 from engine.text.threads import StringThread
 from flows.configs.common import GRPOAlgorithm, PromptDataConfig
 from flows.configs.defaults import default_of
+from flows.configs.gspo import check_has_gspo
 from flows.configs.reinforcement import BatchRules, Regularisation, old_logprobs_of_step
 from flows.training.arguments import check_one_length, whole_number
 from flows.training.critic import Critic
@@ -43,7 +44,7 @@ from tasks.datasets.spec import InlineDataset
 from tasks.load import load_prompts
 from tasks.sampling.long_prompts import rows_that_fit
 
-COUNTS = ("samples_per_batch", "samples_per_mini_batch", "completions_per_sample", "mini_epochs_per_batch")
+COUNTS = ("samples_per_batch", "samples_per_mini_batch", "completions_per_sample", "mini_epochs_per_batch", "epochs")
 """Options that are whole numbers."""
 
 
@@ -79,15 +80,15 @@ class RolloutLoop(TrainingLoop):
         super().__init__(model, options, lr=lr)
         self.dataset, self.source = dataset, source
         # the length of the run
-        self.max_steps = whole_number(self.length, max_steps)
-        self.epochs = whole_number("epochs", options.get("epochs"))
-        check_one_length(self.length, self.max_steps, self.epochs)
+        steps = whole_number(self.length, max_steps)
+        check_one_length(self.length, steps, whole_number("epochs", options.get("epochs")))
+        self.algorithm = _algorithm(self.algorithm_type, options, steps)
+        self.max_steps, self.epochs = self.algorithm.steps, self.algorithm.epochs
         self.ends_with_the_data = False
         """Whether no length was given, and the run is one pass over the dataset."""
         # the algorithm
-        self.algorithm = _algorithm(self.algorithm_type, options, self.max_steps, self.epochs)
-        self.regularisation = read_options(self.regularisation_type, options)
-        self.rules = read_options(BatchRules, options)
+        self.regularisation = read_options(self.regularisation_type, options, options.get("regularisation"))
+        self.rules: BatchRules = read_options(BatchRules, options, options.get("rules"))
         self.max_prompt_tokens = options.get("max_prompt_tokens")
         self.truncation = options.get("truncation", default_of(PromptDataConfig, "truncation"))
         algorithm = self.algorithm
@@ -299,13 +300,15 @@ class RolloutLoop(TrainingLoop):
 
 
 def _algorithm(
-    algorithm_type: type[GRPOAlgorithm], options: PolicyOptions, max_steps: int | None, epochs: int | None
+    algorithm_type: type[GRPOAlgorithm], options: PolicyOptions, steps: int | None
 ) -> GRPOAlgorithm:
     """The settings of the algorithm. Raises ValueError if a count is not a whole number, ConfigError if an option is
     invalid."""
     values: Mapping[str, Any] = options
     counts = {name: whole_number(name, values[name]) for name in COUNTS if name in values}
-    return read_options(algorithm_type, options, **counts, steps=max_steps, epochs=epochs)
+    if steps is not None:
+        counts["steps"] = steps
+    return read_options(algorithm_type, options, options.get("algorithm"), **counts)
 
 
 def policy_loss(
@@ -313,7 +316,9 @@ def policy_loss(
     algorithm: GRPOAlgorithm,
     regularisation: Regularisation,
 ) -> PolicyGradientSpec:
-    """The loss of the policy that these settings describe."""
+    """The loss of the policy that these settings describe. Raises ValueError for a loss that is not among `losses`."""
+    if regularisation.policy_loss not in losses:
+        check_has_gspo(None, regularisation.policy_loss)
     terms: dict[str, Any] = {
         "kl_beta": algorithm.kl_beta if regularisation.kl_in == "loss" else 0.0,
         "kl_estimator": algorithm.kl_estimator,

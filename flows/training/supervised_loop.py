@@ -10,6 +10,7 @@ from typing import ClassVar
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
 from flows.configs.common import SFTAlgorithm
+from flows.configs.reinforcement import RunRules
 from flows.training.arguments import check_one_length, whole_number
 from flows.training.options import SupervisedOptions, read_options
 from flows.training.training_loop import TrainingLoop
@@ -43,6 +44,7 @@ class SupervisedLoop(TrainingLoop):
         }
         given = {name: count for name, count in counts.items() if count is not None}
         self.algorithm = read_options(self.algorithm_type, options, options.get("algorithm"), **given)
+        self.rules = read_options(RunRules, options, options.get("rules"))
         # the length of the run
         self.max_steps, self.epochs = self.algorithm.steps, self.algorithm.epochs or 1
         self.samples_per_batch = self.algorithm.samples_per_batch

@@ -12,7 +12,7 @@ from flows.configs.reinforcement import RunRules
 from flows.display.terminal import TerminalProgress
 from flows.training.checkpointing import CheckpointSchedule
 from flows.training.optimizer import AdamW, schedule_of
-from flows.training.options import LoopOptions, check_names, read_options
+from flows.training.options import LoopOptions, check_names
 from storage.chain.records import NanPolicy, PolicyRef
 from tasks.task_runs import link_stage_start
 
@@ -31,6 +31,8 @@ class TrainingLoop:
     options_type: ClassVar[type] = LoopOptions
     optimizer_type: ClassVar[type[OptimizerConfig]] = OptimizerConfig
     """Holds the defaults of the optimizer."""
+    rules: RunRules
+    """When the run ends early."""
 
     def __init__(self, model: TrainingModel, options: LoopOptions, *, lr: float | None) -> None:
         """`lr`: the highest learning rate. None: that of the option `optimizer`, or the default of `optimizer_type`."""
@@ -56,7 +58,6 @@ class TrainingLoop:
         )
         self.checkpoints = options.get("checkpoints") or CheckpointSchedule(checkpoints)
         self.restart_from = options.get("restart_from_checkpoint")
-        self.max_idle_steps = read_options(RunRules, options, options.get("rules")).max_idle_steps
         # the order of the data, and what is called during the run
         self.data_seed = options.get("data_seed", DATA_SEED)
         self.callbacks, self.notifier = check_callbacks(options.get("callbacks", ())), options.get("stage_notifier")

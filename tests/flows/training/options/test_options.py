@@ -110,7 +110,7 @@ def test_a_group_is_taken_as_a_whole_and_single_options_change_it() -> None:
     trainer = SFT([], model, algorithm=algorithm, optimizer=optimizer, rules=RunRules(max_idle_steps=7))
     assert trainer.algorithm == algorithm and (trainer.max_steps, trainer.samples_per_batch) == (5, 4)
     assert trainer.schedule == ConstantScheduler(1e-3) and trainer.optimizer == AdamW.of(optimizer)
-    assert trainer.max_idle_steps == 7
+    assert trainer.rules.max_idle_steps == 7
     changed = SFT([], model, algorithm=algorithm, optimizer=optimizer, max_steps=2, lr=0.1, betas=(0.6, 0.7))
     assert changed.algorithm == SFTAlgorithm(steps=2, samples_per_batch=4)
     assert changed.schedule == ConstantScheduler(0.1) and changed.optimizer.betas == (0.6, 0.7)

@@ -14,13 +14,11 @@ from typing import Any, Unpack
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.configs.preferences import DPOAlgorithm, DPOConfig, PreferenceOptimizer
-from flows.display.terminal import TerminalProgress
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.runs.session import open_run
 from flows.training.aliases import accept_aliases
 from flows.training.options import DPOOptions
-from flows.training.supervised_flow import supervised_arguments, train_on_dataset
+from flows.training.supervised_flow import train_on_dataset
 from flows.training.supervised_loop import SupervisedLoop
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
@@ -81,8 +79,4 @@ async def dpo(config: DPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on which preferences.
     """
-    logger = TerminalProgress()
-    async with open_run("dpo", config, logger, use="preference") as session:
-        if session.result is not None:
-            return session.result
-        return await train_on_dataset(config, session, DPO(**await supervised_arguments(config, session, logger)))
+    return await train_on_dataset(config, DPO)

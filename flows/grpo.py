@@ -94,4 +94,4 @@ async def grpo(config: GRPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on what, graded how.
     """
-    return await train_on_rollouts(GRPO, config)
+    return await train_on_rollouts(config, GRPO)

@@ -109,4 +109,4 @@ async def ppo(config: PPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on what, graded how.
     """
-    return await train_on_rollouts(PPO, config)
+    return await train_on_rollouts(config, PPO)

@@ -16,12 +16,10 @@ from engine.losses.pairs import RankingSpec
 from engine.losses.values import MSESpec
 from engine.text.threads import StringThread
 from flows.configs.preferences import PreferenceOptimizer, RewardModelAlgorithm, RewardModelConfig
-from flows.display.terminal import TerminalProgress
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.runs.session import open_run
 from flows.training.options import SupervisedOptions
-from flows.training.supervised_flow import supervised_arguments, train_on_dataset
+from flows.training.supervised_flow import train_on_dataset
 from flows.training.supervised_loop import SupervisedLoop
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
@@ -91,9 +89,4 @@ async def reward_model(config: RewardModelConfig) -> dict[str, Any]:
     Args:
         config: what to train, on which preferences or ratings.
     """
-    logger = TerminalProgress()
-    async with open_run("reward_model", config, logger, use=config.data.use) as session:
-        if session.result is not None:
-            return session.result
-        arguments = await supervised_arguments(config, session, logger, scoring=True)
-        return await train_on_dataset(config, session, RewardModelling(**arguments))
+    return await train_on_dataset(config, RewardModelling)

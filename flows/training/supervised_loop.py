@@ -35,16 +35,16 @@ class SupervisedLoop(TrainingLoop):
 
     def __init__(self, model: TrainingModel, options: SupervisedOptions) -> None:
         super().__init__(model, options, lr=options.get("lr"))
+        check_one_length("max_steps", options.get("max_steps"), options.get("epochs"))
+        counts = {
+            "steps": whole_number("max_steps", options.get("max_steps")),
+            "epochs": whole_number("epochs", options.get("epochs")),
+            "samples_per_batch": whole_number("samples_per_batch", options.get("samples_per_batch")),
+        }
+        given = {name: count for name, count in counts.items() if count is not None}
+        self.algorithm = read_options(self.algorithm_type, options, options.get("algorithm"), **given)
         # the length of the run
-        epochs, max_steps = options.get("epochs"), options.get("max_steps")
-        check_one_length("max_steps", max_steps, epochs)
-        self.epochs = whole_number("epochs", epochs) or 1
-        self.max_steps = whole_number("max_steps", max_steps)
-        # the algorithm
-        counts = {"epochs": whole_number("epochs", epochs), "steps": self.max_steps}
-        if "samples_per_batch" in options:
-            counts["samples_per_batch"] = whole_number("samples_per_batch", options["samples_per_batch"])
-        self.algorithm = read_options(self.algorithm_type, options, **counts)
+        self.max_steps, self.epochs = self.algorithm.steps, self.algorithm.epochs or 1
         self.samples_per_batch = self.algorithm.samples_per_batch
         self.lengths = self.algorithm.lengths
 

@@ -66,4 +66,4 @@ async def env_grpo(config: ENVGRPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on which prompts, in which environment.
     """
-    return await train_on_rollouts(ENVGRPO, config)
+    return await train_on_rollouts(config, ENVGRPO)

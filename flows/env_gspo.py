@@ -61,4 +61,4 @@ async def env_gspo(config: ENVGSPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on which prompts, in which environment.
     """
-    return await train_on_rollouts(ENVGSPO, config)
+    return await train_on_rollouts(config, ENVGSPO)

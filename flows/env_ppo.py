@@ -66,4 +66,4 @@ async def env_ppo(config: ENVPPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on which prompts, in which environment.
     """
-    return await train_on_rollouts(ENVPPO, config)
+    return await train_on_rollouts(config, ENVPPO)

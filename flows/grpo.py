@@ -20,7 +20,7 @@ from flows.training.aliases import accept_aliases
 from flows.training.options import GRPOOptions
 from flows.training.rollout_flow import train_on_rollouts
 from flows.training.rollout_loop import RolloutLoop
-from flows.training.rollout_sources import RolloutSource, source_of
+from flows.training.rollout_sources import RolloutSource
 from flows.training.training_steps import training_steps
 from storage.chain.records import PolicyRef
 from tasks.datasets.load import LoadedDataset
@@ -55,7 +55,7 @@ class GRPO(RolloutLoop):
         max_num_grpo_steps: int | None = None,
         **options: Unpack[GRPOOptions],
     ) -> None:
-        super().__init__(dataset, model, source_of(grader), options, max_steps=max_num_grpo_steps, lr=options.get("lr"))
+        super().__init__(dataset, model, grader, options, max_steps=max_num_grpo_steps, lr=options.get("lr"))
 
     async def run(self) -> PolicyRef:
         """The loop. The result of each line is committed before the next line begins, so a crash repeats one line."""
@@ -94,4 +94,4 @@ async def grpo(config: GRPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on what, graded how.
     """
-    return await train_on_rollouts(GRPO, config)
+    return await train_on_rollouts(config, GRPO)

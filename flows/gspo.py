@@ -57,4 +57,4 @@ async def gspo(config: GSPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on what, graded how.
     """
-    return await train_on_rollouts(GSPO, config)
+    return await train_on_rollouts(config, GSPO)

@@ -21,7 +21,7 @@ from flows.training.critic import Critic, check_ppo_options
 from flows.training.options import PPOOptions
 from flows.training.rollout_flow import train_on_rollouts
 from flows.training.rollout_loop import RolloutLoop
-from flows.training.rollout_sources import RolloutSource, source_of
+from flows.training.rollout_sources import RolloutSource
 from flows.training.training_steps import training_steps
 from storage.chain.records import PolicyRef
 from tasks.datasets.load import LoadedDataset
@@ -58,9 +58,7 @@ class PPO(RolloutLoop):
         **options: Unpack[PPOOptions],
     ) -> None:
         check_ppo_options(model, value_model, options)
-        super().__init__(
-            dataset, model, source_of(grader), options, max_steps=max_num_ppo_steps, lr=options.get("lr_policy")
-        )
+        super().__init__(dataset, model, grader, options, max_steps=max_num_ppo_steps, lr=options.get("lr_policy"))
         if self.rules.dynamic_sampling:
             raise ValueError("dynamic_sampling compares the completions of a group, and PPO has none; leave it out")
         self.critic = Critic(value_model, options, self.optimizer)
@@ -111,4 +109,4 @@ async def ppo(config: PPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on what, graded how.
     """
-    return await train_on_rollouts(PPO, config)
+    return await train_on_rollouts(config, PPO)

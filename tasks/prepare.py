@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from engine.losses.spec import LossSpec
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
 from tasks.batches.episode_values import episode_value_batch
 from tasks.batches.episodes import trajectory_batch
-from tasks.batches.pairs import pair_batch, rating_batch
+from tasks.batches.pairs import preference_batch
 from tasks.batches.ppo import ValuePlan, value_batch
 from tasks.batches.rl import BatchPlan, rollout_batch, sft_batch
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan
@@ -91,33 +92,20 @@ async def prepare_completions(
 
 
 @durable_task("prepare", "batch-{step:06d}")
-async def prepare_pairs(
+async def prepare_preferences(  # noqa: PLR0913  the arguments of a step, and its loss
     workspace: Workspace,
     policy: PolicyRef,
     base: ArtifactRef,
     dataset: ArtifactRef,
     rows: list[int],
     *,
+    loss: LossSpec,
     reference: PolicyRef | None,
     lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
-    """The `batch` table of a step on pairs, with two rows per pair. Each row has the reference's logprobs; without a
-    reference, for a scalar model, each row is a conversation that is scored as a whole."""
-    return await pair_batch(workspace, policy, base, dataset, rows, reference=reference, lengths=lengths, step=step)
-
-
-@durable_task("prepare", "batch-{step:06d}")
-async def prepare_ratings(
-    workspace: Workspace,
-    policy: PolicyRef,
-    base: ArtifactRef,
-    dataset: ArtifactRef,
-    rows: list[int],
-    *,
-    lengths: LengthPlan = ANY_LENGTH,
-    step: int,
-) -> ArtifactRef:
-    """The `batch` table of a step on rated conversations, for a scalar model. Raises BadSpec for a conversation without
-    `res` in its metadata."""
-    return await rating_batch(workspace, policy, base, dataset, rows, lengths=lengths, step=step)
+    """The `batch` table of a step on pairs, with two rows per pair, or on rated conversations, as the loss needs it.
+    Raises BadSpec for a rated conversation without `res` in its metadata."""
+    return await preference_batch(
+        workspace, policy, base, dataset, rows, loss=loss, reference=reference, lengths=lengths, step=step
+    )

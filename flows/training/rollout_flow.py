@@ -20,9 +20,9 @@ from flows.training.rollout_sources import source_of_config
 from storage.registry.models import registered_key
 
 
-async def train_on_rollouts(trainer_type: type[RolloutLoop], config: GRPOConfig | ENVGRPOConfig) -> dict[str, Any]:
-    """Runs the flow of a training class: opens the run, trains, evaluates on held-out prompts before, during and after
-    it, publishes and reports. Returns the result of the run."""
+async def train_on_rollouts(config: GRPOConfig | ENVGRPOConfig, kind: type[RolloutLoop]) -> dict[str, Any]:
+    """The flow of a training class on rollouts: opens the run, trains, evaluates on held-out prompts before, during
+    and after it, publishes and reports. Returns the result of the run."""
     logger = TerminalProgress()
     async with open_run(config, logger) as session:
         if session.result is not None:
@@ -31,7 +31,7 @@ async def train_on_rollouts(trainer_type: type[RolloutLoop], config: GRPOConfig 
         arguments: dict[str, Any] = {}
         if isinstance(config, ValuedConfig):
             arguments |= await value_arguments(config, session)
-        trainer = trainer_type(**arguments, **await rollout_arguments(config, session, logger))
+        trainer = kind(**arguments, **await rollout_arguments(config, session, logger))
         heldout = HeldoutEvaluator.of_config(session.workspace, config, session.base, trainer.source)
         trainer.callbacks += heldout.callbacks(Cadence.of(config.evaluation))
         # training

@@ -28,7 +28,7 @@ from flows.training.rollout_collection import (
     RolloutLookahead,
     TooManySkipped,
 )
-from flows.training.rollout_sources import RolloutSource
+from flows.training.rollout_sources import RolloutSource, source_of
 from flows.training.schedules import are_endless
 from flows.training.training_loop import TrainingLoop
 from flows.training.training_steps import TrainingSteps
@@ -41,7 +41,10 @@ from tasks.credit.rewards import Overlong, RewardKL
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import RunOrder, load_order
 from tasks.datasets.spec import InlineDataset
+from tasks.graders.base import BaseGrader
+from tasks.graders.spec import GraderSpec
 from tasks.load import load_prompts
+from tasks.sampling.grading import Grading
 from tasks.sampling.long_prompts import rows_that_fit
 
 COUNTS = ("samples_per_batch", "samples_per_mini_batch", "completions_per_sample", "mini_epochs_per_batch", "epochs")
@@ -71,14 +74,14 @@ class RolloutLoop(TrainingLoop):
         self,
         dataset: list[StringThread] | LoadedDataset,
         model: TrainingModel,
-        source: RolloutSource,
+        source: BaseGrader | GraderSpec | Grading | RolloutSource,
         options: PolicyOptions,
         *,
         max_steps: int | None,
         lr: float | None,
     ) -> None:
         super().__init__(model, options, lr=lr)
-        self.dataset, self.source = dataset, source
+        self.dataset = dataset
         # the length of the run
         steps = whole_number(self.length, max_steps)
         check_one_length(self.length, steps, whole_number("epochs", options.get("epochs")))
@@ -110,6 +113,7 @@ class RolloutLoop(TrainingLoop):
         checkpoints_follow_progress = config.frequency is not None and config.every_steps is None
         if checkpoints_follow_progress or not are_endless(self.schedule, self.optimizer.weight_decay):
             self.end_with_the_data()
+        self.source = source_of(source)
 
     async def run(self) -> PolicyRef:
         """Takes the steps that are left. Returns the last policy."""
@@ -195,7 +199,7 @@ class RolloutLoop(TrainingLoop):
         if estimator == "gae":
             estimator = default_of(BatchPlan, "advantage_estimator")
         return BatchPlan(
-            reference=start if self.loss.kl_beta > 0 or self.reward_kl else None,
+            reference=start if self.loss.needs_reference or self.reward_kl else None,
             advantage_estimator=estimator,
             gamma=self.regularisation.gamma,
             old_logprobs=old_logprobs_of_step(self.algorithm, self.regularisation),

@@ -12,7 +12,7 @@ from flows.training.optimizer import AdamW
 from flows.training.options import CriticOptions, PPOOptions, read_options
 from flows.training.schedules import CosineScheduler, are_endless
 from storage.chain.records import Chain, PolicyRef
-from tasks.batches.ppo import ValuePlan
+from tasks.plans import ValuePlan
 
 
 class Critic:

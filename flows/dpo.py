@@ -20,12 +20,9 @@ from flows.training.aliases import accept_aliases
 from flows.training.options import DPOOptions
 from flows.training.supervised_flow import train_on_dataset
 from flows.training.supervised_loop import SupervisedLoop
-from storage.chain.records import PolicyRef
-from storage.store.artifacts import ArtifactRef
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlinePairs
 from tasks.load import load_prompts
-from tasks.prepare import prepare_pairs
 
 
 @accept_aliases()
@@ -53,12 +50,6 @@ class DPO(SupervisedLoop):
         assert isinstance(self.algorithm, DPOAlgorithm)
         self.loss = self.algorithm.loss
 
-    async def prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
-        workspace, reference = self.model.workspace, await self.open()
-        return await prepare_pairs(
-            workspace, policy, self.model.base, dataset, rows, reference=reference, lengths=self.lengths, step=step
-        )
-
     def load_dataset(self) -> LoadedDataset:
         if not isinstance(self.dataset, LoadedDataset):
             return load_prompts(self.model.workspace, InlinePairs.of(self.dataset), "preference")
@@ -67,9 +58,6 @@ class DPO(SupervisedLoop):
                 f"{self.dataset.ref.key} holds {self.dataset.ref.kind}; DPO needs pairs: load it with kind='preference'"
             )
         return self.dataset
-
-    def reference(self, start: PolicyRef) -> PolicyRef | None:
-        return start
 
 
 @checked_flow(name="dpo", flow_run_name=flow_run_title)

@@ -34,7 +34,7 @@ from storage.chain.records import PolicyRef, StepRequest
 from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.objects import open_store
 from storage.store.tables import read_rows, read_table
-from tasks.batches.pairs import pair_batch
+from tasks.batches.pairs import prepare_preferences
 from tasks.batches.rl import prepare_batch, prepare_completions
 from tasks.datasets.load import load_dataset
 from tasks.datasets.order import DataCursor, shuffled
@@ -163,9 +163,9 @@ async def _dpo(setting: Setting, turns: Turns) -> None:
     data = load_dataset(run.workspace.open_store(), InlinePairs.of(pairs), kind="preference", provenance=PROVENANCE)
 
     async def prepare(policy: PolicyRef, rows: list[int], start: PolicyRef) -> ArtifactRef:
-        return await pair_batch(
-            run.workspace, policy, run.model.base, data.ref, rows, reference=start, lengths=loop.lengths,
-            step=policy.step,
+        return await work_of(prepare_preferences)(
+            run.workspace, policy, run.model.base, data.ref, rows,
+            loss=loop.loss, reference=start, lengths=loop.lengths, step=policy.step,
         )  # fmt: skip
 
     await _supervised(setting, turns, run, loop, prepare)

@@ -60,6 +60,14 @@ class BaseLossSpec(Frozen):
     pairwise: ClassVar[bool] = False
     """Whether the unit of the loss is a pair: two samples of one group, of which one is preferred. A pair always stays
     in one micro-batch."""
+    uses_sampling_temperature: ClassVar[bool] = False
+    """Whether the loss reads logprobs of the distribution that the policy samples from, so that a step divides the
+    logits by the sampling temperature. Otherwise the step has temperature 1."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads the logprobs of a reference policy, which the batch must have."""
+        return False
 
     @property
     def needs_entropy(self) -> bool:

@@ -22,6 +22,7 @@ class DPOSpec(BaseLossSpec):
     """Direct preference optimisation (arXiv:2305.18290) and two variants of it."""
 
     pairwise: ClassVar[bool] = True
+    uses_sampling_temperature: ClassVar[bool] = True
     kind: Literal["dpo"] = "dpo"
     beta: Divisor = 0.1
     """Strength β of the implicit KL constraint to the reference policy."""
@@ -40,6 +41,10 @@ class DPOSpec(BaseLossSpec):
                 "a label_smoothing below 0.5, such as 0.1, and the other variants take none"
             )
         return self
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
 
     def compute(self, inputs: LossInputs) -> PairLoss:
         """-log σ(h) of each pair, h = β[(L⁺ - L⁻) - (Lref⁺ - Lref⁻)] (arXiv:2305.18290).

@@ -197,7 +197,7 @@ class RolloutLoop(TrainingLoop):
         if estimator == "gae":
             estimator = default_of(BatchPlan, "advantage_estimator")
         return BatchPlan(
-            reference=start if self.loss.kl_beta > 0 or self.reward_kl else None,
+            reference=start if self.loss.needs_reference or self.reward_kl else None,
             advantage_estimator=estimator,
             gamma=self.regularisation.gamma,
             old_logprobs=old_logprobs_of_step(self.algorithm, self.regularisation),

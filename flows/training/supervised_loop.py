@@ -16,6 +16,7 @@ from flows.training.training_loop import TrainingLoop
 from flows.training.training_steps import training_steps
 from storage.chain.records import PolicyRef, StepRequest
 from storage.store.artifacts import ArtifactRef
+from tasks.batches.pairs import prepare_preferences
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import load_order
 from tasks.train import take_gradient_step
@@ -82,12 +83,17 @@ class SupervisedLoop(TrainingLoop):
 
     async def prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
         """The committed batch of these rows."""
-        raise NotImplementedError
+        reference = self.reference(await self.open())
+        return await prepare_preferences(
+            self.model.workspace, policy, self.model.base, dataset, rows,
+            loss=self.loss, reference=reference, lengths=self.lengths, step=step,
+        )  # fmt: skip
 
     def load_dataset(self) -> LoadedDataset:
         """The dataset, in the store."""
         raise NotImplementedError
 
     def reference(self, start: PolicyRef) -> PolicyRef | None:
-        """The reference policy of the loss, or None for a loss without a reference."""
-        return None
+        """The reference policy of the loss, which is the policy that the stage began with. None for a loss without a
+        reference."""
+        return start if self.loss.needs_reference else None

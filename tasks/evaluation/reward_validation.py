@@ -63,7 +63,7 @@ async def score_validation(workspace: Workspace, policy: PolicyRef, plan: ScoreV
             table, measures = measure_ranking([(chosen, rejected) for chosen, rejected in scores_of.values()])
         else:
             store = workspace.open_store()
-            ratings = [rating_of(store, plan.dataset, row) for row in measured_rows]
+            ratings = [rating_of(row, partial(row_name, store, plan.dataset)) for row in measured_rows]
             table, measures = measure_ratings([score for (score,) in scores_of.values()], ratings)
 
         # The table has a row for each row of the dataset.

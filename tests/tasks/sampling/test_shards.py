@@ -25,11 +25,11 @@ from storage.store.artifacts import ArtifactRef, Provenance, single_file_entry
 from storage.store.objects import ObjectStore, open_store
 from storage.store.recent_tables import RecentTables
 from storage.store.tables import SCHEMAS, commit_table, read_rows, read_table
-from tasks.batches.committed import find_batch
 from tasks.batches.episode_values import prepare_ppo_episode_batch
 from tasks.batches.episodes import prepare_trajectories
 from tasks.batches.ppo import prepare_ppo_batch
 from tasks.batches.rl import prepare_batch
+from tasks.committed import commit_once
 from tasks.credit.rewards import RewardKL
 from tasks.plans import BatchPlan, ValuePlan
 from tasks.reports.step_metrics import measure_step
@@ -150,14 +150,18 @@ def test_a_local_table_is_read_in_place(tmp_path: Path) -> None:
     assert read_rows(store, ref, [1])[0]["completion_ids"] == [11, 11]
 
 
-def test_looking_for_a_table_that_is_not_committed_is_one_request(
+async def test_looking_for_a_table_that_is_not_committed_is_one_request(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    get = store.get
+    get, key, ref = store.get, keys.step_artifact(POLICY.run, POLICY.stage, 0, "batch", 0), rollouts(store, 0, ["a"])
     monkeypatch.setattr(store, "get", lambda key: asked.append(key) or get(key))  # type: ignore[func-returns-value]
-    key, batch = find_batch(Scorer(store), POLICY, 0)  # type: ignore[arg-type]
-    assert batch is None and asked == [keys.manifest(key)]
+
+    async def build() -> ArtifactRef:
+        return ref
+
+    assert await commit_once(Scorer(store), key, build) == ref  # type: ignore[arg-type]
+    assert asked == [keys.manifest(key)]
 
 
 # -- the batch -----------------------------------------------------------------------------------------------------

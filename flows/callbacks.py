@@ -30,19 +30,17 @@ from storage.store.artifacts import ArtifactRef
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import DatasetUse, InlineDataset, InlinePairs
-from tasks.evaluate import evaluate_in_environment, evaluate_policy, validate_loss, validate_scores
-from tasks.evaluation.completions import EvaluationPlan
-from tasks.evaluation.episodes import EpisodeEvaluationPlan
+from tasks.evaluate import validate_loss, validate_scores
+from tasks.evaluation.completions import evaluate_policy
+from tasks.evaluation.episodes import evaluate_in_environment
 from tasks.evaluation.lm_validation import ValidationLossPlan
 from tasks.evaluation.reward_validation import ScoreValidationPlan
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
 from tasks.load import load_prompts
 from tasks.loggers.tables import Table
+from tasks.plans import EpisodeEvaluationPlan, EpisodePlan, EvaluationPlan, Grading, PromptShard
 from tasks.reports.flow_run_page import sample_rows
-from tasks.sampling.completions import PromptShard
-from tasks.sampling.episodes import EpisodePlan
-from tasks.sampling.grading import Grading
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from flows.training.rollout_sources import Episodes, without_episode_limits
 from tasks.datasets.load import LoadedDataset
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec
-from tasks.sampling.episodes import EpisodePlan
+from tasks.plans import EpisodePlan
 
 
 @accept_aliases()
@@ -33,7 +33,7 @@ class ENVGRPO(GRPO):
 
     `environment_factory`: an EnvironmentFactory (in-process), or the spec of an importable one. Sampling follows the
     model's view; `max_gen_len` bounds one answer. The other arguments are those of
-    flows.training.options.EpisodeOptions: GRPO's, and the limits of an episode (tasks.sampling.episodes.EpisodePlan).
+    flows.training.options.EpisodeOptions: GRPO's, and the limits of an episode (tasks.plans.EpisodePlan).
     Their defaults are in flows.configs.environments.
     """
 

@@ -24,7 +24,7 @@ from flows.training.rollout_flow import train_on_rollouts
 from tasks.datasets.load import LoadedDataset
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec
-from tasks.sampling.episodes import EpisodePlan
+from tasks.plans import EpisodePlan
 
 
 @accept_aliases()

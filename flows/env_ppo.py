@@ -25,7 +25,7 @@ from flows.training.rollout_sources import Episodes, without_episode_limits
 from tasks.datasets.load import LoadedDataset
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec
-from tasks.sampling.episodes import EpisodePlan
+from tasks.plans import EpisodePlan
 
 
 @accept_aliases(also=PPO_ALIASES)

@@ -22,7 +22,7 @@ from flows.training.rollout_sources import RolloutSource
 from tasks.datasets.load import LoadedDataset
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
-from tasks.sampling.grading import Grading
+from tasks.plans import Grading
 
 
 @accept_aliases()

@@ -27,7 +27,7 @@ from storage.chain.records import PolicyRef
 from tasks.datasets.load import LoadedDataset
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
-from tasks.sampling.grading import Grading
+from tasks.plans import Grading
 from tasks.train import take_gradient_step, take_value_step
 
 

@@ -22,10 +22,10 @@ from flows.training.supervised_flow import train_on_dataset
 from flows.training.supervised_loop import SupervisedLoop
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
+from tasks.batches.rl import prepare_completions
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlineDataset
 from tasks.load import load_prompts
-from tasks.prepare import prepare_completions
 
 
 class SFT(SupervisedLoop):

@@ -1,7 +1,7 @@
 """Our side: the flows' own settings, batches and requests, and the embedded engine. Without Prefect.
 
-The functions below the Prefect tasks are called in the order of the flows: `sample_shard`, `grade_shard`,
-`rollout_batch` (which asks for logprobs if the flow's plan needs them), `take_gradient_step`.
+The functions of the Prefect tasks are called in the order of the flows: `generate_rollouts`, `grade_rollouts`,
+`prepare_batch` (which asks for logprobs if the flow's plan needs them), `take_gradient_step`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ from storage.chain.records import PolicyRef, StepRequest
 from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.objects import open_store
 from storage.store.tables import read_rows, read_table
-from tasks.batches.pairs import pair_batch
-from tasks.batches.rl import rollout_batch, sft_batch
+from tasks.batches.pairs import prepare_preferences
+from tasks.batches.rl import prepare_batch, prepare_completions
 from tasks.datasets.load import load_dataset
 from tasks.datasets.order import DataCursor, shuffled
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs
 from tasks.graders.base import BaseGrader, Grade
-from tasks.sampling.completions import PromptShard, sample_shard
-from tasks.sampling.grading import grade_shard
+from tasks.plans import PromptShard
+from tasks.sampling.completions import generate_rollouts
+from tasks.sampling.grading import grade_rollouts
+from tasks.task_runs import work_of
 
 PROVENANCE = Provenance(code_version="bench", config_digest="0" * 64, seed=0)
 CALLS = ("generate", "logprobs", "take_gradient_step")
@@ -139,7 +141,7 @@ async def _sft(setting: Setting, turns: Turns) -> None:
     data = load_dataset(run.workspace.open_store(), InlineDataset.of(threads), kind="completion", provenance=PROVENANCE)
 
     async def prepare(policy: PolicyRef, rows: list[int], _: PolicyRef) -> ArtifactRef:
-        return await sft_batch(
+        return await work_of(prepare_completions)(
             run.workspace, policy, run.model.base, data.ref, rows, lengths=loop.lengths, step=policy.step
         )
 
@@ -161,9 +163,9 @@ async def _dpo(setting: Setting, turns: Turns) -> None:
     data = load_dataset(run.workspace.open_store(), InlinePairs.of(pairs), kind="preference", provenance=PROVENANCE)
 
     async def prepare(policy: PolicyRef, rows: list[int], start: PolicyRef) -> ArtifactRef:
-        return await pair_batch(
-            run.workspace, policy, run.model.base, data.ref, rows, reference=start, lengths=loop.lengths,
-            step=policy.step,
+        return await work_of(prepare_preferences)(
+            run.workspace, policy, run.model.base, data.ref, rows,
+            loss=loop.loss, reference=start, lengths=loop.lengths, step=policy.step,
         )  # fmt: skip
 
     await _supervised(setting, turns, run, loop, prepare)
@@ -216,8 +218,8 @@ class WithoutPrefect(Completions):
     async def sample_and_grade(
         self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
     ) -> tuple[ArtifactRef, ArtifactRef]:
-        rollouts = await sample_shard(workspace, policy, shard, sampling, step=step)
-        graded = await grade_shard(
+        rollouts = await work_of(generate_rollouts)(workspace, policy, shard, sampling, step=step)
+        graded = await work_of(grade_rollouts)(
             workspace, rollouts, self.grading, stage=policy.stage, step=step, shard=shard.index
         )
         return rollouts, graded
@@ -247,7 +249,9 @@ async def _grpo(setting: Setting, turns: Turns) -> None:
         while turns.begin():
             collected = await lookahead.rollouts_for(policy)
             plan = loop.batch_plan(start, 0.0)
-            batch = await rollout_batch(workspace, policy, collected.rollouts, collected.graded, plan, step=policy.step)
+            batch = await work_of(prepare_batch)(
+                workspace, policy, collected.rollouts, collected.graded, plan, step=policy.step
+            )
             request = loop.policy_request(policy, batch, plan, collected, kl_beta=0.0, total_steps=None)
             policy = await run.step(request)
             turns.stop()

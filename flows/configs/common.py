@@ -33,12 +33,10 @@ from storage.number_types import Coefficient, Positive
 from storage.serialization import Frozen, left_out
 from storage.store.keys import validate_name, validate_run
 from tasks import import_paths
-from tasks.batches.rl import AdvantageEstimator, BatchPlan
 from tasks.batches.truncation import Cut, LengthPlan
 from tasks.datasets.spec import DatasetUse, HeldoutSource, MixtureDataset, TrainingSource
 from tasks.graders.spec import Workers
-from tasks.sampling.completions import PromptShard, Truncation
-from tasks.sampling.grading import Grading
+from tasks.plans import AdvantageEstimator, BatchPlan, Grading, PromptShard, Truncation
 
 if TYPE_CHECKING:
     from flows.configs.ppo import ValueModelConfig

@@ -21,7 +21,7 @@ from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
 from storage.number_types import Coefficient, Divisor, Positive
 from storage.serialization import Frozen
 from tasks import import_paths
-from tasks.sampling.episodes import EpisodePlan
+from tasks.plans import EpisodePlan
 
 
 class EnvironmentConfig(Frozen):

@@ -15,7 +15,7 @@ from flows.configs.optimizer import OptimizerConfig, ScheduleName
 from flows.configs.reinforcement import KLPlace, Regularisation
 from storage.number_types import MAX_RATE, Coefficient, Divisor, Positive, Rate
 from storage.serialization import Frozen
-from tasks.batches.ppo import Returns, ValuePlan
+from tasks.plans import Returns, ValuePlan
 
 
 class PPOAlgorithm(GRPOAlgorithm):

@@ -13,7 +13,7 @@ from flows.training.optimizer import AdamW, schedule_of
 from flows.training.options import CriticOptions, PPOOptions, read_options
 from flows.training.schedules import are_endless
 from storage.chain.records import Chain, PolicyRef
-from tasks.batches.ppo import ValuePlan
+from tasks.plans import ValuePlan
 
 
 class Critic:

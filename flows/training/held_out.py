@@ -17,7 +17,7 @@ from storage.store.tables import read_table
 from tasks.evaluation.statistics import PairedDifference, paired_difference
 from tasks.evaluation.validation_curve import reward_by_prompt
 from tasks.load import load_prompts
-from tasks.sampling.completions import PromptShard
+from tasks.plans import PromptShard
 
 
 @dataclass(frozen=True)

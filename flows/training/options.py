@@ -32,14 +32,11 @@ from flows.training.schedules import Schedule
 from storage.chain.records import OldLogprobs
 from storage.number_types import Coefficient, Divisor, Positive
 from storage.serialization import Frozen
-from tasks.batches.ppo import Returns
-from tasks.batches.rl import AdvantageEstimator
 from tasks.batches.truncation import Cut
 from tasks.credit.advantages import ESTIMATORS
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec, in_process_spec
-from tasks.sampling.completions import Truncation
-from tasks.sampling.episodes import EpisodePlan
+from tasks.plans import AdvantageEstimator, EpisodePlan, Returns, Truncation
 
 Config = TypeVar("Config", bound=Frozen)
 

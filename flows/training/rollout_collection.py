@@ -25,7 +25,7 @@ from tasks.batches.rl import count_informative_prompts, has_grades
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import RunOrder
 from tasks.datasets.order import DataCursor, repetitions
-from tasks.sampling.completions import PromptShard, Truncation
+from tasks.plans import PromptShard, Truncation
 
 
 class BatchNotFilled(PermanentEngineError):

@@ -15,20 +15,19 @@ from flows.training.arguments import grading_of
 from flows.training.options import EpisodeLimits
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
-from tasks.batches.ppo import ValuePlan
-from tasks.batches.rl import BatchPlan
+from tasks.batches.episode_values import prepare_ppo_episode_batch
+from tasks.batches.episodes import prepare_trajectories
+from tasks.batches.ppo import prepare_ppo_batch
+from tasks.batches.rl import prepare_batch
 from tasks.environments.spec import environment_spec
-from tasks.evaluate import evaluate_in_environment, evaluate_policy
-from tasks.evaluation.completions import EvaluationPlan
-from tasks.evaluation.episodes import EpisodeEvaluationPlan
-from tasks.grade import grade_rollouts
+from tasks.evaluation.completions import evaluate_policy
+from tasks.evaluation.episodes import evaluate_in_environment
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec, grader_spec
-from tasks.prepare import prepare_batch, prepare_ppo_batch, prepare_ppo_episode_batch, prepare_trajectories
-from tasks.rollout import generate_rollouts, play_episodes
-from tasks.sampling.completions import PromptShard
-from tasks.sampling.episodes import EpisodePlan
-from tasks.sampling.grading import Grading
+from tasks.plans import BatchPlan, EpisodeEvaluationPlan, EpisodePlan, EvaluationPlan, Grading, PromptShard, ValuePlan
+from tasks.sampling.completions import generate_rollouts
+from tasks.sampling.episodes import play_episodes
+from tasks.sampling.grading import grade_rollouts
 
 
 @runtime_checkable

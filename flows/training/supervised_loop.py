@@ -17,9 +17,9 @@ from flows.training.training_loop import TrainingLoop
 from flows.training.training_steps import training_steps
 from storage.chain.records import PolicyRef, StepRequest
 from storage.store.artifacts import ArtifactRef
+from tasks.batches.pairs import prepare_preferences
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import load_order
-from tasks.prepare import prepare_preferences
 from tasks.train import take_gradient_step
 
 

@@ -19,19 +19,22 @@ from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.store.artifacts import ArtifactRef, require_parent
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef
 from storage.store.tables import TableWriter, read_rows
-from tasks.batches.committed import find_batch
 from tasks.batches.rl import CHUNK_TOKENS, sequence_row
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, too_long
+from tasks.committed import commit_once
 from tasks.datasets.naming import NameRow, row_name
 from tasks.datasets.order import repetitions
 from tasks.reports.clock import timed
+from tasks.task_runs import durable_task
 
 Row = dict[str, Any]
 
 
-async def preference_batch(  # noqa: PLR0913  the arguments of a step, and its loss
+@durable_task("prepare", "batch-{step:06d}")
+async def prepare_preferences(  # noqa: PLR0913  the arguments of a step, and its loss
     workspace: Workspace,
     policy: PolicyRef,
     base: ArtifactRef,
@@ -43,16 +46,36 @@ async def preference_batch(  # noqa: PLR0913  the arguments of a step, and its l
     lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
-    """Returns the committed batch of a step on pairs of answers, or on rated conversations for a loss that is not one
-    of pairs, and prepares it first if there is none.
+    """The committed `batch` table of a step on pairs of answers, or on rated conversations for a loss that is not one
+    of pairs.
 
     A pair is two rows of one group. A rated conversation is one row; its `returns` hold one number, `res` of the
     metadata. These rows are a unit, which is never divided. A unit that is longer than `lengths` allows is an error, or
     dropped and counted in the manifest. The rows have the logprobs of `reference` if the loss needs them.
+
+    Raises BadSpec for a rated conversation without `res` in its metadata.
     """
-    key, committed = find_batch(workspace, policy, step)
-    if committed is not None:
-        return committed
+    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
+    return await commit_once(
+        workspace, key,
+        lambda: _build_batch(workspace, policy, base, dataset, row_numbers, loss, reference, lengths, key, step),
+        parent=policy.uri,
+    )  # fmt: skip
+
+
+async def _build_batch(  # noqa: PLR0913  as above
+    workspace: Workspace,
+    policy: PolicyRef,
+    base: ArtifactRef,
+    dataset: ArtifactRef,
+    row_numbers: list[int],
+    loss: LossSpec,
+    reference: PolicyRef | None,
+    lengths: LengthPlan,
+    key: str,
+    step: int,
+) -> ArtifactRef:
+    """Builds the batch of a step on pairs or rated conversations, and commits it."""
     store = workspace.open_store()
     with timed("storage"):
         records = read_rows(store, dataset, row_numbers)
@@ -83,14 +106,13 @@ async def preference_batch(  # noqa: PLR0913  the arguments of a step, and its l
         if length_check.dropped:
             extra["dropped"] = length_check.dropped
         with timed("storage"):
-            committed = writer.commit(
+            return writer.commit(
                 store,
                 key,
                 parents=(policy.uri, dataset.uri),
                 provenance=workspace.provenance,
                 extra=extra,
             )
-    return require_parent(committed, policy.uri)
 
 
 def _unit_rows(loss: LossSpec, record: Row, group: str, renderer: Renderer, name_row: NameRow) -> list[Row]:

@@ -18,7 +18,7 @@ from flows.grpo import GRPO
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
 from flows.training.aliases import accept_aliases
-from flows.training.options import EpisodeOptions, check_episode_options, check_turn_options, episode_plan
+from flows.training.options import EpisodeOptions, check_episode_options, check_names, check_turn_options, episode_plan
 from flows.training.rollout_flow import train_on_rollouts
 from flows.training.rollout_sources import Episodes, without_episode_limits
 from tasks.datasets.load import LoadedDataset
@@ -51,6 +51,7 @@ class ENVGRPO(GRPO):
         max_num_grpo_steps: int | None = None,
         **options: Unpack[EpisodeOptions],
     ) -> None:
+        check_names(type(self).__name__, options, self.options_type.__annotations__)
         check_episode_options(options)
         check_turn_options(options)
         self.episodes = episode_plan(environment_factory, options)

@@ -19,7 +19,7 @@ from flows.ops.run_names import flow_run_title
 from flows.ppo import PPO
 from flows.runs.checked_flow import checked_flow
 from flows.training.aliases import PPO_ALIASES, accept_aliases
-from flows.training.options import EpisodePPOOptions, check_episode_options, episode_plan
+from flows.training.options import EpisodePPOOptions, check_episode_options, check_names, episode_plan
 from flows.training.rollout_flow import train_on_rollouts
 from flows.training.rollout_sources import Episodes, without_episode_limits
 from tasks.datasets.load import LoadedDataset
@@ -52,6 +52,7 @@ class ENVPPO(PPO):
         max_num_ppo_steps: int | None = None,
         **options: Unpack[EpisodePPOOptions],
     ) -> None:
+        check_names(type(self).__name__, options, self.options_type.__annotations__)
         check_episode_options(options)
         self.episodes = episode_plan(environment_factory, options)
         source, shared = Episodes(self.episodes), without_episode_limits(options)

@@ -12,24 +12,34 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from engine.handles import TrainingModel
+from engine.losses.pairs import DPOVariant
 from engine.text.threads import StringThread
 from flows.configs.preferences import DPOAlgorithm, DPOConfig, PreferenceOptimizer
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
 from flows.training.aliases import accept_aliases
-from flows.training.options import DPOOptions
+from flows.training.options import SupervisedOptions
 from flows.training.supervised_flow import train_on_dataset
 from flows.training.supervised_loop import SupervisedLoop
+from storage.number_types import Divisor
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlinePairs
 from tasks.load import load_prompts
 
 
+class DPOOptions(SupervisedOptions, total=False):
+    """Options of DPO, declared as the fields of DPOAlgorithm are."""
+
+    kl_beta: Divisor
+    loss_variant: DPOVariant
+    label_smoothing: float | None
+
+
 @accept_aliases()
 class DPO(SupervisedLoop):
     """Trains `model` in place on pairs (preferred, dispreferred) of threads that begin alike, or on a loaded preference
-    dataset. `samples_per_batch` counts pairs. The other arguments are those of
-    flows.training.options.DPOOptions; their defaults are in flows.configs.preferences.
+    dataset. `samples_per_batch` counts pairs. The other arguments are those of DPOOptions; their defaults are in
+    flows.configs.preferences.
 
     Only the turns after those that both threads begin with are compared, unless the threads' weights say otherwise.
     """

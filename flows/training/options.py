@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from engine.losses.base import LossNorm, TermsNorm
 from engine.losses.kl import KLEstimator
-from engine.losses.pairs import DPOVariant
 from engine.losses.policy_gradient import PolicyLoss
 from flows.callbacks import Callback
 from flows.configs.common import GRPOAlgorithm, SFTAlgorithm
@@ -84,14 +83,6 @@ class SupervisedOptions(LoopOptions, total=False):
     samples_per_batch: int
     max_tokens: int | None
     truncation: Cut
-
-
-class DPOOptions(SupervisedOptions, total=False):
-    """Options of DPO."""
-
-    kl_beta: Divisor
-    loss_variant: DPOVariant
-    label_smoothing: float | None
 
 
 class AlgorithmOptions(TypedDict, total=False):

@@ -16,7 +16,7 @@ from flows.configs.optimizer import SFTOptimizer
 from flows.configs.ppo import CreditConfig
 from flows.configs.preferences import DPOAlgorithm
 from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
-from flows.dpo import DPO
+from flows.dpo import DPO, DPOOptions
 from flows.env_grpo import ENVGRPO
 from flows.env_gspo import ENVGSPO
 from flows.env_ppo import ENVPPO
@@ -69,7 +69,7 @@ def keywords(kind: type) -> set[str]:
     for name, parameter in inspect.signature(kind).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             unpacked = str(parameter.annotation).removeprefix("Unpack[").removesuffix("]")
-            names |= set(get_type_hints(getattr(options, unpacked)))
+            names |= set(get_type_hints(getattr(sys.modules[kind.__module__], unpacked)))
         else:
             names.add(name)
     return names
@@ -88,7 +88,7 @@ def test_a_constructor_lists_its_keywords(kind: type, expected: set[str]) -> Non
         (BatchRules, RunRules, options.BatchOptions),
         (RunRules, Frozen, options.LoopOptions),
         (SFTAlgorithm, Frozen, options.SupervisedOptions),
-        (DPOAlgorithm, SFTAlgorithm, options.DPOOptions),
+        (DPOAlgorithm, SFTAlgorithm, DPOOptions),
         (CreditConfig, Frozen, options.CriticOptions),
         (EnvironmentConfig, Frozen, options.EpisodeLimits),
     ],

@@ -14,7 +14,6 @@ from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.configs.training import AnyTraining, DPOTraining, RewardModelTraining, SFTToGSPOTraining, SFTTraining
 from storage.registry.hub import resolve_commit
 from storage.store.objects import ObjectStore
-from tasks.datasets.registered import resolve_version
 from tasks.datasets.spec import DatasetUse, TrainingSource
 
 
@@ -30,7 +29,7 @@ def with_full_versions(store: ObjectStore, training: AnyTraining) -> AnyTraining
     data: Any = training.config.data
     if getattr(data, "heldout", None) is not None:
         uses["heldout"] = "prompt" if isinstance(data, PromptDataConfig) else uses["train"]
-    resolved = {name: resolve_version(store, getattr(data, name), use) for name, use in uses.items()}
+    resolved = {name: getattr(data, name).resolved(store, use) for name, use in uses.items()}
     model = training.config.model
     repo = hub_repo_of_key(model.key)
     if repo is not None:

@@ -20,7 +20,6 @@ from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
 from engine.workspace import Workspace
 from flows.configs.common import FlowConfig, PromptDataConfig, TrainingConfig
-from flows.configs.titles import dataset_title
 from flows.display.load_progress import LoadLines
 from flows.display.terminal import TerminalProgress
 from flows.ops.attempts import check_attempts
@@ -49,9 +48,7 @@ from storage.store.objects import read_json
 from storage.worklog import log_work
 from tasks.datasets.load import LoadedDataset, load_dataset
 from tasks.datasets.load_order import load_order
-from tasks.datasets.mixture import pin_versions
-from tasks.datasets.registered import resolve_version
-from tasks.datasets.spec import DatasetUse, RegisteredDataset, TrainingSource
+from tasks.datasets.spec import DatasetUse, DeclaredDataset, RegisteredDataset, TrainingSource
 from tasks.graders.running.shared_graders import tear_down_idle_graders
 from tasks.load import load_prompts
 
@@ -157,8 +154,9 @@ async def open_run(
 
         # create the run, or check that a resumed one has the same inputs
         warnings = _create_or_check_run(workspace, flow_name, config, base, _input_digests(base, data, further_data))
-        sources = {"dataset": (config.data.train, use), **(further or {})}
-        _record_versions(workspace, sources, {"dataset": data, **further_data})
+        config.data.train.record_version(workspace.open_store(), workspace.run, use, data)
+        for name, (source, further_use) in (further or {}).items():
+            source.record_version(workspace.open_store(), workspace.run, further_use, further_data[name])
         # from here on, this process alone acts for the run
         workspace = take_lease(workspace)
         logger.logging = config.logging
@@ -212,16 +210,16 @@ def _check_config(workspace: Workspace, config: TrainingConfig, use: DatasetUse,
     if not resumed:
         check_new_run(config)
     check_inputs(config, workspace.open_store(), workspace.hub)
-    source = getattr(config.data, "heldout", None)
-    resolve_version(workspace.open_store(), source, _heldout_use(config, use), run=workspace.run, commits=workspace.hub)
+    _heldout_source(workspace, config, use)
 
 
-def _record_versions(
-    workspace: Workspace, sources: Mapping[str, tuple[TrainingSource, DatasetUse]], data: Mapping[str, LoadedDataset]
-) -> None:
-    """Records which versions of registered datasets the run uses."""
-    for name, (source, use) in sources.items():
-        pin_versions(workspace.open_store(), workspace.run, source, use, data[name])
+def _heldout_source(workspace: Workspace, config: TrainingConfig, use: DatasetUse) -> DeclaredDataset | None:
+    """The resolved spec of the rows that the run evaluates on. None: it has none."""
+    source: DeclaredDataset | None = getattr(config.data, "heldout", None)
+    if source is None:
+        return None
+    heldout_use = _heldout_use(config, use)
+    return source.resolved(workspace.open_store(), heldout_use, run=workspace.run, commits=workspace.hub)
 
 
 def _heldout_use(config: TrainingConfig, use: DatasetUse) -> DatasetUse:
@@ -233,7 +231,7 @@ def _load(
     workspace: Workspace, source: TrainingSource, use: DatasetUse, logger: TerminalProgress
 ) -> LoadedDataset:
     """Loads a dataset and its order, announces it if it is new, and notes the version of a registered one."""
-    title = dataset_title(source)
+    title = source.title
     data = load_prompts(workspace, source, use, LoadLines(title, logger.note))
     # refuse a curriculum over rows without numbers before a model is loaded
     load_order(workspace.open_store(), data, seed=workspace.seed)
@@ -275,12 +273,11 @@ def _load_heldout(
 ) -> LoadedDataset | None:
     """Loads the rows that the run evaluates on. None: it has none."""
     store, heldout_use = workspace.open_store(), _heldout_use(config, use)
-    source = getattr(config.data, "heldout", None)
-    source = resolve_version(store, source, heldout_use, run=workspace.run, commits=workspace.hub)
+    source = _heldout_source(workspace, config, use)
     if source is None:
         return None
-    on_progress = LoadLines(dataset_title(source), logger.note)
-    return load_dataset(store, source, kind=heldout_use, provenance=workspace.provenance, on_progress=on_progress)
+    on_progress = LoadLines(source.title, logger.note)
+    return load_dataset(store, source, use=heldout_use, provenance=workspace.provenance, on_progress=on_progress)
 
 
 def _input_digests(base: ArtifactRef, data: LoadedDataset, further: Mapping[str, LoadedDataset]) -> dict[str, str]:

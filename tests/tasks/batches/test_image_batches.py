@@ -20,10 +20,10 @@ from engine.text.threads import StringThread
 from engine.text.tokenizers import load_tokenizer
 from tasks.batches.rl import sft_batch
 from tasks.datasets.errors import BadRow
-from tasks.datasets.read import read_threads
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs
 from tasks.evaluation.lm_validation import ValidationLossPlan, validation_loss
 from tasks.sampling.completions import Truncation, render_prompts
+from tests.fixtures.dataset_rows import read_threads
 from tests.fixtures.runs.batch_workspace import BatchWorkspace, spawned_model
 from tests.fixtures.vision import BLUE, RED, TOKENS, data_url
 

@@ -123,9 +123,9 @@ class Context:
         self.workspace = workspace
 
 
-def load(workspace: Workspace, folder: Path, kind: Any) -> LoadedDataset:
+def load(workspace: Workspace, folder: Path, use: Any) -> LoadedDataset:
     spec = FileDataset(path=str(folder / "rows.jsonl"))
-    return load_dataset(workspace.open_store(), spec, kind=kind, provenance=PROVENANCE)
+    return load_dataset(workspace.open_store(), spec, use=use, provenance=PROVENANCE)
 
 
 def figures_of(recorder: Recorder) -> list[dict[str, float]]:

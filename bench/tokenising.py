@@ -90,7 +90,7 @@ def encode(library: Any, texts: list[str], times: CpuTimes) -> None:
 def measure(folder: Path, model: Path, tokens: int, batch_rows: int) -> dict[str, Any]:
     write_conversations(folder / "rows.jsonl", tokens)
     store = open_store(str(folder / "store"))
-    data = load_dataset(store, FileDataset(path=str(folder / "rows.jsonl")), kind="completion", provenance=PROVENANCE)
+    data = load_dataset(store, FileDataset(path=str(folder / "rows.jsonl")), use="completion", provenance=PROVENANCE)
     renderer = Renderer(load_tokenizer(model))
     # what the bench compares with
     library: Any = renderer.tokenizer._tokenizer.backend_tokenizer

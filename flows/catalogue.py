@@ -23,7 +23,6 @@ from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from storage.registry.hub import resolve_commit
 from storage.serialization import Frozen
 from storage.store.objects import ObjectStore
-from tasks.datasets.registered import resolve_version
 from tasks.datasets.spec import DatasetUse
 
 if TYPE_CHECKING:
@@ -45,7 +44,10 @@ class ChosenTraining(Frozen):
         uses: dict[str, DatasetUse] = {"heldout": data.heldout_use}
         for name, (_, use) in data.inputs.items():
             uses["train" if name == "dataset" else name] = use
-        resolved = {name: resolve_version(store, getattr(data, name), use) for name, use in uses.items()}
+        sources = {name: getattr(data, name) for name in uses}
+        resolved = {
+            name: source.resolved(store, uses[name]) for name, source in sources.items() if source is not None
+        }
         model = self.config.model
         repo = hub_repo_of_key(model.key)
         if repo is not None:

@@ -48,7 +48,6 @@ from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.tables import read_table
 from tasks.compare import compare_models
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.registered import resolve_version
 from tasks.datasets.spec import RowsDataset
 from tasks.evaluation.model_comparison import (
     Cell,
@@ -81,7 +80,7 @@ class LoadedSuite:
         store = workspace.open_store()
         resolved = []
         for dataset in suite.datasets:
-            source = resolve_version(store, dataset.source, "prompt", commits=workspace.hub)
+            source = dataset.source.resolved(store, "prompt", commits=workspace.hub)
             resolved.append(dataset.model_copy(update={"source": source}))
         suite = suite.model_copy(update={"datasets": tuple(resolved)})
         datasets = {dataset.name: load_prompts(workspace, dataset.source, "prompt") for dataset in suite.datasets}

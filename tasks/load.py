@@ -7,10 +7,7 @@ from collections.abc import Callable
 from engine.workspace import Workspace
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
-from tasks.datasets.load import LoadedDataset, LoadProgress
-from tasks.datasets.mixture import load_training_data, pin_versions
-from tasks.datasets.registered import resolve_version
-from tasks.datasets.spec import DatasetSpec, DatasetUse, MixtureDataset
+from tasks.datasets.load import DatasetUse, DeclaredDataset, LoadedDataset, LoadProgress, load_dataset
 from tasks.reports.clock import timed
 from tasks.sampling.stored_answers import store_answers
 from tasks.task_runs import durable_task
@@ -24,11 +21,11 @@ def load_answers(
     return store_answers(workspace, data, column, rows_per_shard=rows_per_shard)
 
 
-@durable_task("load", "load-{kind}s")
+@durable_task("load", "load-{use}s")
 def load_prompts(
     workspace: Workspace,
-    spec: DatasetSpec | MixtureDataset,
-    kind: DatasetUse,
+    spec: DeclaredDataset,
+    use: DatasetUse,
     on_progress: Callable[[LoadProgress], None] = lambda progress: None,
 ) -> LoadedDataset:
     """The committed table of the dataset's threads or pairs. Its version is a digest of its content, so a repeated call
@@ -38,10 +35,8 @@ def load_prompts(
     """
     store = workspace.open_store()
     with timed("storage"):
-        source = resolve_version(store, spec, kind, run=workspace.run, commits=workspace.hub)
-        data = load_training_data(
-            store, source, kind=kind, provenance=workspace.provenance, on_progress=on_progress
-        )
+        source = spec.resolved(store, use, run=workspace.run, commits=workspace.hub)
+        data = load_dataset(store, source, use=use, provenance=workspace.provenance, on_progress=on_progress)
         if store.exists(keys.run_json(workspace.run)):
-            pin_versions(store, workspace.run, spec, kind, data)
+            spec.record_version(store, workspace.run, use, data)
         return data

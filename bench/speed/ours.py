@@ -138,7 +138,7 @@ async def _sft(setting: Setting, turns: Turns) -> None:
     run = await Run.open(setting)
     threads = [thread_of(messages_of(row)) for row in setting.rows]
     loop = SFT(threads, run.model, samples_per_batch=setting.rows_per_step, lr_scheduler=LR)
-    data = load_dataset(run.workspace.open_store(), InlineDataset.of(threads), kind="completion", provenance=PROVENANCE)
+    data = load_dataset(run.workspace.open_store(), InlineDataset.of(threads), use="completion", provenance=PROVENANCE)
 
     async def prepare(policy: PolicyRef, rows: list[int], _: PolicyRef) -> ArtifactRef:
         return await work_of(prepare_completions)(
@@ -160,7 +160,7 @@ async def _dpo(setting: Setting, turns: Turns) -> None:
         prompt = thread_of(messages_of({"prompt": row["prompt"]}))
         pairs.append((prompt.assistant(row["chosen"]), prompt.assistant(row["rejected"])))
     loop = DPO(pairs, run.model, samples_per_batch=setting.rows_per_step, lr_scheduler=LR)
-    data = load_dataset(run.workspace.open_store(), InlinePairs.of(pairs), kind="preference", provenance=PROVENANCE)
+    data = load_dataset(run.workspace.open_store(), InlinePairs.of(pairs), use="preference", provenance=PROVENANCE)
 
     async def prepare(policy: PolicyRef, rows: list[int], start: PolicyRef) -> ArtifactRef:
         return await work_of(prepare_preferences)(

@@ -35,7 +35,6 @@ from storage.store.artifacts import Provenance
 from storage.store.objects import ObjectStore, open_store
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.load import LoadedDataset, LoadProgress, load_dataset
-from tasks.datasets.read import unread_columns
 from tasks.datasets.registered import select_version
 from tasks.datasets.spec import DatasetUse, FileDataset, RegisteredDataset
 
@@ -75,7 +74,7 @@ def add(
                 code_version=code_version(), config_digest=digest(canonical_json(spec.model_dump(mode="json"))), seed=0
             )
             with _progress(path) as on_progress:
-                data = load_dataset(store, spec, kind=use, provenance=provenance, on_progress=on_progress)
+                data = load_dataset(store, spec, use=use, provenance=provenance, on_progress=on_progress)
     except (ConfigError, DatasetError) as error:
         raise usage_error(str(error)) from error
 
@@ -133,7 +132,7 @@ def _print_hints(store: ObjectStore, data: LoadedDataset, spec: FileDataset, use
                 f"needs {name}@{version[:SHOWN_VERSION]}",
             )
     with suppress(DatasetError, OSError):
-        if unread := unread_columns(spec, use):
+        if unread := spec.unread_columns(use):
             names = ", ".join(unread)
             print_plain(
                 messages(),

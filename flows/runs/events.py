@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL
 from storage.registry.decisions import CHAMPION, Decision
 from storage.store import keys
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.spec import DatasetSpec, DatasetUse, MixtureDataset, RowsDataset
+from tasks.datasets.spec import DatasetUse, DeclaredDataset
 
 MODEL_PROMOTED = "ostinato.model.promoted"
 RUN_STALLED = "ostinato.run.stalled"
@@ -39,13 +39,12 @@ def announce_promotion(decision: Decision) -> None:
     )
 
 
-def announce_dataset(data: LoadedDataset, spec: DatasetSpec | MixtureDataset, use: DatasetUse) -> None:
+def announce_dataset(data: LoadedDataset, spec: DeclaredDataset, use: DatasetUse) -> None:
     """Sends `ostinato.dataset.registered` if this load committed a new version of the dataset."""
     if not data.new:
         return
-    source = spec.source if isinstance(spec, RowsDataset) else spec.kind
     name, version = keys.dataset_of(data.ref.key)
-    emit_dataset_registered(name, version, use=use, rows=data.rows, source=source, uri=data.ref.uri)
+    emit_dataset_registered(name, version, use=use, rows=data.rows, source=spec.source, uri=data.ref.uri)
 
 
 def emit_model_promoted(

@@ -19,8 +19,7 @@ from storage.chain.run_record import find_run
 from storage.registry.hub import HubError, HubRepo, resolve_commit
 from storage.store.objects import ObjectStore
 from tasks.datasets.errors import DatasetError
-from tasks.datasets.sources.hub import hub_repo_of_dataset
-from tasks.datasets.spec import HubDataset
+from tasks.datasets.spec import DeclaredDataset
 
 
 def hub_commits(config: BaseModel, store: ObjectStore, run: str) -> dict[str, str]:
@@ -67,6 +66,6 @@ def hub_repo_of_input(value: Any) -> HubRepo | None:
             return hub_repo_of_key(key)
         case ModelConfig(key=str() as key) | Model(key=key):
             return hub_repo_of_key(key)
-        case HubDataset():
-            return hub_repo_of_dataset(value)
+        case DeclaredDataset():
+            return value.hub_repo()
     return None

@@ -4,7 +4,6 @@ is loaded. What only the engine's machine knows is not checked.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,18 +24,14 @@ from storage.registry.decisions import resolve_model
 from storage.registry.hub import with_commit_of
 from storage.store.objects import ObjectStore
 from tasks.datasets.errors import DatasetError
-from tasks.datasets.gym import create_procedural
-from tasks.datasets.registered import check_dataset_exists
-from tasks.datasets.sources.file_formats import find_files, format_of
-from tasks.datasets.sources.hub import check_hub_dataset
-from tasks.datasets.spec import FileDataset, HubDataset, PythonDataset, ReasoningGymDataset, RegisteredDataset
+from tasks.datasets.spec import DeclaredDataset, MixtureDataset
 from tasks.environments.spec import EnvironmentSpecError, environment_spec
 from tasks.graders.spec import GraderSpecError, grader_spec
-from tasks.import_paths import ImportPathError, load_object
+from tasks.import_paths import ImportPathError
 
-IMPORTED = (PythonDataset, ReasoningGymDataset, GraderConfig, EnvironmentConfig, Grader)
-"""Parts that name code. They are checked last, because an import may take seconds."""
-INPUTS = (Model, FileDataset, HubDataset, RegisteredDataset, *IMPORTED)
+IMPORTED = (GraderConfig, EnvironmentConfig, Grader)
+"""Parts that name code, besides datasets."""
+INPUTS = (Model, DeclaredDataset, *IMPORTED)
 """Parts of configs that name something outside of the config, besides ModelConfig."""
 MISSING = (
     BadModelFolder, PermanentStorageError, DatasetError, ImportPathError, GraderSpecError, EnvironmentSpecError,
@@ -49,8 +44,9 @@ def check_inputs(config: BaseModel, store: ObjectStore, commits: Mapping[str, st
     """Raises ConfigError that names each field whose file, model or dataset is not there. If all are there: each field
     whose grader, environment or other code cannot be used. `commits`: those that the run uses of the hub's branches."""
     inputs = list(named_inputs(config))
-    files = [entry for entry in inputs if not isinstance(entry[1], IMPORTED)]
-    code = [entry for entry in inputs if isinstance(entry[1], IMPORTED)]
+    # an import may take seconds, so that files are checked first
+    files = [entry for entry in inputs if not _imports_code(entry[1])]
+    code = [entry for entry in inputs if _imports_code(entry[1])]
     for group in (files, code):
         problems = []
         for path, spec in group:
@@ -103,16 +99,20 @@ def _inputs(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every part of a config that names something outside, with its dotted path."""
     if isinstance(value, ModelConfig):
         yield f"{path}.key", value
-    elif isinstance(value, INPUTS):
+    elif isinstance(value, INPUTS) and not isinstance(value, MixtureDataset):
         yield path, value
     elif isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from _inputs(getattr(value, name), f"{path}.{name}" if path else name)
     elif isinstance(value, Dataset):
-        yield path, value.spec
+        yield from _inputs(value.spec, path)
     elif isinstance(value, tuple | list | set | frozenset):
         for index, item in enumerate(value):
             yield from _inputs(item, f"{path}.{index}")
+
+
+def _imports_code(spec: Any) -> bool:
+    return spec.imports_code if isinstance(spec, DeclaredDataset) else isinstance(spec, IMPORTED)
 
 
 def _check(spec: Any, store: ObjectStore, commits: Mapping[str, str]) -> None:
@@ -122,18 +122,8 @@ def _check(spec: Any, store: ObjectStore, commits: Mapping[str, str]) -> None:
             _check_model(resolve_model(store, spec), store, commits)
         case ModelConfig(key=str() as key) | Model(key=key):
             _check_model(key, store, commits)
-        case FileDataset():
-            for path in spec.paths:
-                for file in find_files(path):
-                    format_of(file, spec.format)
-        case HubDataset():
-            check_hub_dataset(spec)
-        case RegisteredDataset():
-            check_dataset_exists(store, spec)
-        case PythonDataset():
-            _check_function(spec)
-        case ReasoningGymDataset():
-            create_procedural(spec.name, spec.config, size=spec.size, seed=spec.seed)
+        case DeclaredDataset():
+            spec.check(store)
         case GraderConfig():
             grader_spec(spec.path, spec.arguments)
         case Grader():
@@ -152,16 +142,3 @@ def _check_model(key: str, store: ObjectStore, commits: Mapping[str, str]) -> No
         registered_model(store, key)
     else:
         ModelFolder.of(folder)
-
-
-def _check_function(spec: PythonDataset) -> None:
-    """Raises DatasetError if the function or class does not take the arguments."""
-    target = load_object(spec.path)
-    if not callable(target):
-        raise DatasetError(f"{spec.path!r} is a {type(target).__name__}; expected a function or a class")
-    try:
-        inspect.signature(target).bind(**spec.arguments)
-    except TypeError as error:
-        raise DatasetError(f"{spec.path!r} with the arguments {sorted(spec.arguments)}: {error}") from error
-    except ValueError:
-        return  # builtins have no signature

@@ -20,7 +20,6 @@ from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
 from engine.workspace import Workspace
 from flows.configs.common import FlowConfig, TrainingConfig
-from flows.configs.titles import dataset_title
 from flows.display.load_progress import LoadLines
 from flows.display.terminal import TerminalProgress
 from flows.ops.attempts import check_attempts
@@ -49,9 +48,7 @@ from storage.store.objects import read_json
 from storage.worklog import log_work
 from tasks.datasets.load import LoadedDataset, load_dataset
 from tasks.datasets.load_order import load_order
-from tasks.datasets.mixture import pin_versions
-from tasks.datasets.registered import resolve_version
-from tasks.datasets.spec import DatasetUse, HeldoutSource, RegisteredDataset, TrainingSource
+from tasks.datasets.spec import DatasetUse, DeclaredDataset, RegisteredDataset, TrainingSource
 from tasks.graders.running.shared_graders import tear_down_idle_graders
 from tasks.load import load_prompts
 
@@ -151,7 +148,8 @@ async def open_run(config: TrainingConfig, logger: TerminalProgress) -> AsyncIte
 
         # create the run, or check that a resumed one has the same inputs
         warnings = _create_or_check_run(workspace, config, base, _input_digests(base, datasets))
-        _record_versions(workspace, config, datasets)
+        for name, (source, use) in config.data.inputs.items():
+            source.record_version(workspace.open_store(), workspace.run, use, datasets[name])
         # from here on, this process alone acts for the run
         workspace = take_lease(workspace)
         logger.logging = config.logging
@@ -208,23 +206,21 @@ def _check_config(workspace: Workspace, config: TrainingConfig, *, resumed: bool
     _heldout_source(workspace, config)
 
 
-def _record_versions(workspace: Workspace, config: TrainingConfig, datasets: Mapping[str, LoadedDataset]) -> None:
-    """Records which versions of registered datasets the run uses."""
-    for name, (source, use) in config.data.inputs.items():
-        pin_versions(workspace.open_store(), workspace.run, source, use, datasets[name])
 
 
-def _heldout_source(workspace: Workspace, config: TrainingConfig) -> HeldoutSource | None:
-    """The held-out data in the version that the run uses. Raises DatasetError."""
+def _heldout_source(workspace: Workspace, config: TrainingConfig) -> DeclaredDataset | None:
+    """The held-out data in the version that the run uses. None: it has none. Raises DatasetError."""
     source, use = config.data.heldout, config.data.heldout_use
-    return resolve_version(workspace.open_store(), source, use, run=workspace.run, commits=workspace.hub)
+    if source is None:
+        return None
+    return source.resolved(workspace.open_store(), use, run=workspace.run, commits=workspace.hub)
 
 
 def _load(
     workspace: Workspace, source: TrainingSource, use: DatasetUse, logger: TerminalProgress
 ) -> LoadedDataset:
     """Loads a dataset and its order, announces it if it is new, and notes the version of a registered one."""
-    title = dataset_title(source)
+    title = source.title
     data = load_prompts(workspace, source, use, LoadLines(title, logger.note))
     # refuse a curriculum over rows without numbers before a model is loaded
     load_order(workspace.open_store(), data, seed=workspace.seed)
@@ -266,8 +262,8 @@ def _load_heldout(
     if source is None:
         return None
     store, use = workspace.open_store(), config.data.heldout_use
-    on_progress = LoadLines(dataset_title(source), logger.note)
-    return load_dataset(store, source, kind=use, provenance=workspace.provenance, on_progress=on_progress)
+    on_progress = LoadLines(source.title, logger.note)
+    return load_dataset(store, source, use=use, provenance=workspace.provenance, on_progress=on_progress)
 
 
 def _input_digests(base: ArtifactRef, datasets: Mapping[str, LoadedDataset]) -> dict[str, str]:

@@ -323,6 +323,12 @@ def dataset(key: str, version: str) -> str:
     return f"datasets/{validate_name(key)}/{validate_name(version)}/threads"
 
 
+def short_key(key: str) -> str:
+    """The `name@version` of a dataset or model with only the first letters of a long version."""
+    name, separator, version = key.partition("@")
+    return f"{name}{separator}{version[:8] if len(version) > 16 else version}"
+
+
 def dataset_of(key: str) -> tuple[str, str]:
     """Returns (name, version) for the logical key of a dataset. Raises InvalidKey."""
     area, *names = key.split("/")

@@ -3,10 +3,12 @@
 Reading the rows from files is the job of `tasks.datasets.read`.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.text.errors import TextError, ThreadError
 from engine.text.fragments import ImageFragment, TextFragment
@@ -16,7 +18,10 @@ from storage.serialization import canonical_json
 from tasks.credit.advantages import LARGEST_REWARD, REWARD_RANGE
 from tasks.datasets.errors import BadRow
 from tasks.datasets.layouts import CONVERSATIONS, SHAREGPT_ROLES, rating_of_label, tools_text, usual_message
-from tasks.datasets.spec import ColumnRole, DatasetUse, RowsDataset
+
+if TYPE_CHECKING:
+    from tasks.datasets.load import DatasetUse
+    from tasks.datasets.read import ColumnRole, RowsDataset
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_VALUE_LETTERS = 60
@@ -46,24 +51,19 @@ class Conversation(NamedTuple):
     """Index of the first turn that can be trained. None for prompts, which have default weights."""
 
 
-def thread_from_row(values: dict[str, Any], location: RowLocation, spec: RowsDataset, kind: DatasetUse) -> StringThread:
-    """Convert a row to a thread. Raises BadRow. See `conversation_from_row`."""
-    return thread_of(conversation_from_row(values, location, spec, kind), location, kind)
-
-
 def conversation_from_row(
-    values: dict[str, Any], location: RowLocation, spec: RowsDataset, kind: DatasetUse
+    values: dict[str, Any], location: RowLocation, spec: RowsDataset, use: DatasetUse
 ) -> Conversation:
     """Read the turns and the metadata of a row. Raises BadRow.
 
-    kind prompt: the last turn must not be the assistant's. kind completion: it must be, and the trained assistant turns
-    have weight 1: those of the completion column or, in the messages layout, all assistant turns. kind rating: as
+    use prompt: the last turn must not be the assistant's. use completion: it must be, and the trained assistant turns
+    have weight 1: those of the completion column or, in the messages layout, all assistant turns. use rating: as
     completion, and the metadata must have the number `res`.
     """
-    has_answer = kind in ("completion", "rating")
+    has_answer = use in ("completion", "rating")
     metadata = metadata_of(values, location, spec)
     label = values.get(column_of("label", spec))
-    if kind == "rating" and label is not None:
+    if use == "rating" and label is not None:
         metadata.setdefault("res", rating_of_label(label))
 
     # Read the turns in the layout of the row, and note the first turn that can be trained.
@@ -82,11 +82,11 @@ def conversation_from_row(
     count = len(turns)
     turns = with_tools(turns, values, location, spec)
     first_trained_turn += len(turns) - count
-    _check_last_turn(turns, location, kind)
+    _check_last_turn(turns, location, use)
     return Conversation(turns, metadata, first_trained_turn if has_answer else None)
 
 
-def thread_of(conversation: Conversation, location: RowLocation, kind: DatasetUse) -> StringThread:
+def thread_of(conversation: Conversation, location: RowLocation, use: DatasetUse) -> StringThread:
     """Build the thread of a conversation. Raises BadRow."""
     try:
         thread = StringThread(turns=conversation.turns, metadata=conversation.metadata)
@@ -94,7 +94,7 @@ def thread_of(conversation: Conversation, location: RowLocation, kind: DatasetUs
         raise location.bad_row(
             None, given="values that make no thread", expected="a conversation", todo=str(error)
         ) from error
-    if kind == "rating":
+    if use == "rating":
         check_rating(thread.metadata, location)
     first_trained_turn = conversation.first_trained_turn
     return thread if first_trained_turn is None else thread.with_weight_assistant_turns_from_index(first_trained_turn)
@@ -337,16 +337,16 @@ def _check_json(value: Any, column: str, location: RowLocation) -> None:
         ) from error
 
 
-def _check_last_turn(turns: list[RawTurn], location: RowLocation, kind: DatasetUse) -> None:
+def _check_last_turn(turns: list[RawTurn], location: RowLocation, use: DatasetUse) -> None:
     last_role = turns[-1][0]
-    if kind == "prompt" and last_role in ("assistant", "system"):
+    if use == "prompt" and last_role in ("assistant", "system"):
         raise location.bad_row(
             None,
             given=f"a thread that ends with the {last_role} turn",
             expected="prompts, which end with a user or tool turn",
             todo="Load it as completions, or leave that turn out.",
         )
-    if kind in ("completion", "rating") and last_role != "assistant":
+    if use in ("completion", "rating") and last_role != "assistant":
         raise location.bad_row(
             None,
             given=f"a thread that ends with the {last_role} turn",

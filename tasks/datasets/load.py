@@ -1,51 +1,41 @@
-"""Loads a declared dataset into a committed table of threads whose version is a digest of its content.
+"""What every declared dataset can do, and loading one into a committed table whose version is a digest of its content.
 
-Loading streams: one block of rows is in memory, and the digests of earlier rows spill to disk. The table becomes
-visible as a whole at the end. Loading the same rows again returns the existing artifact.
+A new source is a module with a subclass of `ReadDataset`, or of `RowsDataset` (tasks.datasets.read), and its place in
+the union of tasks.datasets.spec. Loading streams: one block of rows is in memory, and the digests of earlier rows spill
+to disk. The table becomes visible as a whole at the end. Loading the same rows again returns the existing artifact.
 """
 
+from __future__ import annotations
+
 import hashlib
-import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import pyarrow as pa
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from engine.text.threads import StringThread
 from storage.errors import CorruptArtifact, InvalidKey
+from storage.registry.hub import HubRepo
 from storage.secrets import refuse_secrets
-from storage.serialization import canonical_json, canonical_text
+from storage.serialization import Frozen, canonical_json, canonical_text
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, find_artifact
 from storage.store.objects import ObjectStore
 from storage.store.tables import TableWriter, table_schema
 from tasks.datasets import known_files
-from tasks.datasets.convert import RowLocation, check_rating
-from tasks.datasets.errors import BadRow, DatasetError, EmptyDataset
-from tasks.datasets.gym import generate_threads
-from tasks.datasets.preferences import Pair, checked_pair
-from tasks.datasets.read import ReadPosition, RowsSpec, SkippedRows, files_of, read_stored
-from tasks.datasets.registered import select_version
+from tasks.datasets.errors import BadRow, EmptyDataset
 from tasks.datasets.repetition_counter import RepetitionCounter
-from tasks.datasets.sources.file_formats import format_of
-from tasks.datasets.sources.hub import hub_repo_of_dataset, pin_hub_dataset
-from tasks.datasets.spec import (
-    DatasetUse,
-    FileDataset,
-    HubDataset,
-    InlineDataset,
-    InlinePairs,
-    OrderedDataset,
-    PythonDataset,
-    ReasoningGymDataset,
-    RegisteredDataset,
-)
-from tasks.datasets.stored import StoredItem, stored_item
-from tasks.import_paths import source_digest
+from tasks.datasets.stored import StoredItem
 
-Source = FileDataset | HubDataset | PythonDataset | ReasoningGymDataset | InlineDataset | InlinePairs
+DatasetUse = Literal["prompt", "completion", "preference", "rating"]
+"""prompt: the model continues the thread. completion: the thread ends with the assistant's turn that is trained.
+preference: two threads with a common prompt, of which one is preferred. rating: a completion with a number, `res`, in
+its metadata."""
+
+RowOrder = Literal["shuffled", "file", "curriculum"]
+"""The order of the rows in an epoch: see OrderedDataset."""
 
 BLOCK_ROWS = 4096
 BLOCK_CHARACTERS = 1 << 20
@@ -54,6 +44,38 @@ THREAD_COLUMNS = {"threads": ("thread",), "pairs": ("chosen", "rejected")}
 """Name of a table -> its columns that hold a conversation."""
 ID_CHARACTERS = 32
 """Hex digits of an id: 128 bits of sha256."""
+
+
+MAX_REASONS = 10
+"""Number of skipped rows whose errors are remembered."""
+
+
+def order_last(schema: dict[str, Any]) -> None:
+    """Move the fields of the order to the end of a form."""
+    fields = schema["properties"]
+    fields.update({name: fields.pop(name) for name in OrderedDataset.model_fields})
+
+
+class OrderedDataset(Frozen):
+    """The settings of the order in which a run reads the rows of a dataset. They do not change which rows it has."""
+
+    model_config = ConfigDict(json_schema_extra=order_last)
+
+    order: RowOrder = Field("shuffled", exclude_if=lambda order: order == "shuffled")
+    """Order in which training reads the rows. shuffled: at random, differently in each epoch, by the run's seed. file:
+    as they are in the source. curriculum: from the smallest to the largest value of curriculum_column."""
+    curriculum_column: str | None = Field(None, min_length=1, exclude_if=lambda column: column is None)
+    """Column with a number per row, for order=curriculum. It must be in the metadata of the rows: in the object
+    metadata, or named in metadata_columns. Rows with equal numbers stay in the order of the source."""
+
+    @model_validator(mode="after")
+    def _column_of_the_curriculum(self) -> Self:
+        if (self.order == "curriculum") != (self.curriculum_column is not None):
+            raise ValueError(
+                f"given order={self.order!r} and curriculum_column={self.curriculum_column!r}; expected a "
+                "curriculum_column with order='curriculum', and with no other order"
+            )
+        return self
 
 
 class LoadedPart(OrderedDataset):
@@ -91,86 +113,143 @@ class LoadProgress(NamedTuple):
     """Share of the source that is read. None if its size is unknown."""
 
 
+@dataclass
+class SkippedRows:
+    """Counts the rows that on_bad_row='skip' left out, and remembers the errors of the first ten."""
+
+    count: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, error: BadRow) -> None:
+        self.count += 1
+        if len(self.reasons) < MAX_REASONS:
+            self.reasons.append(str(error))
+
+
+@dataclass
+class ReadPosition:
+    """How much of the files of a dataset has been read, in bytes of files, or in rows of a dataset of the hub."""
+
+    read: int = 0
+    total: int | None = None
+    """None if it is unknown, as for a user's own code."""
+
+    @property
+    def fraction(self) -> float | None:
+        return self.read / self.total if self.total else None
+
+
+OnProgress = Callable[[LoadProgress], None]
+
+
+class DeclaredDataset(Frozen):
+    """What every declared dataset can do: one source, or a mixture of several."""
+
+    imports_code: ClassVar[bool] = False
+    """Whether `check` imports code, which may take seconds."""
+
+    @property
+    def source(self) -> str:
+        """The source of the rows, for error messages and provenance. The kind, where it is no file and no code."""
+        return str(type(self).model_fields["kind"].default)
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """A short name, for the names of flow runs."""
+
+    def check(self, store: ObjectStore) -> None:
+        """Raise DatasetError or another permanent error if something that the spec names is not there. No row is
+        read, and the hub is not asked."""
+
+    def hub_repo(self) -> HubRepo | None:
+        """The repository of the hub that the spec names. None: it names none. Raises DatasetError, HubError."""
+        return None
+
+    def resolved(
+        self, store: ObjectStore, use: DatasetUse, *, run: str | None = None, commits: Mapping[str, str] | None = None
+    ) -> Self:
+        """The spec with its full version if it is a registered dataset, with its commit if it is one of the hub, and
+        unchanged otherwise. The parts of a mixture are resolved alike.
+
+        With `run`, the version that the run has recorded is used, if there is one. `commits` are those that the run
+        uses of the hub's branches. Raises DatasetNotFound for an unknown name or version, DatasetError for a dataset of
+        another use, and HubError.
+        """
+        return self
+
+    def record_version(self, store: ObjectStore, run: str, use: DatasetUse, data: LoadedDataset) -> None:
+        """Record which version the run uses, if the spec does not decide it. The first record is kept."""
+
+    @abstractmethod
+    def load(
+        self, store: ObjectStore, use: DatasetUse, provenance: Provenance, on_progress: OnProgress
+    ) -> LoadedDataset:
+        """Commit the rows, in the default order. Called by `load_dataset`."""
+
+
+class ReadDataset(DeclaredDataset):
+    """A dataset whose rows are read, and not only looked up in the store."""
+
+    location_fields: ClassVar[frozenset[str]] = frozenset()
+    """The fields that say where the rows are, and do not change which rows they are. A dataset stays the same if its
+    files are moved, written as Parquet, or cut into parts that are read in order."""
+    images_may_change: ClassVar[bool] = True
+    """Whether equal rows may mean other images later, because they name files of this machine."""
+
+    @property
+    @abstractmethod
+    def store_name(self) -> str:
+        """The name of the folder of the dataset's versions in the store."""
+
+    @abstractmethod
+    def items(self, use: DatasetUse, skipped: SkippedRows, position: ReadPosition) -> Iterator[StoredItem]:
+        """Yield the threads, or pairs of threads, in order. Raises DatasetError if there are none for this use."""
+
+    def selection(self) -> dict[str, Any]:
+        """The fields that change which rows the dataset has."""
+        return self.model_dump(mode="json", exclude={*self.location_fields, *OrderedDataset.model_fields})
+
+    def fingerprint(self, store: ObjectStore, use: DatasetUse) -> str | None:
+        """A digest of everything that decides the rows, found without reading them. None: the rows are always read."""
+        return None
+
+    def load(
+        self, store: ObjectStore, use: DatasetUse, provenance: Provenance, on_progress: OnProgress
+    ) -> LoadedDataset:
+        # Use the dataset that was made of the same rows before.
+        fingerprint = self.fingerprint(store, use)
+        known = _find_known(store, fingerprint)
+        if known is not None:
+            return known
+        data, has_images = _read_and_commit(store, self, use, provenance, on_progress)
+        # Record it, unless a file changed meanwhile, or the rows hold images, which may be files themselves.
+        lasts = not (has_images and self.images_may_change)
+        if fingerprint is not None and lasts and self.fingerprint(store, use) == fingerprint:
+            known_files.record_loaded(store, fingerprint, data.model_dump(mode="json") | {"new": False})
+        return data
+
+
 def load_dataset(
     store: ObjectStore,
-    spec: Source | RegisteredDataset,
+    spec: DeclaredDataset,
     *,
-    kind: DatasetUse = "prompt",
+    use: DatasetUse = "prompt",
     provenance: Provenance,
-    on_progress: Callable[[LoadProgress], None] = lambda progress: None,
+    on_progress: OnProgress = lambda progress: None,
 ) -> LoadedDataset:
     """Commit the threads of `spec` (for preferences, pairs of threads) under keys.dataset(name, version).
 
-    The version is a digest of the rows in their order, of `kind`, and of the fields of the spec that select rows (not
-    of the path or encoding of a file). A registered dataset is only looked up, and so is a file that was loaded before
-    and has not changed. Raises DatasetError and its subclasses before anything is visible in the store, and SecretInURL
-    for an address with a password.
+    The version is a digest of the rows in their order, of `use`, and of the fields of the spec that select rows (not
+    of the path or encoding of a file). A registered dataset is only looked up, and so are a file that was loaded before
+    and has not changed, and a mixture of the same versions. Raises DatasetError and its subclasses before anything is
+    visible in the store, and SecretInURL for an address with a password.
     """
     refuse_secrets(spec.model_dump())
-    data = _load(store, spec, kind, provenance, on_progress)
+    data = spec.load(store, use, provenance, on_progress)
     if isinstance(spec, OrderedDataset):
         return data.model_copy(update={"order": spec.order, "curriculum_column": spec.curriculum_column})
     return data
-
-
-def _load(
-    store: ObjectStore,
-    spec: Source | RegisteredDataset,
-    kind: DatasetUse,
-    provenance: Provenance,
-    on_progress: Callable[[LoadProgress], None],
-) -> LoadedDataset:
-    """The dataset of the spec, in the default order."""
-    if isinstance(spec, RegisteredDataset):
-        version = select_version(store, spec, kind)
-        return LoadedDataset(ref=version.ref, rows=version.ref.rows or 0, skipped=version.skipped)
-    if isinstance(spec, HubDataset):
-        return _load_hub(store, spec, kind, provenance, on_progress)
-    if not isinstance(spec, FileDataset):
-        return _read_and_commit(store, spec, kind, provenance, on_progress)[0]
-
-    # Use the dataset that was made of these files before.
-    fingerprint = _identify(store, spec, kind)
-    known = _find_known(store, fingerprint)
-    if known is not None:
-        return known
-    data, has_images = _read_and_commit(store, spec, kind, provenance, on_progress)
-    # Record it, unless a file changed meanwhile, or the rows hold images, which may be files themselves.
-    if fingerprint is not None and not has_images and _identify(store, spec, kind) == fingerprint:
-        known_files.record_loaded(store, fingerprint, data.model_dump(mode="json") | {"new": False})
-    return data
-
-
-def _load_hub(
-    store: ObjectStore,
-    spec: HubDataset,
-    kind: DatasetUse,
-    provenance: Provenance,
-    on_progress: Callable[[LoadProgress], None],
-) -> LoadedDataset:
-    """The dataset that was made of this commit before, also without the hub, or else one that is loaded now."""
-    spec = pin_hub_dataset(spec, {})
-    # the rows of a folder may change, and so may a function without a source file
-    function = None if spec.row_function is None else source_digest(spec.row_function)
-    fingerprint = None
-    if hub_repo_of_dataset(spec) is not None and (spec.row_function is None or function is not None):
-        rows = spec.model_dump(mode="json", exclude=set(OrderedDataset.model_fields))
-        body = {"reader": known_files.READER_VERSION, "use": kind, "hub": rows, "function": function}
-        fingerprint = hashlib.sha256(canonical_json(body)).hexdigest()
-    known = _find_known(store, fingerprint)
-    if known is not None:
-        return known
-    data, _ = _read_and_commit(store, spec, kind, provenance, on_progress)
-    if fingerprint is not None:
-        known_files.record_loaded(store, fingerprint, data.model_dump(mode="json") | {"new": False})
-    return data
-
-
-def _identify(store: ObjectStore, spec: FileDataset, kind: DatasetUse) -> str | None:
-    """A digest of everything that decides the dataset: the content of the files, name, use and selection of rows."""
-    files = files_of(spec)
-    formats = [format_of(file, spec.format) for file in files]
-    return known_files.fingerprint(store, files, formats, [dataset_name(spec), kind, selection_fields(spec)])
 
 
 def _find_known(store: ObjectStore, fingerprint: str | None) -> LoadedDataset | None:
@@ -187,18 +266,18 @@ def _find_known(store: ObjectStore, fingerprint: str | None) -> LoadedDataset | 
 
 def _read_and_commit(
     store: ObjectStore,
-    spec: Source,
-    kind: DatasetUse,
+    spec: ReadDataset,
+    use: DatasetUse,
     provenance: Provenance,
-    on_progress: Callable[[LoadProgress], None],
+    on_progress: OnProgress,
 ) -> tuple[LoadedDataset, bool]:
     """Read the rows of a spec and commit them as a table. Return the dataset and whether it has images."""
     # The digest begins with what selects the rows.
     skipped, position = SkippedRows(), ReadPosition()
-    row_selection = selection_fields(spec)
-    content = hashlib.sha256(canonical_json({"layout": 1, "kind": kind, "spec": row_selection}))
-    table = "pairs" if kind == "preference" else "threads"
-    items = dataset_items(spec, kind=kind, skipped=skipped, position=position)
+    row_selection = spec.selection()
+    content = hashlib.sha256(canonical_json({"layout": 1, "kind": use, "spec": row_selection}))
+    table = "pairs" if use == "preference" else "threads"
+    items = spec.items(use, skipped, position)
     has_images = False
     with TableWriter(table) as writer, RepetitionCounter() as counter:
         # Write the rows block by block, and add each row to the digest.
@@ -212,16 +291,16 @@ def _read_and_commit(
             raise EmptyDataset(_why_empty(spec, skipped))
 
         # Commit the table under its digest.
-        key = keys.dataset(dataset_name(spec), content.hexdigest()[:ID_CHARACTERS])
+        key = keys.dataset(spec.store_name, content.hexdigest()[:ID_CHARACTERS])
         new = find_artifact(store, key) is None
         ref = writer.commit(
             store,
             key,
             provenance=provenance,
             extra={
-                "use": kind,
+                "use": use,
                 "spec": row_selection,
-                "source": spec.source if isinstance(spec, RowsSpec) else spec.kind,
+                "source": spec.source,
                 "skipped": skipped.count,
                 "skipped_reasons": list(skipped.reasons),
             },
@@ -230,49 +309,6 @@ def _read_and_commit(
         ref=ref, rows=writer.rows, new=new, skipped=skipped.count, skipped_reasons=tuple(skipped.reasons)
     )
     return data, has_images
-
-
-def dataset_items(
-    spec: Source, *, kind: DatasetUse, skipped: SkippedRows, position: ReadPosition | None = None
-) -> Iterator[StoredItem]:
-    """Yield the threads, or pairs of threads, of a spec, in order. Raises DatasetError if it has none of this kind."""
-    if isinstance(spec, RowsSpec):
-        return read_stored(spec, kind=kind, skipped=skipped, position=position)
-    if isinstance(spec, InlinePairs):
-        if kind != "preference":
-            raise DatasetError(f"given pairs, for a dataset of {kind}s; expected {kind}s")
-        return map(stored_item, _inline_pairs(spec))
-    if kind == "preference":
-        raise DatasetError(f"given {dataset_name(spec)!r}, which has none, for a dataset of {kind}s; expected {kind}s")
-    if isinstance(spec, ReasoningGymDataset):
-        if kind == "rating":
-            raise DatasetError(f"given {dataset_name(spec)!r}, whose answers have no rating; expected a file")
-        return map(stored_item, generate_threads(spec, kind=kind))
-    return map(stored_item, _inline_threads(spec, kind))
-
-
-def selection_fields(spec: Source) -> dict[str, Any]:
-    """The fields of a spec that change which rows it has. A dataset stays the same if its files are moved, written as
-    Parquet, or cut into parts that are read in order. Where the rows of a dataset of the hub are does not count."""
-    other = {"path", "further_paths", "arguments", "format", "threads", "pairs", *OrderedDataset.model_fields}
-    if isinstance(spec, HubDataset):
-        other |= {"name", "split", "revision"}
-    return spec.model_dump(mode="json", exclude=other)
-
-
-def dataset_name(spec: Source) -> str:
-    """The name of the folder of the dataset's versions: that of the first file, or of reasoning-gym's dataset."""
-    if isinstance(spec, RowsSpec):
-        name = Path(spec.path).stem if isinstance(spec, FileDataset) else spec.path
-        if isinstance(spec, HubDataset):
-            name = name.removeprefix("hf://datasets/").replace("/", "--")
-        # Keep only characters that are allowed in a key of the store. A name without any gets a digest, so that two
-        # files do not become one dataset.
-        allowed = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:100]
-        return allowed or f"file-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    if isinstance(spec, ReasoningGymDataset):
-        return f"reasoning_gym-{spec.name}"
-    return "inline"
 
 
 def _blocks(items: Iterator[StoredItem]) -> Iterator[list[StoredItem]]:
@@ -326,29 +362,8 @@ def _digested(rows: pa.Table, table: str) -> bytes:
     return "".join(f"[{','.join(map(canonical_text, row))}]" for row in zip(*columns, strict=True)).encode()
 
 
-def _inline_threads(spec: InlineDataset, kind: DatasetUse) -> Iterator[StringThread]:
-    for row, thread in enumerate(spec.threads, start=1):
-        expected_end = "a user or tool turn" if kind == "prompt" else "an assistant turn"
-        expected = f"{kind}s, which end with {expected_end}"
-        if not thread.turns:
-            raise BadRow("threads", row, None, given="an empty thread", expected=expected)
-        # Prompts must not end with the assistant's turn; all other uses must.
-        last_role = thread.turns[-1].role
-        has_answer = last_role == "assistant"
-        if has_answer != (kind != "prompt"):
-            raise BadRow("threads", row, None, given=f"a thread that ends with the {last_role} turn", expected=expected)
-        if kind == "rating":
-            check_rating(thread.metadata, RowLocation("threads", row))
-        yield thread
-
-
-def _inline_pairs(spec: InlinePairs) -> Iterator[Pair]:
-    for row, (chosen, rejected) in enumerate(spec.pairs, start=1):
-        yield checked_pair(chosen, rejected, RowLocation("pairs", row))
-
-
-def _why_empty(spec: Source, skipped: SkippedRows) -> str:
-    source = spec.source if isinstance(spec, RowsSpec) else dataset_name(spec)
+def _why_empty(spec: ReadDataset, skipped: SkippedRows) -> str:
+    source = spec.source
     if skipped.count:
         return (
             f"{source}: all {skipped.count} rows were skipped; expected at least one usable row. {skipped.reasons[0]}"

@@ -26,9 +26,9 @@ def row_name(store: ObjectStore, dataset: ArtifactRef, index: int) -> str:
         if index < rows:
             return row_name(store, part, index)
         index -= rows
-    # Generated and inline datasets have no file, so the name of the dataset stands for it.
+    # Generated and inline datasets have no file, and their kind as source, so the name of the dataset stands for it.
     spec = manifest.extra.get("spec")
-    has_source = isinstance(spec, dict) and spec.get("kind") in ("file", "hub", "python")
+    has_source = isinstance(spec, dict) and spec.get("kind") != manifest.extra["source"]
     source = manifest.extra["source"] if has_source else keys.dataset_of(dataset.key)[0]
     skipped = ", where skipped rows are not counted" if manifest.extra.get("skipped") else ""
     return f"row {index + 1} of {source}{skipped}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.text.errors import ThreadError
 from engine.text.threads import StringThread
@@ -16,7 +16,9 @@ from tasks.datasets.convert import (
     with_tools,
 )
 from tasks.datasets.layouts import CONVERSATIONS
-from tasks.datasets.spec import RowsDataset
+
+if TYPE_CHECKING:
+    from tasks.datasets.read import RowsDataset
 
 
 class Pair(NamedTuple):

@@ -1,39 +1,27 @@
-"""Reads threads, or pairs of threads, from JSON lines and Parquet files and from a user's own code, one at a time.
+"""Datasets of raw rows: dicts of columns, that are converted to threads or pairs of threads one at a time.
 
-A row that cannot be used raises an error or is skipped and counted, as the spec says.
+A row that cannot be used raises an error or is skipped and counted, as the spec says. The modules in
+tasks.datasets.sources say where the rows come from.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from __future__ import annotations
 
-from engine.text.threads import StringThread
-from tasks.datasets.convert import RowLocation, column_of, thread_from_row
+import hashlib
+import re
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from tasks.datasets.convert import RowLocation, column_of
 from tasks.datasets.errors import BadRow, DatasetError
 from tasks.datasets.layouts import CONVERSATIONS
-from tasks.datasets.preferences import Pair, pair_from_row
-from tasks.datasets.sources.file_formats import (
-    TableColumns,
-    column_names,
-    find_files,
-    format_of,
-    json_lines,
-    parquet_rows,
-    parse_json_line,
-)
-from tasks.datasets.sources.hub import hub_rows
-from tasks.datasets.sources.python import raw_rows
-from tasks.datasets.spec import ColumnRole, DatasetUse, FileDataset, HubDataset, PythonDataset
+from tasks.datasets.load import DatasetUse, OrderedDataset, ReadDataset, ReadPosition, SkippedRows, order_last
+from tasks.datasets.sources.file_formats import TableColumns, parse_json_line
 from tasks.datasets.stored import StoredItem, stored_row
 
-T = TypeVar("T")
-RowsSpec = FileDataset | HubDataset | PythonDataset
-"""The sources of raw rows."""
-
-MAX_REASONS = 10
-"""Number of skipped rows whose errors are remembered."""
+ColumnRole = Literal["messages", "prompt", "completion", "chosen", "rejected", "label", "tools", "metadata"]
 COLUMN_ROLES: dict[DatasetUse, tuple[ColumnRole, ...]] = {
     "prompt": ("messages", "prompt", "tools", "metadata"),
     "completion": ("messages", "prompt", "completion", "tools", "metadata"),
@@ -43,172 +31,108 @@ COLUMN_ROLES: dict[DatasetUse, tuple[ColumnRole, ...]] = {
 """The roles of the columns that each use of a dataset reads."""
 
 
-@dataclass
-class SkippedRows:
-    """Counts the rows that on_bad_row='skip' left out, and remembers the errors of the first ten."""
-
-    count: int = 0
-    reasons: list[str] = field(default_factory=list)
-
-    def add(self, error: BadRow) -> None:
-        self.count += 1
-        if len(self.reasons) < MAX_REASONS:
-            self.reasons.append(str(error))
+def _source_first(schema: dict[str, Any]) -> None:
+    """Order the fields of a form: those of the source come before those that all sources share."""
+    common = {name: schema["properties"].pop(name) for name in RowsDataset.model_fields}
+    schema["properties"].update(common)
+    order_last(schema)
 
 
-@dataclass
-class ReadPosition:
-    """How much of the files of a dataset has been read, in bytes of files, or in rows of a dataset of the hub."""
+class RowsDataset(OrderedDataset, ReadDataset):
+    """The settings of rows that all sources share.
 
-    read: int = 0
-    total: int | None = None
-    """None if it is unknown, as for a user's own code."""
+    A row has either `messages`, or `prompt` and, with an answer, `completion`. A row of preferences has `chosen` and
+    `rejected`: whole conversations or, if it has a `prompt` too, answers to it. `conversations` in ShareGPT's layout
+    stand for `messages`, or for the prompt of preferences. `label` is the rating of an answer, a number or true or
+    false. `tools` are descriptions of tools, which are listed in the system turn.
+    """
+
+    model_config = ConfigDict(json_schema_extra=_source_first)
+
+    columns: dict[ColumnRole, str] = {}
+    """The column of each role, for columns that are not named like their role: {"prompt": "question"}. A dotted name is
+    a field within the objects of a column: {"prompt": "extra_info.question"}."""
+    metadata_columns: tuple[str, ...] = ()
+    """Further columns to store in the metadata of each thread, where graders can read them."""
+    system_prompt: str | None = None
+    """System turn for the threads that do not begin with one."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What to do with a row that cannot be used. error: fail. skip: leave it out and count it."""
+    limit: int | None = Field(default=None, ge=1)
+    """Number of rows to use: the first ones that can be used. Empty: all."""
+
+    @model_validator(mode="after")
+    def _one_layout(self) -> Self:
+        if "messages" in self.columns and {"prompt", "completion", "chosen", "rejected"} & set(self.columns):
+            raise ValueError(
+                f"given columns={self.columns}; expected either messages, or prompt and completion, or chosen and "
+                "rejected (and prompt)"
+            )
+        return self
 
     @property
-    def fraction(self) -> float | None:
-        return self.read / self.total if self.total else None
+    def store_name(self) -> str:
+        return allowed_name(self.source)
+
+    @abstractmethod
+    def raw_rows(self, use: DatasetUse, position: ReadPosition) -> Iterator[tuple[RowLocation, Any]]:
+        """Yield the rows with their locations: dicts, or lines of JSON as bytes. Moves the position on."""
+
+    def items(self, use: DatasetUse, skipped: SkippedRows, position: ReadPosition) -> Iterator[StoredItem]:
+        """Yield the items of the source as a table stores them, in its order, at most `limit`.
+
+        Raises DatasetNotFound, DatasetError (a file in another format, a missing column) and, unless on_bad_row is
+        'skip', BadRow. Skipped rows are added to `skipped`.
+        """
+        if use == "prompt" and "completion" in self.columns:
+            column = self.columns["completion"]
+            raise DatasetError(
+                f"{self.source}: given a completion column, {column!r}, for a dataset of prompts, "
+                f"which does not read it. To keep it for graders: metadata_columns=({column!r},)."
+            )
+        yielded = 0
+        for location, raw in self.raw_rows(use, position):
+            if yielded == self.limit:
+                return
+            # Only the defects of a row are skipped. Errors of the source itself always end the loading.
+            try:
+                values = parse_json_line(location.source, location.row, raw) if isinstance(raw, bytes) else raw
+                if not isinstance(values, dict):
+                    raise location.bad_row(None, given=f"a {type(values).__name__}", expected="a dict of columns")
+                item = stored_row(values, location, self, use)
+            except BadRow as error:
+                if self.on_bad_row == "error":
+                    raise
+                skipped.add(error)
+                continue
+            yield item
+            yielded += 1
+
+    def columns_to_read(self, use: DatasetUse) -> set[str]:
+        """The columns that this use of the dataset reads, if the source has them."""
+        declared = set(self.columns.values()) | set(self.metadata_columns)
+        return declared | {CONVERSATIONS} | {column_of(role, self) for role in COLUMN_ROLES[use]}
+
+    def columns_of_table(self, use: DatasetUse, names: set[str]) -> TableColumns:
+        """The columns that a use of the dataset needs of a table. `names`: the columns that the table has."""
+
+        def in_table(columns: set[str]) -> set[str]:
+            # A dotted name that is no column is a field of the column before the first dot.
+            return {column if column in names else column.partition(".")[0] for column in columns}
+
+        # Columns that the spec names must exist. The others are read if the table has them.
+        declared = in_table(set(self.columns.values()) | set(self.metadata_columns))
+        columns = in_table(self.columns_to_read(use))
+        if use == "preference":
+            answers = in_table({column_of(role, self) for role in ("chosen", "rejected")})
+            return TableColumns(columns, declared | answers, answers)
+        # Either layout of a conversation will do.
+        conversations = in_table({column_of("messages", self), column_of("prompt", self), CONVERSATIONS})
+        return TableColumns(columns, declared, conversations)
 
 
-def read_stored(
-    spec: RowsSpec,
-    *,
-    kind: DatasetUse,
-    skipped: SkippedRows | None = None,
-    position: ReadPosition | None = None,
-) -> Iterator[StoredItem]:
-    """Yield the items of the source as a table stores them, at most `spec.limit`. Raises as `read_threads` does."""
-    _check_columns(spec, kind)
-    yield from _read(
-        spec, kind, skipped, lambda values, location: stored_row(values, location, spec, kind), position=position
-    )
-
-
-def read_threads(
-    spec: RowsSpec, *, kind: DatasetUse = "prompt", skipped: SkippedRows | None = None
-) -> Iterator[StringThread]:
-    """Yield the threads of the source in its order, at most `spec.limit`.
-
-    Raises DatasetNotFound, DatasetError (a file in another format, a missing column) and, unless on_bad_row is 'skip',
-    BadRow. Skipped rows are added to `skipped`.
-    """
-    _check_columns(spec, kind)
-    yield from _read(spec, kind, skipped, lambda values, location: thread_from_row(values, location, spec, kind))
-
-
-def read_pairs(spec: RowsSpec, *, skipped: SkippedRows | None = None) -> Iterator[Pair]:
-    """Yield the preference pairs of the source in its order, at most `spec.limit`. Raises as `read_threads` does."""
-    yield from _read(spec, "preference", skipped, lambda values, location: pair_from_row(values, location, spec))
-
-
-def _check_columns(spec: RowsSpec, kind: DatasetUse) -> None:
-    """Raise DatasetError if the spec names a column that a dataset of this kind does not read."""
-    if kind == "prompt" and "completion" in spec.columns:
-        column = spec.columns["completion"]
-        raise DatasetError(
-            f"{spec.source}: given a completion column, {column!r}, for a dataset of prompts, "
-            f"which does not read it. To keep it for graders: metadata_columns=({column!r},)."
-        )
-
-
-def _read(
-    spec: RowsSpec,
-    kind: DatasetUse,
-    skipped: SkippedRows | None,
-    convert: Callable[[dict[str, Any], RowLocation], T],
-    *,
-    position: ReadPosition | None = None,
-) -> Iterator[T]:
-    """Yield the converted rows of the source, without the skipped ones."""
-    skipped = SkippedRows() if skipped is None else skipped
-    source_rows = _source_rows(spec, kind, position or ReadPosition())
-    yielded = 0
-    for location, raw in source_rows:
-        if yielded == spec.limit:
-            return
-        # Only the defects of a row are skipped. Errors of the source itself always end the loading.
-        try:
-            values = parse_json_line(location.source, location.row, raw) if isinstance(raw, bytes) else raw
-            if not isinstance(values, dict):
-                raise location.bad_row(None, given=f"a {type(values).__name__}", expected="a dict of columns")
-            converted = convert(values, location)
-        except BadRow as error:
-            if spec.on_bad_row == "error":
-                raise
-            skipped.add(error)
-            continue
-        yield converted
-        yielded += 1
-
-
-def _source_rows(spec: RowsSpec, kind: DatasetUse, position: ReadPosition) -> Iterator[tuple[RowLocation, Any]]:
-    """Yield the raw rows of a source with their locations. Moves the position on."""
-    if isinstance(spec, FileDataset):
-        return _file_rows(spec, kind, position)
-    if isinstance(spec, HubDataset):
-        return _hub_rows(spec, kind, position)
-    return raw_rows(spec)
-
-
-def _hub_rows(spec: HubDataset, kind: DatasetUse, position: ReadPosition) -> Iterator[tuple[RowLocation, Any]]:
-    """Yield the rows of a dataset of the hub, after a check that it has the required columns."""
-    for location, values, total_rows in hub_rows(spec, partial(_columns_of_table, spec, kind)):
-        position.read, position.total = location.row, total_rows
-        yield location, values
-
-
-def files_of(spec: FileDataset) -> list[Path]:
-    """The files of a dataset, in reading order. Raises DatasetNotFound."""
-    files: list[Path] = []
-    for path in spec.paths:
-        files.extend(find_files(path))
-    return files
-
-
-def unread_columns(spec: FileDataset, kind: DatasetUse) -> list[str]:
-    """The columns of the first file that this use of the dataset does not read, sorted. Raises DatasetError."""
-    file = files_of(spec)[0]
-    return sorted(column_names(file, format_of(file, spec.format)) - _columns_to_read(spec, kind))
-
-
-def _columns_to_read(spec: FileDataset | HubDataset, kind: DatasetUse) -> set[str]:
-    declared = set(spec.columns.values()) | set(spec.metadata_columns)
-    return declared | {CONVERSATIONS} | {column_of(role, spec) for role in COLUMN_ROLES[kind]}
-
-
-def _file_rows(
-    spec: FileDataset, kind: DatasetUse, position: ReadPosition
-) -> Iterator[tuple[RowLocation, bytes | dict[str, Any]]]:
-    """Yield the rows of all files: a line of JSON as bytes, a row of Parquet as a dict. Moves the position on."""
-    # Find all files before the first is read, so that a missing file is reported at once.
-    files = files_of(spec)
-    sizes = [file.stat().st_size for file in files]
-    position.total = sum(sizes)
-    for file, size in zip(files, sizes, strict=True):
-        name, start = str(file), position.read
-        if format_of(file, spec.format) == "parquet":
-            for row, rows, values in parquet_rows(file, partial(_columns_of_table, spec, kind)):
-                position.read = start + size * row // rows
-                yield RowLocation(name, row), values
-        else:
-            for row, line in json_lines(file):
-                position.read += len(line)
-                yield RowLocation(name, row), line
-        position.read = start + size
-
-
-def _columns_of_table(spec: FileDataset | HubDataset, kind: DatasetUse, names: set[str]) -> TableColumns:
-    """The columns that a use of a dataset needs of a table. `names`: the columns that the table has."""
-
-    def in_table(columns: set[str]) -> set[str]:
-        # A dotted name that is no column is a field of the column before the first dot.
-        return {column if column in names else column.partition(".")[0] for column in columns}
-
-    # Columns that the spec names must exist. The others are read if the table has them.
-    declared = in_table(set(spec.columns.values()) | set(spec.metadata_columns))
-    columns = in_table(_columns_to_read(spec, kind))
-    if kind == "preference":
-        answers = in_table({column_of(role, spec) for role in ("chosen", "rejected")})
-        return TableColumns(columns, declared | answers, answers)
-    # Either layout of a conversation will do.
-    conversations = in_table({column_of("messages", spec), column_of("prompt", spec), CONVERSATIONS})
-    return TableColumns(columns, declared, conversations)
+def allowed_name(name: str) -> str:
+    """The name with only the characters that are allowed in a key of the store."""
+    # A name without any gets a digest, so that two files do not become one dataset.
+    allowed = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:100]
+    return allowed or f"file-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

@@ -1,77 +1,86 @@
-"""Finds datasets of the store by the key that a config gives, and records which version a run uses."""
+"""The dataset of the store that a config names by its key."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Literal, Self
+
+from pydantic import field_validator
 
 from storage.errors import CorruptArtifact
 from storage.registry.datasets import DatasetVersion, list_datasets
 from storage.serialization import canonical_json
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef
+from storage.store.artifacts import Provenance
 from storage.store.objects import ObjectStore, read_json
 from tasks.datasets.errors import DatasetError, DatasetNotFound
-from tasks.datasets.sources.hub import pin_hub_dataset
-from tasks.datasets.spec import DatasetUse, HubDataset, MixtureDataset, RegisteredDataset
+from tasks.datasets.load import DatasetUse, DeclaredDataset, LoadedDataset, OnProgress, OrderedDataset
 
-S = TypeVar("S")
-
+_DATASET_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._\-]{0,127}(@[0-9a-f]{1,64})?", re.ASCII)
 SHOWN_VERSION = 8
 """Characters of a version in an error message."""
 MOST_SHOWN = 5
 """Number of names or versions that an error message lists."""
 
 
-def resolve_version(
-    store: ObjectStore,
-    source: S,
-    use: DatasetUse,
-    *,
-    run: str | None = None,
-    commits: Mapping[str, str] | None = None,
-) -> S:
-    """Return the source with its full version if it is a registered dataset, with its commit if it is one of the hub,
-    and unchanged otherwise. The parts of a mixture are resolved alike.
+class RegisteredDataset(OrderedDataset, DeclaredDataset):
+    """A dataset of the store, as `ostinato data ls` lists them."""
 
-    With `run`, the version that the run has recorded is used, if there is one. `commits` are those that the run uses of
-    the hub's branches. Raises DatasetNotFound for an unknown name or version, DatasetError for a dataset of another
-    use, and HubError.
-    """
-    if isinstance(source, MixtureDataset):
-        parts = []
-        for part in source.parts:
-            dataset = resolve_version(store, part.dataset, use, run=run, commits=commits)
-            parts.append(part.model_copy(update={"dataset": dataset}))
-        return source.model_copy(update={"parts": tuple(parts)})
-    if isinstance(source, HubDataset):
-        return pin_hub_dataset(source, commits or {})
-    if not isinstance(source, RegisteredDataset):
-        return source
-    recorded = None if run is None else _pinned_key(store, run, source, use)
-    return source.model_copy(update={"key": recorded or select_version(store, source, use).key})
+    kind: Literal["registered"] = "registered"
+    key: str
+    """`name@version` of a dataset of the store; the first characters of the version are enough. `name` alone is its
+    newest version. A run keeps the version that it began with."""
 
+    @field_validator("key")
+    @classmethod
+    def _is_a_key(cls, key: str) -> str:
+        if not _DATASET_KEY.fullmatch(key):
+            raise ValueError(
+                f"given {key!r:.200}; expected the name of a dataset, or name@version, as ostinato data ls lists them"
+            )
+        return key
 
-def pin_version(store: ObjectStore, run: str, source: object, use: DatasetUse, ref: ArtifactRef) -> None:
-    """Record that the run uses the dataset `ref` where its config gives `source`. The first record is kept."""
-    if not isinstance(source, RegisteredDataset):
-        return
-    name, version = keys.dataset_of(ref.key)
-    if source.version != version:
-        key = keys.pinned_dataset(run, source.name, source.version, use)
-        store.put_if_absent(key, canonical_json({"dataset": f"{name}@{version}"}))
+    @property
+    def name(self) -> str:
+        return self.key.partition("@")[0]
 
+    @property
+    def version(self) -> str:
+        """The version or its first characters. Empty: the newest one."""
+        return self.key.partition("@")[2]
 
-def check_dataset_exists(store: ObjectStore, source: RegisteredDataset) -> None:
-    """Raise DatasetNotFound for an unknown name or version."""
-    _matching(store, source)
+    @property
+    def title(self) -> str:
+        return keys.short_key(self.key)
+
+    def check(self, store: ObjectStore) -> None:
+        _matching(store, self)
+
+    def resolved(
+        self, store: ObjectStore, use: DatasetUse, *, run: str | None = None, commits: Mapping[str, str] | None = None
+    ) -> Self:
+        recorded = None if run is None else _recorded_key(store, run, self, use)
+        return self.model_copy(update={"key": recorded or select_version(store, self, use).key})
+
+    def record_version(self, store: ObjectStore, run: str, use: DatasetUse, data: LoadedDataset) -> None:
+        name, version = keys.dataset_of(data.ref.key)
+        if self.version != version:
+            key = keys.pinned_dataset(run, self.name, self.version, use)
+            store.put_if_absent(key, canonical_json({"dataset": f"{name}@{version}"}))
+
+    def load(
+        self, store: ObjectStore, use: DatasetUse, provenance: Provenance, on_progress: OnProgress
+    ) -> LoadedDataset:
+        version = select_version(store, self, use)
+        return LoadedDataset(ref=version.ref, rows=version.ref.rows or 0, skipped=version.skipped)
 
 
 def select_version(store: ObjectStore, source: RegisteredDataset, use: DatasetUse) -> DatasetVersion:
     """Return the version that the key names: for a name alone, the newest one of this use.
 
-    Raises as `resolve_version`."""
+    Raises as `DeclaredDataset.resolved`."""
     matching = _matching(store, source)
     of_use = [version for version in matching if version.use in (use, None)]
     if not of_use:
@@ -100,7 +109,7 @@ def _matching(store: ObjectStore, source: RegisteredDataset) -> list[DatasetVers
     return matching
 
 
-def _pinned_key(store: ObjectStore, run: str, source: RegisteredDataset, use: DatasetUse) -> str | None:
+def _recorded_key(store: ObjectStore, run: str, source: RegisteredDataset, use: DatasetUse) -> str | None:
     """The key of the version that the run has recorded, or None."""
     key = keys.pinned_dataset(run, source.name, source.version, use)
     body = read_json(store, key)

@@ -6,14 +6,17 @@ the time of a load. Both ways give the same bytes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.text.images import embed_images
 from engine.text.threads import StringThread
 from storage.serialization import canonical_text
 from tasks.datasets.convert import Conversation, RawTurn, RowLocation, check_rating, conversation_from_row, thread_of
 from tasks.datasets.preferences import Pair, pair_from_row
-from tasks.datasets.spec import DatasetUse, RowsDataset
+
+if TYPE_CHECKING:
+    from tasks.datasets.load import DatasetUse
+    from tasks.datasets.read import RowsDataset
 
 _PLAIN_VALUES = (str, int, float, bool, type(None))
 """Types of metadata values that need no further validation."""
@@ -38,14 +41,14 @@ def stored_item(item: StringThread | Pair) -> StoredItem:
     return StoredItem(conversations, canonical_text(dict(threads[0].metadata)))
 
 
-def stored_row(values: dict[str, Any], location: RowLocation, spec: RowsDataset, kind: DatasetUse) -> StoredItem:
+def stored_row(values: dict[str, Any], location: RowLocation, spec: RowsDataset, use: DatasetUse) -> StoredItem:
     """Convert a row of a source to its stored form. Raises BadRow, and as `stored_item`."""
-    if kind == "preference":
+    if use == "preference":
         return stored_item(pair_from_row(values, location, spec))
-    conversation = conversation_from_row(values, location, spec, kind)
+    conversation = conversation_from_row(values, location, spec, use)
     if not _is_plain(conversation):
-        return stored_item(thread_of(conversation, location, kind))
-    if kind == "rating":
+        return stored_item(thread_of(conversation, location, use))
+    if use == "rating":
         check_rating(conversation.metadata, location)
     metadata = canonical_text(conversation.metadata) if conversation.metadata else "{}"
     return StoredItem((_plain_thread(conversation, metadata),), metadata)

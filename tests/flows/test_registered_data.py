@@ -22,7 +22,6 @@ from storage.store.artifacts import Provenance
 from storage.store.objects import ObjectStore, open_store
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.load import LoadedDataset, load_dataset
-from tasks.datasets.registered import resolve_version
 from tasks.datasets.spec import DatasetUse, FileDataset, RegisteredDataset
 from tests.fixtures.runs.sft_runs import sft_config, write_chats
 from tests.fixtures.toy import toy_config
@@ -32,7 +31,7 @@ PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
 
 def add(store: ObjectStore, folder: Path, rows: int, use: DatasetUse = "completion") -> LoadedDataset:
     file = write_chats(folder / "chats.jsonl", rows)
-    return load_dataset(store, FileDataset(path=str(file)), kind=use, provenance=PROVENANCE)
+    return load_dataset(store, FileDataset(path=str(file)), use=use, provenance=PROVENANCE)
 
 
 def registered_config(folder: Path, tiny_folder: Path, key: str = "chats", **changes: Any) -> SFTConfig:
@@ -50,10 +49,10 @@ async def test_a_resumed_run_keeps_its_version(tmp_path: Path, tiny_folder: Path
     second = add(store, tmp_path, 12)
     assert await sft(config) == result
     source = RegisteredDataset(key="chats")
-    assert resolve_version(store, source, "completion").version == keys.dataset_of(second.ref.key)[1]
+    assert source.resolved(store, "completion").version == keys.dataset_of(second.ref.key)[1]
     # a fork continues on the same version, too
     fork_run(store, "tuned", "forked", step=1, code_version="test")
-    assert resolve_version(store, source, "completion", run="forked").version == keys.dataset_of(first.ref.key)[1]
+    assert source.resolved(store, "completion", run="forked").version == keys.dataset_of(first.ref.key)[1]
     # a config that names the newer one is another config
     with pytest.raises(SemanticMismatch, match=r"data\.train\.key"):
         await sft(registered_config(tmp_path, tiny_folder, f"chats@{keys.dataset_of(second.ref.key)[1][:8]}"))

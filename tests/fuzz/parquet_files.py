@@ -162,7 +162,7 @@ def use_answers(data: bytes, folder: Path) -> None:
     file = folder / "x.parquet"
     file.write_bytes(data)
     source = FileDataset(path=str(file), columns={"metadata": "answer"} if len(data) % 2 else {})
-    load_dataset(open_store(folder / "store"), source, kind="completion", provenance=PROVENANCE)
+    load_dataset(open_store(folder / "store"), source, use="completion", provenance=PROVENANCE)
 
 
 INPUTS = {

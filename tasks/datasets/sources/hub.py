@@ -1,11 +1,14 @@
-"""Reads rows of a dataset of the Hugging Face hub, or of a folder that the library datasets saved."""
+"""The dataset of the Hugging Face hub, or of a folder that the library datasets saved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field
 
 from storage.registry.hub import (
     SCHEME,
@@ -16,13 +19,17 @@ from storage.registry.hub import (
     resolve_commit,
     with_commit_of,
 )
+from storage.serialization import digest
+from storage.store.artifacts import Provenance
+from storage.store.objects import ObjectStore
+from tasks import import_paths
+from tasks.datasets import known_files
 from tasks.datasets.convert import RowLocation
 from tasks.datasets.errors import DatasetError, DatasetNotFound, ExtraNotInstalled
-from tasks.datasets.sources.file_formats import ChooseColumns, checked_columns
-from tasks.datasets.spec import HubDataset
-from tasks.import_paths import ImportPathError, load_object
-
-S = TypeVar("S")
+from tasks.datasets.load import DatasetUse, LoadedDataset, OnProgress, OrderedDataset, ReadPosition
+from tasks.datasets.read import RowsDataset, allowed_name
+from tasks.datasets.sources.file_formats import checked_columns
+from tasks.import_paths import ImportPathError, load_object, source_digest
 
 BATCH_ROWS = 512
 """Rows that are in memory at a time."""
@@ -30,87 +37,124 @@ SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """Files by which a folder that datasets saved is recognised: of one dataset, and of several splits."""
 
 
-class HubRow(NamedTuple):
-    """A row with its place in the dataset."""
+class HubDataset(RowsDataset):
+    """Rows of a dataset of the Hugging Face hub, or of a folder that the library datasets saved (save_to_disk)."""
 
-    location: RowLocation
-    values: Any
-    total_rows: int
-    """Number of rows of the dataset."""
+    location_fields: ClassVar = frozenset({"path", "name", "split", "revision"})
+    images_may_change: ClassVar = False
 
+    kind: Literal["hub"] = "hub"
+    path: str = Field(min_length=1)
+    """Dataset of the hub, as owner/name, or a folder that datasets saved with save_to_disk. A folder has precedence;
+    hf://datasets/owner/name is always the hub's."""
+    name: str | None = None
+    """Configuration (subset) of the dataset. None: its only or its default one."""
+    split: str = Field("train", min_length=1)
+    """Split of the dataset: train, test, or a part such as train[:1000] or train[90%:]. A folder with one dataset that
+    was saved without splits has only train."""
+    revision: str | None = Field(None, min_length=1)
+    """Branch, tag or commit of the dataset. None: the default branch. A run keeps the commit that it began with."""
+    row_function: str | None = Field(None, pattern=import_paths.PATTERN)
+    """Function that makes a row with the usual columns of a row of the dataset, as package.module:name. None: the
+    rows are used as they are, with `columns`."""
 
-def hub_repo_of_dataset(spec: HubDataset) -> HubRepo | None:
-    """The repository of the hub that a spec names. None: a folder of this machine. Raises DatasetError, HubError."""
-    if not spec.path.startswith(SCHEME) and saved_folder(spec) is not None:
-        return None
-    repo = parse_hub_repo(spec.path, "dataset")
-    if repo is None:
-        raise DatasetNotFound(
-            f"given path={spec.path!r}; expected owner/name of a dataset of the hub, or a folder that datasets saved "
-            f"with save_to_disk (in {Path.cwd()})"
-        )
-    if spec.revision is not None and repo.revision is not None:
-        raise DatasetError(f"given a revision in path={spec.path!r} and revision={spec.revision!r}; give it once")
-    return repo._replace(revision=spec.revision or repo.revision)
+    @property
+    def source(self) -> str:
+        """The source of the rows, for error messages and provenance."""
+        return f"{self.path} ({self.split})"
 
+    @property
+    def store_name(self) -> str:
+        return allowed_name(self.path.removeprefix("hf://datasets/").replace("/", "--"))
 
-def saved_folder(spec: HubDataset) -> Path | None:
-    """The folder that a path names. None: there is none. Raises DatasetError for a folder of other files."""
-    folder = Path(spec.path).expanduser()
-    if not folder.is_dir():
-        return None
-    if not (folder / SAVED_DATASET).is_file() and not (folder / SAVED_SPLITS).is_file():
-        raise DatasetError(
-            f"given path={spec.path!r}, which is a folder here without {SAVED_DATASET} or {SAVED_SPLITS}; expected a "
-            f"folder that datasets saved with save_to_disk. For the hub's dataset, give {SCHEME}datasets/{spec.path}"
-        )
-    return folder
+    @property
+    def title(self) -> str:
+        return Path(self.path).name
 
+    def check(self, store: ObjectStore) -> None:
+        """Raise DatasetError, HubError unless the path names a folder or a repository, and `row_function` a function.
 
-def pin_hub_dataset(source: S, commits: Mapping[str, str]) -> S:
-    """The source with a commit for a branch of the hub: the one in `commits`, or else the current one. Other sources
-    are unchanged. Raises DatasetError, HubError."""
-    if not isinstance(source, HubDataset):
-        return source
-    repo = hub_repo_of_dataset(source)
-    if repo is None or repo.is_pinned:
-        return source
-    commit = resolve_commit(with_commit_of(repo, commits)).revision
-    return source.model_copy(update={"path": repo._replace(revision=None).uri, "revision": commit})
+        The hub is not asked, so that a run whose datasets are in the store can be resumed without it."""
+        self.hub_repo()
+        if self.row_function is not None:
+            _row_function(self.row_function)
 
+    def hub_repo(self) -> HubRepo | None:
+        """The repository of the hub. None: a folder of this machine. Raises DatasetError, HubError."""
+        if not self.path.startswith(SCHEME) and self.saved_folder() is not None:
+            return None
+        repo = parse_hub_repo(self.path, "dataset")
+        if repo is None:
+            raise DatasetNotFound(
+                f"given path={self.path!r}; expected owner/name of a dataset of the hub, or a folder that datasets "
+                f"saved with save_to_disk (in {Path.cwd()})"
+            )
+        if self.revision is not None and repo.revision is not None:
+            raise DatasetError(
+                f"given a revision in path={self.path!r} and revision={self.revision!r}; give it once"
+            )
+        return repo._replace(revision=self.revision or repo.revision)
 
-def check_hub_dataset(spec: HubDataset) -> None:
-    """Raise DatasetError, HubError unless the path names a folder or a repository, and `row_function` a function.
+    def saved_folder(self) -> Path | None:
+        """The folder that the path names. None: there is none. Raises DatasetError for a folder of other files."""
+        folder = Path(self.path).expanduser()
+        if not folder.is_dir():
+            return None
+        if not (folder / SAVED_DATASET).is_file() and not (folder / SAVED_SPLITS).is_file():
+            raise DatasetError(
+                f"given path={self.path!r}, which is a folder here without {SAVED_DATASET} or {SAVED_SPLITS}; expected "
+                f"a folder that datasets saved with save_to_disk. For the hub's dataset, give {SCHEME}datasets/"
+                f"{self.path}"
+            )
+        return folder
 
-    The hub is not asked, so that a run whose datasets are in the store can be resumed without it."""
-    hub_repo_of_dataset(spec)
-    if spec.row_function is not None:
-        _row_function(spec.row_function)
+    def resolved(
+        self, store: ObjectStore, use: DatasetUse, *, run: str | None = None, commits: Mapping[str, str] | None = None
+    ) -> Self:
+        """The spec with a commit for a branch of the hub: the one in `commits`, or else the current one."""
+        repo = self.hub_repo()
+        if repo is None or repo.is_pinned:
+            return self
+        commit = resolve_commit(with_commit_of(repo, commits or {})).revision
+        return self.model_copy(update={"path": repo._replace(revision=None).uri, "revision": commit})
 
+    def load(
+        self, store: ObjectStore, use: DatasetUse, provenance: Provenance, on_progress: OnProgress
+    ) -> LoadedDataset:
+        pinned = self.resolved(store, use)
+        return super(HubDataset, pinned).load(store, use, provenance, on_progress)
 
-def hub_rows(spec: HubDataset, choose_columns: ChooseColumns) -> Iterator[HubRow]:
-    """Yield the rows of the dataset, with the chosen columns or, for a `row_function`, with all of them.
+    def fingerprint(self, store: ObjectStore, use: DatasetUse) -> str | None:
+        # the rows of a folder may change, and so may a function without a source file
+        function = None if self.row_function is None else source_digest(self.row_function)
+        if self.hub_repo() is None or (self.row_function is not None and function is None):
+            return None
+        rows = self.model_dump(mode="json", exclude=set(OrderedDataset.model_fields))
+        return digest({"reader": known_files.READER_VERSION, "use": use, "hub": rows, "function": function})
 
-    Raises HubError, and DatasetError if the dataset lacks one of the required columns.
-    """
-    dataset = _open(spec)
-    function = None if spec.row_function is None else _row_function(spec.row_function)
-    if function is None:
-        names = dataset.column_names
-        columns = checked_columns(
-            choose_columns, names, source=spec.source, table="dataset", instead=", or give a row_function"
-        )
-        dataset = dataset.select_columns(columns)
+    def raw_rows(self, use: DatasetUse, position: ReadPosition) -> Iterator[tuple[RowLocation, Any]]:
+        """Yield the rows, with the columns of this use or, for a `row_function`, with all of them.
 
-    # Stream the rows as Arrow holds them, a batch at a time.
-    number, total = 0, len(dataset)
-    for batch in dataset.with_format("arrow").iter(batch_size=BATCH_ROWS):
-        for values in batch.to_pylist():
-            number += 1
-            location = RowLocation(spec.source, number)
-            if function is not None:
-                values = _call_row_function(spec, function, values, location)
-            yield HubRow(location, values, total)
+        Raises HubError, and DatasetError if the dataset lacks one of the required columns.
+        """
+        dataset = _open(self)
+        function = None if self.row_function is None else _row_function(self.row_function)
+        if function is None:
+            choose_columns, names = partial(self.columns_of_table, use), dataset.column_names
+            columns = checked_columns(
+                choose_columns, names, source=self.source, table="dataset", instead=", or give a row_function"
+            )
+            dataset = dataset.select_columns(columns)
+
+        # Stream the rows as Arrow holds them, a batch at a time.
+        position.total = len(dataset)
+        for batch in dataset.with_format("arrow").iter(batch_size=BATCH_ROWS):
+            for values in batch.to_pylist():
+                position.read += 1
+                location = RowLocation(self.source, position.read)
+                if function is not None:
+                    values = _call_row_function(self, function, values, location)
+                yield location, values
 
 
 def _call_row_function(spec: HubDataset, function: Any, values: dict[str, Any], location: RowLocation) -> Any:
@@ -133,7 +177,7 @@ def _row_function(path: str) -> Any:
 def _open(spec: HubDataset) -> Any:
     """The `datasets.Dataset` of the spec. It is downloaded unless it is in the cache of the library."""
     datasets = _library()
-    repo = hub_repo_of_dataset(spec)
+    repo = spec.hub_repo()
     if repo is None:
         return _open_saved(datasets, spec)
     repo = resolve_commit(repo)
@@ -161,7 +205,7 @@ def _check_digests(repo: HubRepo) -> None:
 
 def _open_saved(datasets: Any, spec: HubDataset) -> Any:
     """The `datasets.Dataset` of a folder. One that was saved alone has no splits, and counts as train."""
-    saved = datasets.load_from_disk(str(saved_folder(spec)))
+    saved = datasets.load_from_disk(str(spec.saved_folder()))
     splits = saved if isinstance(saved, dict) else {"train": saved}
     if spec.split in splits:
         return splits[spec.split]

@@ -23,7 +23,7 @@ from storage.store import keys
 from storage.store.objects import open_store
 from tasks.datasets.load import LoadProgress
 from tasks.datasets.registered import select_version
-from tasks.datasets.spec import RegisteredDataset
+from tasks.datasets.spec import FileDataset, RegisteredDataset
 from tests.fixtures.toy import write_prompts
 
 
@@ -99,7 +99,7 @@ def test_a_file_with_a_skipped_first_line_is_announced(
         raise OSError("the file is gone")
 
     if not reads_columns:
-        monkeypatch.setattr(data_command, "unread_columns", unreadable)
+        monkeypatch.setattr(FileDataset, "unread_columns", unreadable)
     (file := tmp_path / "sums.jsonl").write_text('no JSON\n{"prompt": "2+2?", "answer": "4"}\n')
     words = ["data", "add", str(file), "--storage", str(tmp_path / "data"), "--set", "on_bad_row=skip"]
     result = CliRunner().invoke(app, words)

@@ -15,8 +15,7 @@ from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.overrides import parse_config
 from flows.configs.recurring import RecurringConfig
 from flows.configs.sweep import SweepConfig
-from tasks.datasets.load import dataset_items
-from tasks.datasets.read import SkippedRows
+from tasks.datasets.load import ReadPosition, SkippedRows
 from tasks.datasets.spec import FileDataset
 
 EXAMPLES = Path("examples")
@@ -38,7 +37,7 @@ def command_of(file: Path) -> str:
 def test_an_example_is_a_config_of_its_flow(file: Path) -> None:
     config = parse_config(OF_COMMAND[command_of(file)], file, [])
     for source in files_in(config):
-        assert next(iter(dataset_items(source, kind=use_of(source), skipped=SkippedRows())))
+        assert next(iter(source.items(use_of(source), SkippedRows(), ReadPosition())))
 
 
 def test_every_flow_has_an_example() -> None:

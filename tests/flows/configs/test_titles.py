@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flows.configs.common import GRPOConfig, SFTConfig
 from flows.configs.evaluation import EvaluationFlowConfig
-from flows.configs.titles import dataset_title, model_title
+from flows.configs.titles import model_title
 from tasks.datasets.spec import FileDataset, ReasoningGymDataset, RegisteredDataset
 from tests.fixtures.toy import toy_config
 
@@ -32,8 +32,8 @@ def test_a_digest_is_cut_and_a_word_is_not() -> None:
 
 
 def test_a_pattern_is_called_by_its_folder() -> None:
-    assert dataset_title(FileDataset(path="data/train/*.parquet")) == "train"
-    assert dataset_title(FileDataset(path="*.parquet")) == "*"
-    assert dataset_title(FileDataset(path="a/x.parquet", further_paths=("a/y.parquet", "b"))) == "x and 2 more"
-    assert dataset_title(ReasoningGymDataset.model_validate(GYM)) == "chain_sum"
-    assert dataset_title(RegisteredDataset(key="chats@" + "0123456789abcdef" * 2)) == "chats@01234567"
+    assert FileDataset(path="data/train/*.parquet").title == "train"
+    assert FileDataset(path="*.parquet").title == "*"
+    assert FileDataset(path="a/x.parquet", further_paths=("a/y.parquet", "b")).title == "x and 2 more"
+    assert ReasoningGymDataset.model_validate(GYM).title == "chain_sum"
+    assert RegisteredDataset(key="chats@" + "0123456789abcdef" * 2).title == "chats@01234567"

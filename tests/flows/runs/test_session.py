@@ -68,7 +68,7 @@ def no_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load(workspace: Workspace, source: Any, use: Any, on_progress: Any) -> LoadedDataset:
         store = workspace.open_store()
-        return load_dataset(store, source, kind=use, provenance=workspace.provenance, on_progress=on_progress)
+        return load_dataset(store, source, use=use, provenance=workspace.provenance, on_progress=on_progress)
 
     monkeypatch.setattr(session, "load_prompts", load)
 

@@ -31,10 +31,10 @@ from flows.training.rollout_loop import policy_loss
 from flows.verl.read import VerlError
 from tasks.credit.advantages import ESTIMATORS
 from tasks.credit.rewards import reinforce_plus_plus
-from tasks.datasets.read import read_threads
 from tasks.datasets.spec import FileDataset, PythonDataset
 from tasks.datasets.verl import image_rows
 from tests.engine.losses.cases import loss_of, sample
+from tests.fixtures.dataset_rows import read_threads
 from tests.fixtures.verl_values import CRITIC, A, R, made
 
 # -- advantages ------------------------------------------------------------------------------------------------
@@ -723,7 +723,7 @@ def test_fields_of_a_column_are_found_by_the_names_that_lead_to_them(tmp_path: P
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     for name in ("rows.parquet", "rows.jsonl"):
         named = {"prompt": "extra.inner.question", "completion": "answer"}
-        (thread,) = read_threads(FileDataset(path=str(tmp_path / name), columns=named), kind="completion")
+        (thread,) = read_threads(FileDataset(path=str(tmp_path / name), columns=named), use="completion")
         assert [turn.text for turn in thread.turns] == ["q", "a"]
 
 

@@ -20,12 +20,12 @@ from engine.text.threads import StringThread
 from engine.text.tokenizers import load_tokenizer
 from tasks.batches.rl import prepare_completions
 from tasks.datasets.errors import BadRow
-from tasks.datasets.read import read_threads
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs
 from tasks.evaluation.lm_validation import ValidationLossPlan, validation_loss
 from tasks.plans import Truncation
 from tasks.sampling.completions import render_prompts
 from tasks.task_runs import work_of
+from tests.fixtures.dataset_rows import read_threads
 from tests.fixtures.runs.batch_workspace import BatchWorkspace, spawned_model
 from tests.fixtures.vision import BLUE, RED, TOKENS, data_url
 

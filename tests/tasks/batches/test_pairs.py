@@ -39,10 +39,10 @@ async def pairs_of(batches: BatchWorkspace, rows: list[int], **options: Any) -> 
 
 
 async def ratings_of(
-    batches: BatchWorkspace, threads: list[StringThread], kind: DatasetUse = "rating"
+    batches: BatchWorkspace, threads: list[StringThread], use: DatasetUse = "rating"
 ) -> ArtifactRef:
     """The batch of all these conversations."""
-    dataset = batches.load(InlineDataset.of(threads), kind)
+    dataset = batches.load(InlineDataset.of(threads), use)
     return await batches.ratings(dataset, list(range(len(threads))))
 
 
@@ -108,4 +108,4 @@ async def test_a_rating_is_the_return_of_its_row(batches: BatchWorkspace) -> Non
 async def test_a_conversation_without_a_rating_is_named(batches: BatchWorkspace) -> None:
     unrated = [RATED[0], RATED[1].with_metadata({"res": "high"})]
     with pytest.raises(BadSpec, match=r"row 2 of inline has metadata res='high'; expected a number"):
-        await ratings_of(batches, unrated, kind="completion")
+        await ratings_of(batches, unrated, use="completion")

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from tasks.datasets import read
 from tasks.datasets.errors import BadRow, DatasetError, DatasetNotFound
-from tasks.datasets.read import SkippedRows, read_threads
+from tasks.datasets.load import MAX_REASONS, SkippedRows
 from tasks.datasets.sources import file_formats
 from tasks.datasets.spec import FileDataset
+from tests.fixtures.dataset_rows import read_threads
 
 
 def jsonl(tmp_path: Path, *lines: object, name: str = "data.jsonl") -> str:
@@ -58,14 +58,14 @@ def test_completion_rows_train_the_completion_only(tmp_path: Path) -> None:
         {"role": "user", "content": "c"},
     ]
     path = jsonl(tmp_path, {"prompt": prompt, "completion": "d"})
-    (thread,) = read_threads(FileDataset(path=path, system_prompt="S"), kind="completion")
+    (thread,) = read_threads(FileDataset(path=path, system_prompt="S"), use="completion")
     assert [turn["role"] for turn in thread.messages()] == ["system", "user", "assistant", "user", "assistant"]
     assert [weight > 0 for weight in thread.get_turn_weights()] == [False, False, False, False, True]
 
 
 def test_messages_completions_train_every_assistant_turn(tmp_path: Path) -> None:
     messages = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user", "assistant")]
-    (thread,) = read_threads(FileDataset(path=jsonl(tmp_path, {"messages": messages})), kind="completion")
+    (thread,) = read_threads(FileDataset(path=jsonl(tmp_path, {"messages": messages})), use="completion")
     assert [weight > 0 for weight in thread.get_turn_weights()] == [False, True, False, True]
 
 
@@ -76,7 +76,7 @@ def test_column_mapping_and_metadata_columns(tmp_path: Path) -> None:
         (thread,) = read_threads(FileDataset(path=path, **spec))
         assert thread.last_content() == "q" and dict(thread.metadata) == {"answer": 4}
         (pair,) = read_threads(
-            FileDataset(path=path, columns={"prompt": "question", "completion": "reply"}), kind="completion"
+            FileDataset(path=path, columns={"prompt": "question", "completion": "reply"}), use="completion"
         )
         assert pair.last_content() == "r"
 
@@ -185,9 +185,9 @@ def test_a_bad_row_names_file_row_column_and_what_to_do(
 def test_a_prompt_without_its_completion(tmp_path: Path) -> None:
     path = jsonl(tmp_path, {"prompt": "a"})
     with pytest.raises(BadRow, match="column 'completion'"):
-        list(read_threads(FileDataset(path=path), kind="completion"))
+        list(read_threads(FileDataset(path=path), use="completion"))
     with pytest.raises(DatasetError, match="metadata_columns"):
-        list(read_threads(FileDataset(path=path, columns={"completion": "gold"}), kind="prompt"))
+        list(read_threads(FileDataset(path=path, columns={"completion": "gold"}), use="prompt"))
 
 
 def test_parquet_errors_name_the_row_and_the_column(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_only_ten_reasons_are_kept_and_all_are_counted(tmp_path: Path) -> None:
     skipped = SkippedRows()
     path = jsonl(tmp_path, *[{"prompt": ""}] * 25)
     assert list(read_threads(FileDataset(path=path, on_bad_row="skip"), skipped=skipped)) == []
-    assert skipped.count == 25 and len(skipped.reasons) == read.MAX_REASONS
+    assert skipped.count == 25 and len(skipped.reasons) == MAX_REASONS
 
 
 def test_a_line_over_the_limit_is_a_bad_row_and_the_next_is_read(

@@ -53,7 +53,7 @@ def test_the_same_seed_gives_the_same_bytes_in_another_process() -> None:
 def test_system_prompt_and_completions() -> None:
     (prompt,) = generate_threads(sums(size=1, system_prompt="Answer with a number."))
     assert prompt.messages()[0]["content"] == "Answer with a number." and len(prompt.messages()) == 2
-    (pair,) = generate_threads(sums(size=1), kind="completion")
+    (pair,) = generate_threads(sums(size=1), use="completion")
     assert pair.last_content() == pair.metadata["answer"] and int(pair.last_content()) in range(-9, 19)
     assert [weight > 0 for weight in pair.get_turn_weights()] == [False, True]
 
@@ -107,7 +107,7 @@ def test_no_stored_answer_is_no_completion() -> None:
     spec = ReasoningGymDataset(name="rubiks_cube", size=1)
     assert len(list(generate_threads(spec))) == 1
     with pytest.raises(DatasetError, match="row [1-9][0-9]*: no stored answer"):
-        list(generate_threads(spec, kind="completion"))
+        list(generate_threads(spec, use="completion"))
 
 
 def test_without_the_extra_the_error_says_which(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
     assert column_names(file, "parquet") == set()
     for use in ("prompt", "completion", "preference"):
         with pytest.raises(DatasetError, match="no column .*the file has none"):
-            load_dataset(open_store(tmp_path / "s"), FileDataset(path=str(file)), kind=use, provenance=PROVENANCE)
+            load_dataset(open_store(tmp_path / "s"), FileDataset(path=str(file)), use=use, provenance=PROVENANCE)
 
 
 def test_a_group_of_rows_over_the_limit_is_refused_before_it_is_read(

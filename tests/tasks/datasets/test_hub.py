@@ -19,7 +19,6 @@ from storage.store.objects import ObjectStore, open_store
 from storage.store.tables import read_table
 from tasks.datasets.errors import DatasetError, DatasetNotFound
 from tasks.datasets.load import LoadedDataset, load_dataset
-from tasks.datasets.registered import resolve_version
 from tasks.datasets.spec import DatasetUse, FileDataset, HubDataset
 from tests.fixtures.servers.hub import Hub
 
@@ -39,7 +38,7 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
 
 
 def load(store: ObjectStore, use: DatasetUse = "prompt", **fields: Any) -> LoadedDataset:
-    return load_dataset(store, HubDataset(path="ada/sums", **fields), kind=use, provenance=PROVENANCE)
+    return load_dataset(store, HubDataset(path="ada/sums", **fields), use=use, provenance=PROVENANCE)
 
 
 def threads(store: ObjectStore, data: LoadedDataset) -> list[dict[str, Any]]:
@@ -69,7 +68,7 @@ def test_rows_are_those_of_a_file_and_the_hub_is_needed_once(hub: Hub, store: Ob
     hub.commit("dataset", "ada/sums", {"train.jsonl": jsonl(ROWS[:1])})
     assert load(store).rows == 1
     hub.stop()
-    spec = resolve_version(store, HubDataset(path="ada/sums"), "prompt", commits={"hf://datasets/ada/sums": first})
+    spec = HubDataset(path="ada/sums").resolved(store, "prompt", commits={"hf://datasets/ada/sums": first})
     assert spec == HubDataset(path="hf://datasets/ada/sums", revision=first)
     again = load_dataset(store, spec, provenance=PROVENANCE)
     assert again.ref == data.ref and not again.new

@@ -13,9 +13,8 @@ from storage.store import key_patterns
 from storage.store.artifacts import Provenance
 from storage.store.objects import ObjectStore, open_store
 from tasks.datasets import known_files
-from tasks.datasets import load as loading
 from tasks.datasets.load import LoadedDataset, load_dataset
-from tasks.datasets.spec import FileDataset
+from tasks.datasets.spec import FileDataset, RowsDataset
 
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
 PIXEL = (
@@ -33,7 +32,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads, self.hashed = 0, 0
-        read, hash_file = loading.read_stored, known_files.digest_file
+        read, hash_file = RowsDataset.items, known_files.digest_file
 
         def counted_read(*args: Any, **options: Any) -> Any:
             self.reads += 1
@@ -43,7 +42,7 @@ class Counted:
             self.hashed += 1
             return hash_file(path)
 
-        monkeypatch.setattr(loading, "read_stored", counted_read)
+        monkeypatch.setattr(RowsDataset, "items", counted_read)
         monkeypatch.setattr(known_files, "digest_file", counted_hash)
         # small files are recognised, too; the clock is past the time in which a file is unsettled
         monkeypatch.setattr(known_files, "MIN_BYTES", 0)
@@ -68,7 +67,7 @@ def write(file: Path, *prompts: str) -> Path:
 
 def load(store: ObjectStore, *paths: Path, kind: Any = "prompt", **fields: Any) -> LoadedDataset:
     spec = FileDataset(path=str(paths[0]), further_paths=tuple(map(str, paths[1:])), **fields)
-    return load_dataset(store, spec, kind=kind, provenance=PROVENANCE)
+    return load_dataset(store, spec, use=kind, provenance=PROVENANCE)
 
 
 def test_an_unchanged_file_is_not_read_again(store: ObjectStore, tmp_path: Path, counted: Counted) -> None:
@@ -91,9 +90,9 @@ def test_an_unchanged_file_is_not_read_again(store: ObjectStore, tmp_path: Path,
 
 def test_what_selects_the_rows_counts(store: ObjectStore, tmp_path: Path, counted: Counted) -> None:
     file = write(tmp_path / "rows.jsonl", "one", "two")
-    loaded = [load(store, file), load(store, file, limit=1), load(store, file, kind="completion")]
+    loaded = [load(store, file), load(store, file, limit=1), load(store, file, use="completion")]
     assert counted.since() == (3, 1) and len({data.ref.key for data in loaded}) == 3
-    again = [load(store, file), load(store, file, limit=1), load(store, file, kind="completion")]
+    again = [load(store, file), load(store, file, limit=1), load(store, file, use="completion")]
     assert [data.ref for data in again] == [data.ref for data in loaded] and counted.since() == (0, 0)
 
 
@@ -123,13 +122,13 @@ def test_a_file_that_changes_while_it_is_read_is_not_recorded(
     store: ObjectStore, tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path / "rows.jsonl", "one")
-    read = loading.read_stored
+    read = RowsDataset.items
 
     def changing(*args: Any, **options: Any) -> Any:
         yield from read(*args, **options)
         write(file, "two")
 
-    monkeypatch.setattr(loading, "read_stored", changing)
+    monkeypatch.setattr(RowsDataset, "items", changing)
     load(store, file)
     assert not list(store.list("files/loaded/"))
 

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tasks.datasets.errors import BadRow
-from tasks.datasets.read import read_pairs, read_threads
 from tasks.datasets.spec import DatasetUse, FileDataset
 from tasks.environments.tools import INSTRUCTIONS, parse_tool_calls
+from tests.fixtures.dataset_rows import read_pairs, read_threads
 
 SHAREGPT = {
     "conversations": [
@@ -42,7 +42,7 @@ def write(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 
 def turns(spec: FileDataset, use: DatasetUse = "completion") -> list[tuple[str, str]]:
-    (thread,) = read_threads(spec, kind=use)
+    (thread,) = read_threads(spec, use=use)
     return [(turn.role, turn.text) for turn in thread.turns]
 
 
@@ -75,9 +75,9 @@ def test_sharegpt_preferences(write: Any) -> None:
 @pytest.mark.parametrize(("label", "rating"), [(True, 1.0), (False, 0.0), (0.25, 0.25), (3, 3)])
 def test_a_label_is_the_rating(write: Any, label: Any, rating: float) -> None:
     row = {"prompt": "1+1?", "completion": "2", "label": label}
-    (thread,) = read_threads(write(row), kind="rating")
+    (thread,) = read_threads(write(row), use="rating")
     assert thread.metadata == {"res": rating}
-    (thread,) = read_threads(write(row), kind="completion")
+    (thread,) = read_threads(write(row), use="completion")
     assert thread.metadata == {}
 
 
@@ -94,7 +94,7 @@ def test_tools_are_listed_in_the_system_turn(tmp_path: Path, as_text: bool) -> N
     with_system = FileDataset(path=str(path), system_prompt="Be brief.")
     assert turns(with_system)[0] == ("system", f"Be brief.\n\n{listed}")
     # only the answer is trained
-    (thread,) = read_threads(with_system, kind="completion")
+    (thread,) = read_threads(with_system, use="completion")
     assert list(thread.get_turn_weights()) == [0.0, 0.0, 1.0]
 
 

@@ -152,7 +152,7 @@ def test_empty_datasets_are_refused(store: ObjectStore, tmp_path: Path) -> None:
 
 def test_completions(store: ObjectStore, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}])
-    pairs = load(store, FileDataset(path=path), kind="completion")
+    pairs = load(store, FileDataset(path=path), use="completion")
     thread = StringThread.from_json(column(store, pairs, "thread")[0])
     assert thread.last_content() == "b" and list(thread.get_turn_weights())[-1] > 0
     assert pairs.ref.key != load(store, FileDataset(path=path)).ref.key
@@ -165,7 +165,7 @@ def test_threads_in_process(store: ObjectStore) -> None:
     loaded = load(store, spec)
     assert loaded.rows == 2 and StringThread.from_json(column(store, loaded, "thread")[1]) == thread
     with pytest.raises(BadRow, match="row 1: given a thread that ends with the user turn"):
-        load(store, InlineDataset.of([thread]), kind="completion")
+        load(store, InlineDataset.of([thread]), use="completion")
 
 
 def test_reasoning_gym(store: ObjectStore) -> None:

@@ -118,14 +118,13 @@ import resource
 from storage.store.artifacts import Provenance
 from storage.store.objects import open_store
 from tasks.datasets.load_order import load_order
-from tasks.datasets.mixture import load_training_data
 from tasks.datasets.order import DataCursor
 from tasks.datasets.spec import MixtureDataset
 spec = MixtureDataset.model_validate_json({spec.model_dump_json()!r})
 store = open_store({str(tmp_path / "store")!r})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 provenance = Provenance.model_validate_json({PROVENANCE.model_dump_json()!r})
-data = load_training_data(store, spec, kind="prompt", provenance=provenance)
+data = load_dataset(store, spec, use="prompt", provenance=provenance)
 rows, _ = load_order(store, data, seed=0).take(DataCursor(), 8)
 large = [row - 2 for row in rows if row > 1]
 assert len(large) == 6 and [row * 7919 % {rows} for row in large] == [0, 1, 2, 3, 4, 5], rows

@@ -15,10 +15,8 @@ from storage.store.tables import RowReader
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.load import LoadedDataset, load_dataset
 from tasks.datasets.load_order import load_order
-from tasks.datasets.mixture import load_training_data
 from tasks.datasets.naming import row_name
 from tasks.datasets.order import DataCursor
-from tasks.datasets.registered import resolve_version
 from tasks.datasets.spec import DatasetUse, FileDataset, MixtureDataset
 
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
@@ -45,8 +43,8 @@ def part(path: str, weight: float = 1, **settings: Any) -> dict[str, Any]:
     return {"dataset": {"kind": "file", "path": path} | settings, "weight": weight}
 
 
-def load(store: ObjectStore, spec: MixtureDataset, kind: DatasetUse = "prompt") -> LoadedDataset:
-    return load_training_data(store, spec, kind=kind, provenance=PROVENANCE)
+def load(store: ObjectStore, spec: MixtureDataset, use: DatasetUse = "prompt") -> LoadedDataset:
+    return load_dataset(store, spec, use=use, provenance=PROVENANCE)
 
 
 def test_the_table_has_the_rows_of_each_part_and_own_ids(store: ObjectStore, tmp_path: Path) -> None:
@@ -97,7 +95,7 @@ def test_registered_parts_get_their_full_version(store: ObjectStore, tmp_path: P
     path = write(tmp_path / "sums.jsonl", ["x", "y"])
     ref = load_dataset(store, FileDataset(path=path), provenance=PROVENANCE).ref
     spec = mixture({"dataset": {"kind": "registered", "key": "sums"}}, part(write(tmp_path / "b.jsonl", ["z"])))
-    resolved = resolve_version(store, spec, "prompt")
+    resolved = spec.resolved(store, "prompt")
     assert resolved.parts[0].dataset.key == "@".join(keys.dataset_of(ref.key))
     assert load(store, resolved).parts[0].ref == ref
 

@@ -65,7 +65,7 @@ def refusal(file: Path, kind: Any = "prompt") -> str:
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_memory()
     with pytest.raises(DatasetError, match="x.parquet") as error:
-        load_dataset(open_store(file.parent / "store"), FileDataset(path=str(file)), kind=kind, provenance=PROVENANCE)
+        load_dataset(open_store(file.parent / "store"), FileDataset(path=str(file)), use=kind, provenance=PROVENANCE)
     assert peak_memory() - before < MOST_GROWTH
     assert "\n" not in str(error.value)
     return str(error.value)

@@ -16,9 +16,9 @@ from storage.store.artifacts import Provenance, read_manifest
 from storage.store.objects import ObjectStore, open_store
 from storage.store.tables import read_table
 from tasks.datasets.errors import BadRow, DatasetError
-from tasks.datasets.load import LoadedDataset, load_dataset
-from tasks.datasets.read import SkippedRows, read_pairs, read_threads
+from tasks.datasets.load import LoadedDataset, SkippedRows, load_dataset
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs, ReasoningGymDataset
+from tests.fixtures.dataset_rows import read_pairs, read_threads
 
 PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
 U, A, S = "user", "assistant", "system"
@@ -152,7 +152,7 @@ def store(tmp_path: Path) -> ObjectStore:
 
 
 def load(store: ObjectStore, spec: Any, kind: Any = "preference") -> LoadedDataset:
-    return load_dataset(store, spec, kind=kind, provenance=PROVENANCE)
+    return load_dataset(store, spec, use=kind, provenance=PROVENANCE)
 
 
 def test_a_loaded_dataset_is_named_by_its_content(store: ObjectStore, tmp_path: Path) -> None:
@@ -201,12 +201,12 @@ def test_what_has_no_preferences_is_refused(store: ObjectStore) -> None:
 
 def test_ratings(store: ObjectStore, tmp_path: Path) -> None:
     spec = FileDataset(path=jsonl(tmp_path, {"prompt": "q", "completion": "a", "res": 0.5}), metadata_columns=("res",))
-    (thread,) = read_threads(spec, kind="rating")
+    (thread,) = read_threads(spec, use="rating")
     assert (turns(thread), thread.metadata["res"]) == ([(U, "q"), (A, "a")], 0.5)
     for given in (None, "high", True, 1e308, 10**400):
         bad = jsonl(tmp_path, {"prompt": "q", "completion": "a", "metadata": {"res": given}})
         with pytest.raises(BadRow, match=r"row 1, column 'metadata.res': .*expected a rating .* from -1e.15"):
-            list(read_threads(FileDataset(path=bad), kind="rating"))
+            list(read_threads(FileDataset(path=bad), use="rating"))
     rated = StringThread().user("q").assistant("a").with_metadata({"res": 1})
     assert load(store, InlineDataset.of([rated]), "rating").rows == 1
     with pytest.raises(BadRow, match=r"threads, row 1, column 'metadata.res'"):

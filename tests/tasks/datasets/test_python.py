@@ -38,7 +38,7 @@ def test_a_function_gives_the_rows_that_a_file_would(store: ObjectStore, tmp_pat
 
 
 def test_a_class_with_items_and_a_length(store: ObjectStore) -> None:
-    loaded = load_dataset(store, dataset("Pairs", limit=2), kind="preference", provenance=PROVENANCE)
+    loaded = load_dataset(store, dataset("Pairs", limit=2), use="preference", provenance=PROVENANCE)
     assert loaded.rows == 2
     assert '"0?"' in read_table(store, loaded.ref)["chosen"][0].as_py()
 

@@ -15,7 +15,6 @@ from storage.store.artifacts import Provenance
 from storage.store.objects import ObjectStore, open_store
 from tasks.datasets.errors import DatasetError, DatasetNotFound
 from tasks.datasets.load import LoadedDataset, load_dataset
-from tasks.datasets.registered import pin_version, resolve_version
 from tasks.datasets.spec import FileDataset, RegisteredDataset
 from tasks.load import load_prompts
 
@@ -43,9 +42,9 @@ def version_of(data: LoadedDataset) -> str:
 
 def test_which_version_a_key_names(store: ObjectStore, tmp_path: Path) -> None:
     first, second = add(store, tmp_path, 3), add(store, tmp_path, 4)
-    answers = add(store, tmp_path, 4, kind="completion")
+    answers = add(store, tmp_path, 4, use="completion")
     assert load(store, "big").ref == second.ref
-    assert load(store, "big", kind="completion").ref == answers.ref
+    assert load(store, "big", use="completion").ref == answers.ref
     for key in (f"big@{version_of(first)}", f"big@{version_of(first)[:8]}"):
         loaded = load(store, key)
         assert (loaded.ref, loaded.rows, loaded.new) == (first.ref, 3, False)
@@ -73,7 +72,7 @@ def test_what_a_wrong_key_is_told(store: ObjectStore, tmp_path: Path) -> None:
     with pytest.raises(DatasetNotFound, match=f"no version '{other}'.*{version[:8]} \\(prompts\\)"):
         load(store, f"big@{other}")
     with pytest.raises(DatasetError, match="used for completions.*--use completion"):
-        load(store, f"big@{version[:4]}", kind="completion")
+        load(store, f"big@{version[:4]}", use="completion")
 
 
 def test_a_beginning_of_two_versions_is_refused(store: ObjectStore, tmp_path: Path) -> None:
@@ -112,10 +111,10 @@ def test_the_first_record_of_a_version_is_kept(store: ObjectStore, tmp_path: Pat
     first, second = add(store, tmp_path, 3), add(store, tmp_path, 4)
     source = RegisteredDataset(key="big")
     for data in (first, second):
-        pin_version(store, "run", source, "prompt", data.ref)
-    assert resolve_version(store, source, "prompt", run="run").version == version_of(first)
+        source.record_version(store, "run", "prompt", data)
+    assert source.resolved(store, "prompt", run="run").version == version_of(first)
     # a full version needs no record
     full = RegisteredDataset(key=f"big@{version_of(second)}")
-    pin_version(store, "run", full, "prompt", second.ref)
-    assert resolve_version(store, full, "prompt", run="run") == full
+    full.record_version(store, "run", "prompt", second)
+    assert full.resolved(store, "prompt", run="run") == full
     assert len(list(store.list(keys.pinned_datasets_prefix("run")))) == 1

@@ -10,7 +10,7 @@ import pytest
 from storage.store.artifacts import Provenance
 from storage.store.objects import open_store
 from storage.store.tables import TableWriter, read_table
-from tasks.datasets.convert import RowLocation, thread_from_row
+from tasks.datasets.convert import RowLocation, conversation_from_row, thread_of
 from tasks.datasets.errors import BadRow
 from tasks.datasets.load import load_dataset
 from tasks.datasets.repetition_counter import RepetitionCounter
@@ -176,7 +176,7 @@ def test_versions_and_ids_stay_the_same(case: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(lines(rows)))
     store = open_store(tmp_path / "store")
-    loaded = load_dataset(store, FileDataset(path=str(file), **options), kind=use, provenance=PROVENANCE)
+    loaded = load_dataset(store, FileDataset(path=str(file), **options), use=use, provenance=PROVENANCE)
     table = read_table(store, loaded.ref)
     assert (loaded.ref.key.split("/")[2], table["id"].to_pylist()[-1]) == VERSIONS[case]
     # the file has the bytes that a writer of single rows makes, because runs compare its digest
@@ -195,7 +195,7 @@ def test_the_direct_json_of_a_row_is_that_of_its_thread(case: str) -> None:
         if not isinstance(row, dict):
             continue
         try:
-            expected = stored_item(thread_from_row(row, location, spec, use))
+            expected = stored_item(thread_of(conversation_from_row(row, location, spec, use), location, use))
         except BadRow as error:
             with pytest.raises(BadRow, match=re.escape(str(error))):
                 stored_row(row, location, spec, use)

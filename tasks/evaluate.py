@@ -8,7 +8,6 @@ from storage.store.artifacts import ArtifactRef
 from tasks.evaluation.completions import EvaluationPlan, evaluate
 from tasks.evaluation.episodes import EpisodeEvaluationPlan, evaluate_episodes
 from tasks.evaluation.lm_validation import ValidationLossPlan, validation_loss
-from tasks.evaluation.reward_validation import ScoreValidationPlan, score_validation
 from tasks.task_runs import durable_task
 
 
@@ -30,10 +29,3 @@ async def evaluate_in_environment(
 async def validate_loss(workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan) -> ArtifactRef:
     """The policy's `validation` table of losses. A second call returns the table of the first one."""
     return await validation_loss(workspace, policy, plan)
-
-
-@durable_task("evaluate", "validate-{policy.step:06d}")
-async def validate_scores(workspace: Workspace, policy: PolicyRef, plan: ScoreValidationPlan) -> ArtifactRef:
-    """The `validation` table of losses of a policy with a scalar head. A second call returns the table of the first
-    one."""
-    return await score_validation(workspace, policy, plan)

@@ -44,9 +44,11 @@ class TokenLoss:
 
 @dataclass(frozen=True, slots=True)
 class PairLoss:
-    """The loss of each pair, and metrics as in TokenLoss."""
+    """The loss of each pair, by how much it favours the preferred sequence, and metrics as in TokenLoss."""
 
     values_P: Tensor
+    margin_P: Tensor
+    """Score of the preferred sequence minus that of the other one: above 0 where the model ranks the pair as given."""
     sums: dict[str, Tensor] = field(default_factory=dict)
 
 

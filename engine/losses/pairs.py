@@ -73,7 +73,7 @@ class DPOSpec(BaseLossSpec):
             "reward_margin_per_pair": logit_P.detach().sum(),
             "accuracy_per_pair": (logit_P > 0).sum(),
         }
-        return PairLoss(values_P, sums)
+        return PairLoss(values_P, logit_P.detach(), sums)
 
 
 class RankingSpec(BaseLossSpec):
@@ -95,7 +95,8 @@ class RankingSpec(BaseLossSpec):
             "score_rejected_per_pair": rejected_P.detach().sum(),
             "accuracy_per_pair": (chosen_P > rejected_P).sum(),
         }
-        return PairLoss(-inputs.log_sigmoid(chosen_P - rejected_P), sums)
+        margin_P = chosen_P - rejected_P
+        return PairLoss(-inputs.log_sigmoid(margin_P), margin_P.detach(), sums)
 
 
 PairSpec = DPOSpec | RankingSpec

@@ -85,15 +85,16 @@ async def _build_batch(  # noqa: PLR0913  as above
     def fitting_units() -> Iterator[list[Row]]:
         """The rows of each pair, or of each rated conversation, that is short enough."""
         for record, group in zip(records, _group_names(records, row_numbers), strict=True):
-            unit = _unit_rows(loss, record, group, renderer, partial(row_name, store, dataset))
+            sequences = unit_sequences(loss, record, renderer)
+            unit = unit_rows(loss, record, sequences, group, renderer, partial(row_name, store, dataset))
             if length_check.fits(unit, record):
                 yield unit
 
     # Convert the units, add the reference logprobs and write, chunk by chunk.
     with TableWriter("batch") as writer:
-        for chunk in _chunks(fitting_units()):
+        for chunk in unit_chunks(fitting_units()):
             if loss.needs_reference:
-                await _add_reference_logprobs(workspace, reference, chunk)
+                await add_reference_logprobs(workspace, reference, chunk)
             with timed("storage"):
                 writer.write(chunk)
         if not writer.rows:
@@ -115,20 +116,37 @@ async def _build_batch(  # noqa: PLR0913  as above
             )
 
 
-def _unit_rows(loss: LossSpec, record: Row, group: str, renderer: Renderer, name_row: NameRow) -> list[Row]:
-    """The batch rows of one dataset row: two for a pair, one for a rated conversation. A loss that reads values scores
-    each conversation as a whole, at its last token."""
-    score_whole = loss.reads == "values"
+def unit_sequences(loss: LossSpec, record: Row, renderer: Renderer) -> list[TokenSequence]:
+    """The sequences of one dataset row: two of a pair, the preferred one first, or one of a conversation. A loss that
+    reads values scores each conversation as a whole, at its last token."""
+    columns = ("chosen", "rejected") if loss.pairwise else ("thread",)
+    threads = [StringThread.from_json(record[column]) for column in columns]
+    sequences = []
+    for tokenized in renderer.tokenize_all(threads):
+        # Models with a scalar head take no images; `serialize` raises an error for them.
+        if loss.reads == "values":
+            end = renderer.tokenizer.eos_token_ids[0]
+            sequences.append(last_token_sequence(renderer.serialize(tokenized)[0], end=end))
+        else:
+            sequences.append(renderer.sequence(tokenized))
+    return sequences
+
+
+def unit_rows(
+    loss: LossSpec, record: Row, sequences: list[TokenSequence], group: str, renderer: Renderer, name_row: NameRow
+) -> list[Row]:
+    """The batch rows of these sequences of one dataset row. A conversation whose score the loss compares with its
+    rating has the rating as its `returns`."""
+    rows = [sequence_row(renderer, sequence, group, completion=number) for number, sequence in enumerate(sequences)]
     if loss.pairwise:
-        threads = [record["chosen"], record["rejected"]]
-        chosen, rejected = _batch_rows(renderer, threads, group, score_whole=score_whole)
-        return [chosen | {"preferred": True}, rejected | {"preferred": False}]
-    rating = rating_of(record, name_row)
-    (row,) = _batch_rows(renderer, [record["thread"]], group, score_whole=score_whole)
-    return [row | {"returns": [rating], "reward": rating}]
+        rows[0]["preferred"], rows[1]["preferred"] = True, False
+    elif loss.reads == "values":
+        rating = _rating_of(record, name_row)
+        rows[0] |= {"returns": [rating], "reward": rating}
+    return rows
 
 
-def rating_of(record: Row, name_row: NameRow) -> float:
+def _rating_of(record: Row, name_row: NameRow) -> float:
     """The rating of a conversation, `res` of its metadata. Raises BadSpec if it is not a number."""
     rating = json.loads(record["metadata"] or "{}").get("res")
     if isinstance(rating, bool) or not isinstance(rating, int | float):
@@ -188,21 +206,7 @@ def _group_names(records: Sequence[Row], row_numbers: list[int]) -> list[str]:
     return groups
 
 
-def _batch_rows(renderer: Renderer, threads_json: list[str], group: str, *, score_whole: bool) -> list[Row]:
-    """The batch rows of the conversations of one dataset row."""
-    threads = [StringThread.from_json(thread_json) for thread_json in threads_json]
-    rows = []
-    for number, tokenized in enumerate(renderer.tokenize_all(threads)):
-        # Models with a scalar head take no images; `serialize` raises an error for them.
-        if score_whole:
-            sequence = last_token_sequence(renderer.serialize(tokenized)[0], end=renderer.tokenizer.eos_token_ids[0])
-        else:
-            sequence = renderer.sequence(tokenized)
-        rows.append(sequence_row(renderer, sequence, group, completion=number))
-    return rows
-
-
-def _chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
+def unit_chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
     """Yields the rows of whole units, about CHUNK_TOKENS at a time."""
     chunk: list[Row] = []
     tokens = 0
@@ -216,7 +220,8 @@ def _chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
         yield chunk
 
 
-async def _add_reference_logprobs(workspace: Workspace, reference: PolicyRef | None, rows: list[Row]) -> None:
+async def add_reference_logprobs(workspace: Workspace, reference: PolicyRef | None, rows: list[Row]) -> None:
+    """Adds the logprobs of the trained tokens under `reference` to the rows. Raises BadSpec without a reference."""
     if reference is None:
         raise BadSpec("the loss needs the logprobs of a reference policy, and none was given; give one")
     sequences = []

@@ -21,7 +21,7 @@ from engine.text.tokenizers import load_tokenizer
 from tasks.batches.rl import prepare_completions
 from tasks.datasets.errors import BadRow
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs
-from tasks.evaluation.lm_validation import ValidationLossPlan, validation_loss
+from tasks.evaluation.lm_validation import ValidationLossPlan, validate_loss
 from tasks.plans import Truncation
 from tasks.sampling.completions import render_prompts
 from tasks.task_runs import work_of
@@ -130,7 +130,7 @@ async def test_completions_carry_their_images(spawned: Spawned) -> None:
     _, images, _ = await model.serialize_thread(threads[0])
     assert batches.images(batch) == [images, ()]
     plan = ValidationLossPlan(base=model.base, dataset=dataset, loss=CrossEntropySpec())
-    losses = await validation_loss(batches.workspace, batches.policy, plan)
+    losses = await work_of(validate_loss)(batches.workspace, batches.policy, plan)
     expected = [-await model.logprobs(thread) for thread in threads]
     assert [row["loss"] for row in batches.rows(losses)] == pytest.approx(expected, rel=1e-5)
 

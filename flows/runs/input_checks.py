@@ -64,17 +64,17 @@ def check_inputs(config: BaseModel, store: ObjectStore, commits: Mapping[str, st
             raise ConfigError("\n".join(problems))
 
 
-def check_new_run(config: TrainingConfig) -> None:
-    """Raises ConfigError for settings of a new run that cannot be meant. A run that began with them may continue."""
+def check_warmup(config: TrainingConfig) -> None:
+    """Raises ConfigError for a warm-up that is longer than the run. A run that began with one may continue."""
     stages: list[tuple[str, Any]] = [("", config)]
     if isinstance(config, SFTToGSPOConfig):
         stages = [("sft.", config.sft), ("gspo.", config.gspo)]
     for prefix, stage in stages:
         steps, optimizer = stage.algorithm.steps, stage.optimizer
-        _check_warmup(prefix, "optimizer", optimizer, steps)
+        _check_warmup_of(prefix, "optimizer", optimizer, steps)
         value_model = getattr(stage, "value_model", None)
         if isinstance(value_model, ValueModelConfig):
-            _check_warmup(prefix, "value_model.optimizer", value_model.optimizer_over(optimizer), steps)
+            _check_warmup_of(prefix, "value_model.optimizer", value_model.optimizer_over(optimizer), steps)
 
 
 def check_length(config: TrainingConfig, rows: int) -> None:
@@ -90,7 +90,7 @@ def check_length(config: TrainingConfig, rows: int) -> None:
             raise ConfigError(str(error)) from error
 
 
-def _check_warmup(stage: str, field: str, optimizer: OptimizerConfig, steps: int | None) -> None:
+def _check_warmup_of(stage: str, field: str, optimizer: OptimizerConfig, steps: int | None) -> None:
     warmup = optimizer.warmup_steps
     if steps is not None and warmup is not None and warmup > steps:
         raise ConfigError(

@@ -42,14 +42,14 @@ from storage.chain.run_record import create_or_check_run
 from storage.registry.models import publish_model
 from storage.serialization import canonical_json
 from storage.store.artifacts import ArtifactRef, Provenance
-from tasks.batches.rl import BatchPlan, rollout_batch
+from tasks.batches.rl import prepare_batch
 from tasks.datasets.load import load_dataset
 from tasks.datasets.order import DataCursor, repetitions, shuffled
 from tasks.datasets.spec import FileDataset
 from tasks.graders.spec import grader_spec
+from tasks.plans import BatchPlan, Grading, PromptShard
 from tasks.reports.step_metrics import measure_step, write_metrics
-from tasks.sampling.completions import PromptShard
-from tasks.sampling.grading import Grading
+from tasks.task_runs import work_of
 
 RUN = "scale"
 PROVENANCE = Provenance(code_version="bench", config_digest="0" * 64, seed=0)
@@ -150,7 +150,7 @@ class Simulation:
         # the batch, the gradient step and its metrics
         with self._phase("batch", phases):
             batch = asyncio.run(
-                rollout_batch(self.workspace, self.policy, done.rollouts, done.graded, self.plan, step=step)
+                work_of(prepare_batch)(self.workspace, self.policy, done.rollouts, done.graded, self.plan, step=step)
             )
         with self._phase("step", phases):
             request = StepRequest(

@@ -28,8 +28,10 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef, find_artifact
 from storage.store.retry import with_retries
 from storage.store.tables import commit_table, read_table
-from tasks.sampling.completions import PromptShard, sample_shard
-from tasks.sampling.grading import Grading, grade_shard
+from tasks.plans import Grading, PromptShard
+from tasks.sampling.completions import generate_rollouts
+from tasks.sampling.grading import grade_rollouts
+from tasks.task_runs import work_of
 
 STAGE = "0-grpo"
 TASK_RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)
@@ -146,7 +148,7 @@ class WorkerPool:
         # a real shard, whose requests outside the run are recorded for the copies
         if self._is_real(shard):
             self.world.backend.trace = []
-            ref = self._real(sample_shard(self.workspace, policy, shard, self.sampling, step=step))
+            ref = self._real(work_of(generate_rollouts)(self.workspace, policy, shard, self.sampling, step=step))
             trace, self.world.backend.trace = self.world.backend.trace, None
             requests = [entry for entry in trace or () if not entry[1].startswith("runs/")]
             if self.cold:
@@ -174,8 +176,9 @@ class WorkerPool:
 
     def _grade(self, rollouts: ArtifactRef, shard: PromptShard, step: int) -> ArtifactRef:
         if self._is_real(shard):
+            grade = work_of(grade_rollouts)
             ref = self._real(
-                grade_shard(self.workspace, rollouts, self.grading, stage=STAGE, step=step, shard=shard.index)
+                grade(self.workspace, rollouts, self.grading, stage=STAGE, step=step, shard=shard.index)
             )
             self.template["graded"] = read_without_charge(self.world, ref)
             return ref

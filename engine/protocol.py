@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, Protocol, Self
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from engine.errors import BadSpec
 from engine.models.images import Images, check_images
 from engine.models.token_arrays import LossMask, TokenArray, as_loss_mask, as_token_ids
-from storage.chain.records import CommitRecord, Numerics, PolicyRef, Root, StepRequest
-from storage.number_types import MAX_TEMPERATURE, MIN_TEMPERATURE
+from storage.chain.records import CommitRecord, Numerics, PolicyRef, Root, StepOldLogprobs, StepRequest
+from storage.number_types import MAX_TEMPERATURE, MIN_TEMPERATURE, Temperature
 from storage.serialization import Frozen
 from storage.store.artifacts import ArtifactRef, Provenance
 
@@ -215,6 +215,37 @@ class LogprobsRequest:
         return [sequence.images for sequence in self.sequences]
 
 
+class MeasureRequest(Frozen):
+    """Asks for a loss of a committed batch under a policy, without a gradient."""
+
+    policy: PolicyRef
+    batch: ArtifactRef
+    loss: dict[str, JsonValue]
+    """A loss (engine.losses.spec) as JSON, as in StepRequest.loss."""
+    old_logprobs: StepOldLogprobs = "trainer"
+    """Where the old logprobs are, as in StepRequest.old_logprobs."""
+    temperature: Temperature = 1.0
+    """The logits are divided by this number, as in StepRequest.temperature."""
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    """Maximum packed tokens of one forward pass. None: the engine's `max_tokens_per_forward`."""
+
+
+class Measurement(Frozen):
+    """A loss of a batch. A unit is a pair, or for other losses a row of the batch. Units are in the order of the batch.
+    """
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # a loss may overflow
+
+    metrics: dict[str, float]
+    """The metrics of a step on the batch as one minibatch, such as loss and tokens, except grad_norm."""
+    losses: tuple[float, ...]
+    """Loss of each unit: of a pair, or the sum over a row's trained tokens, before it is normalised."""
+    tokens: tuple[int, ...]
+    """Trained tokens of each unit."""
+    margins: tuple[float, ...] | None = None
+    """Margin of each pair (engine.losses.base.PairLoss). None if the loss is not one of pairs."""
+
+
 class PolicySpec(Frozen):
     """Names a new chain (run, stage, model) and the root that it starts from."""
 
@@ -292,6 +323,13 @@ class Engine(Protocol):
         """Returns, for each sequence, the output of the scalar head at the position before each trained token.
 
         The trainer computes it, and `temperature` has no effect. Raises BadSpec for a policy with a language head."""
+        ...
+
+    async def measure(self, request: MeasureRequest, *, epoch: int = 0) -> Measurement:
+        """Computes a loss of a committed batch, and its metrics, under a policy. Nothing changes.
+
+        Raises BadSpec for a loss that does not fit the policy's head, and for a batch that lacks what the loss needs.
+        """
         ...
 
     async def take_gradient_step(self, request: StepRequest, *, epoch: int = 0) -> CommitRecord:

@@ -15,12 +15,10 @@ from fractions import Fraction
 from typing import Any, Protocol, Self, runtime_checkable
 
 from engine.handles import TrainingModel
-from engine.losses.likelihood import CrossEntropySpec
-from engine.losses.pairs import DPOSpec, RankingSpec
 from engine.losses.spec import LossSpec
-from engine.losses.values import MSESpec
 from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
+from engine.workspace import Workspace
 from flows.configs.validation import Every
 from flows.training.arguments import grading_of
 from storage.chain.records import PolicyRef
@@ -30,19 +28,15 @@ from storage.store.artifacts import ArtifactRef
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import DatasetUse, InlineDataset, InlinePairs
-from tasks.evaluate import evaluate_in_environment, evaluate_policy, validate_loss, validate_scores
-from tasks.evaluation.completions import EvaluationPlan
-from tasks.evaluation.episodes import EpisodeEvaluationPlan
-from tasks.evaluation.lm_validation import ValidationLossPlan
-from tasks.evaluation.reward_validation import ScoreValidationPlan
+from tasks.evaluation.completions import evaluate_policy
+from tasks.evaluation.episodes import evaluate_in_environment
+from tasks.evaluation.lm_validation import ValidationLossPlan, validate_loss
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
 from tasks.load import load_prompts
 from tasks.loggers.tables import Table
+from tasks.plans import EpisodeEvaluationPlan, EpisodePlan, EvaluationPlan, Grading, PromptShard
 from tasks.reports.flow_run_page import sample_rows
-from tasks.sampling.completions import PromptShard
-from tasks.sampling.episodes import EpisodePlan
-from tasks.sampling.grading import Grading
 
 
 @dataclass(frozen=True)
@@ -181,32 +175,26 @@ class ValidationLoss:
     async def at(self, moment: Moment) -> ArtifactRef | None:
         """Raises ValueError in a class of reinforcement learning, which has no loss of rows."""
         model, loss = moment.model, moment.loss
-        if not isinstance(loss, CrossEntropySpec | DPOSpec | RankingSpec | MSESpec):
+        if loss is None:
             raise ValueError(
                 "ValidationLoss works with SFT, DPO and RewardModelling, and this class is none of them; leave it out"
             )
-        data = self._load(moment)
+        data = self._load(moment.model.workspace, loss)
         moment.announce(f"{data.rows} held-out rows")
-        # reward models
-        if isinstance(loss, RankingSpec | MSESpec):
-            score_plan = ScoreValidationPlan(base=model.base, dataset=data.ref, loss=loss, lengths=self.lengths)
-            return await validate_scores(model.workspace, moment.policy, score_plan)
-        # SFT and DPO
         plan = ValidationLossPlan(
             base=model.base, dataset=data.ref, loss=loss, reference=moment.reference, lengths=self.lengths
         )
         return await validate_loss(model.workspace, moment.policy, plan)
 
-    def _load(self, moment: Moment) -> LoadedDataset:
+    def _load(self, workspace: Workspace, loss: LossSpec) -> LoadedDataset:
         if isinstance(self.dataset, LoadedDataset):
             return self.dataset
         rows = list(self.dataset)
-        if isinstance(moment.loss, DPOSpec | RankingSpec):
-            return load_prompts(moment.model.workspace, InlinePairs.of(rows), "preference")  # type: ignore[arg-type, call-overload]
-        use: DatasetUse = "completion"
-        if isinstance(moment.loss, MSESpec):
-            use = "rating"
-        return load_prompts(moment.model.workspace, InlineDataset.of(rows), use)  # type: ignore[arg-type, call-overload]
+        if loss.pairwise:
+            return load_prompts(workspace, InlinePairs.of(rows), "preference")  # type: ignore[arg-type, call-overload]
+        # what a scalar model predicts is the rating of a conversation
+        use: DatasetUse = "rating" if loss.reads == "values" else "completion"
+        return load_prompts(workspace, InlineDataset.of(rows), use)  # type: ignore[arg-type, call-overload]
 
 
 @dataclass(frozen=True)

@@ -14,20 +14,15 @@ from typing import Any, Unpack
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.configs.preferences import DPOAlgorithm, DPOConfig, PreferenceOptimizer
-from flows.display.terminal import TerminalProgress
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.runs.session import open_run
 from flows.training.aliases import accept_aliases
 from flows.training.options import DPOOptions
-from flows.training.supervised_flow import supervised_arguments, train_on_dataset
+from flows.training.supervised_flow import train_on_dataset
 from flows.training.supervised_loop import SupervisedLoop
-from storage.chain.records import PolicyRef
-from storage.store.artifacts import ArtifactRef
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlinePairs
 from tasks.load import load_prompts
-from tasks.prepare import prepare_pairs
 
 
 @accept_aliases()
@@ -55,12 +50,6 @@ class DPO(SupervisedLoop):
         assert isinstance(self.algorithm, DPOAlgorithm)
         self.loss = self.algorithm.loss
 
-    async def prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
-        workspace, reference = self.model.workspace, await self.open()
-        return await prepare_pairs(
-            workspace, policy, self.model.base, dataset, rows, reference=reference, lengths=self.lengths, step=step
-        )
-
     def load_dataset(self) -> LoadedDataset:
         if not isinstance(self.dataset, LoadedDataset):
             return load_prompts(self.model.workspace, InlinePairs.of(self.dataset), "preference")
@@ -70,9 +59,6 @@ class DPO(SupervisedLoop):
             )
         return self.dataset
 
-    def reference(self, start: PolicyRef) -> PolicyRef | None:
-        return start
-
 
 @checked_flow(name="dpo", flow_run_name=flow_run_title)
 async def dpo(config: DPOConfig) -> dict[str, Any]:
@@ -81,8 +67,4 @@ async def dpo(config: DPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on which preferences.
     """
-    logger = TerminalProgress()
-    async with open_run("dpo", config, logger, use="preference") as session:
-        if session.result is not None:
-            return session.result
-        return await train_on_dataset(config, session, DPO(**await supervised_arguments(config, session, logger)))
+    return await train_on_dataset(config, DPO)

@@ -1,5 +1,5 @@
 """GSPO (arXiv:2507.18071) on episodes with an environment: one ratio, and one grade, per episode. The loop is
-ENVGRPO's.
+GRPO's.
 
 An episode whose conversation was rewritten is several sequences. Each has a ratio of its own and the episode's
 advantage.
@@ -15,18 +15,16 @@ from engine.handles import TrainingModel
 from engine.losses.policy_gradient import GSPOSpec
 from engine.text.threads import StringThread
 from flows.configs.environments import ENVGSPOAlgorithm, ENVGSPOConfig
-from flows.configs.gspo import check_has_gspo
-from flows.display.terminal import TerminalProgress
 from flows.env_grpo import ENVGRPO
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.runs.session import open_run
 from flows.training.aliases import accept_aliases
 from flows.training.options import EpisodeOptions
-from flows.training.rollout_flow import episode_arguments, train_on_episodes
+from flows.training.rollout_flow import train_on_rollouts
 from tasks.datasets.load import LoadedDataset
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec
+from tasks.plans import EpisodePlan
 
 
 @accept_aliases()
@@ -47,12 +45,11 @@ class ENVGSPO(ENVGRPO):
         self,
         dataset: list[StringThread] | LoadedDataset,
         model: TrainingModel,
-        environment_factory: EnvironmentFactory | EnvironmentSpec,
+        environment_factory: EnvironmentFactory | EnvironmentSpec | EpisodePlan,
         *,
         max_num_gspo_steps: int | None = None,
         **options: Unpack[EpisodeOptions],
     ) -> None:
-        check_has_gspo(options.get("dual_clip"), options.get("policy_loss", "clip"))
         super().__init__(dataset, model, environment_factory, max_num_grpo_steps=max_num_gspo_steps, **options)
 
 
@@ -64,10 +61,4 @@ async def env_gspo(config: ENVGSPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on which prompts, in which environment.
     """
-    logger = TerminalProgress()
-    async with open_run("env_gspo", config, logger, use="prompt") as session:
-        if session.result is not None:
-            return session.result
-        arguments = await episode_arguments(config, session, logger)
-        trainer = ENVGSPO(**arguments, max_num_gspo_steps=config.algorithm.steps)
-        return await train_on_episodes(config, session, trainer, trainer.episodes)
+    return await train_on_rollouts(config, ENVGSPO)

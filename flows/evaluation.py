@@ -57,12 +57,11 @@ from tasks.evaluation.model_comparison import (
     sample_answers,
     score_table,
 )
-from tasks.grade import grade_rollouts
 from tasks.load import load_answers, load_prompts
+from tasks.plans import Grading, PromptShard
 from tasks.reports.table_cells import table_cells
-from tasks.rollout import generate_rollouts
-from tasks.sampling.completions import PromptShard
-from tasks.sampling.grading import Grading
+from tasks.sampling.completions import generate_rollouts
+from tasks.sampling.grading import grade_rollouts
 from tasks.sampling.stored_answers import answers_stage_name
 
 

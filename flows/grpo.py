@@ -14,25 +14,19 @@ from typing import Any, Unpack
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.configs.common import GRPOConfig
-from flows.display.terminal import TerminalProgress
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.runs.session import open_run
 from flows.training.aliases import accept_aliases
-from flows.training.arguments import grading_of
 from flows.training.options import GRPOOptions
-from flows.training.rollout_collection import RolloutsAndGrades
-from flows.training.rollout_flow import reward_arguments, train_on_rewards
+from flows.training.rollout_flow import train_on_rollouts
 from flows.training.rollout_loop import RolloutLoop
-from flows.training.shards import sample_and_grade_shards
+from flows.training.rollout_sources import RolloutSource
 from flows.training.training_steps import training_steps
 from storage.chain.records import PolicyRef
 from tasks.datasets.load import LoadedDataset
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
-from tasks.prepare import prepare_batch
-from tasks.sampling.completions import PromptShard
-from tasks.sampling.grading import Grading
+from tasks.plans import Grading
 from tasks.train import take_gradient_step
 
 
@@ -40,8 +34,9 @@ from tasks.train import take_gradient_step
 class GRPO(RolloutLoop):
     """Trains `model` in place on graded rollouts of `dataset`. `await GRPO(...).run()` continues an interrupted run.
 
-    `dataset`: threads, or a loaded prompt dataset. `grader`: a BaseGrader (in-process) or the spec of an importable
-    one. Sampling follows the model's view (`model.temperature(0.7).max_gen_len(64)`). `samples_*` count completions.
+    `dataset`: threads, or a loaded prompt dataset. `grader`: a BaseGrader (in-process), the spec of an importable one,
+    or another RolloutSource. Sampling follows the model's view (`model.temperature(0.7).max_gen_len(64)`). `samples_*`
+    count completions.
 
     Without `max_num_grpo_steps` and `epochs`, the run is one pass over `dataset`; see RolloutLoop. The other arguments
     are those of flows.training.options.GRPOOptions; their defaults are in flows.configs.common.GRPOAlgorithm.
@@ -55,13 +50,12 @@ class GRPO(RolloutLoop):
         self,
         dataset: list[StringThread] | LoadedDataset,
         model: TrainingModel,
-        grader: BaseGrader | GraderSpec | Grading,
+        grader: BaseGrader | GraderSpec | Grading | RolloutSource,
         *,
         max_num_grpo_steps: int | None = None,
         **options: Unpack[GRPOOptions],
     ) -> None:
-        super().__init__(dataset, model, options, max_steps=max_num_grpo_steps, lr=options.get("lr"))
-        self.grading = grading_of(grader)
+        super().__init__(dataset, model, grader, options, max_steps=max_num_grpo_steps, lr=options.get("lr"))
 
     async def run(self) -> PolicyRef:
         """The loop. The result of each line is committed before the next line begins, so a crash repeats one line."""
@@ -71,23 +65,17 @@ class GRPO(RolloutLoop):
         data = self.load_dataset()
         order = self.prepare_order(data)
         total_steps = self.count_steps(order)
-
-        async def sample_and_grade(policy: PolicyRef, shards: list[PromptShard], step: int) -> RolloutsAndGrades:
-            return await sample_and_grade_shards(
-                workspace, policy, shards, self.model.sampling, self.grading, step=step
-            )
-
         async with (
             training_steps(self, total_steps, data=data) as steps,
-            self.lookahead(data, order, steps, sample_and_grade) as lookahead,
+            self.lookahead(data, order, steps) as lookahead,
         ):
             async for step in steps:
-                # sampling and grading: calls sample_and_grade, with max_staleness for later steps as well
+                # sample and grade, with max_staleness for later steps as well
                 collected = await lookahead.rollouts_for(step.policy)
                 # the batch: advantages, and the log-probabilities that are needed before the step
                 kl_beta = self.next_kl_beta(steps)
                 plan = self.batch_plan(start, kl_beta)
-                batch = await prepare_batch(
+                batch = await self.source.prepare_batch(
                     workspace, step.policy, collected.rollouts, collected.graded, plan, step=step.index
                 )
                 # the gradient step
@@ -106,10 +94,4 @@ async def grpo(config: GRPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on what, graded how.
     """
-    logger = TerminalProgress()
-    async with open_run("grpo", config, logger, use="prompt") as session:
-        if session.result is not None:
-            return session.result
-        arguments = await reward_arguments(config, session, logger)
-        trainer = GRPO(**arguments, max_num_grpo_steps=config.algorithm.steps)
-        return await train_on_rewards(config, session, trainer, trainer.grading)
+    return await train_on_rollouts(config, GRPO)

@@ -11,19 +11,18 @@ from typing import Any, Unpack
 from engine.handles import TrainingModel
 from engine.losses.policy_gradient import GSPOSpec
 from engine.text.threads import StringThread
-from flows.configs.gspo import GSPOAlgorithm, GSPOConfig, check_has_gspo
-from flows.display.terminal import TerminalProgress
+from flows.configs.gspo import GSPOAlgorithm, GSPOConfig
 from flows.grpo import GRPO
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.runs.session import open_run
 from flows.training.aliases import accept_aliases
 from flows.training.options import GRPOOptions
-from flows.training.rollout_flow import reward_arguments, train_on_rewards
+from flows.training.rollout_flow import train_on_rollouts
+from flows.training.rollout_sources import RolloutSource
 from tasks.datasets.load import LoadedDataset
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
-from tasks.sampling.grading import Grading
+from tasks.plans import Grading
 
 
 @accept_aliases()
@@ -43,12 +42,11 @@ class GSPO(GRPO):
         self,
         dataset: list[StringThread] | LoadedDataset,
         model: TrainingModel,
-        grader: BaseGrader | GraderSpec | Grading,
+        grader: BaseGrader | GraderSpec | Grading | RolloutSource,
         *,
         max_num_gspo_steps: int | None = None,
         **options: Unpack[GRPOOptions],
     ) -> None:
-        check_has_gspo(options.get("dual_clip"), options.get("policy_loss", "clip"))
         super().__init__(dataset, model, grader, max_num_grpo_steps=max_num_gspo_steps, **options)
 
 
@@ -59,10 +57,4 @@ async def gspo(config: GSPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on what, graded how.
     """
-    logger = TerminalProgress()
-    async with open_run("gspo", config, logger, use="prompt") as session:
-        if session.result is not None:
-            return session.result
-        arguments = await reward_arguments(config, session, logger)
-        trainer = GSPO(**arguments, max_num_gspo_steps=config.algorithm.steps)
-        return await train_on_rewards(config, session, trainer, trainer.grading)
+    return await train_on_rollouts(config, GSPO)

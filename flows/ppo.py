@@ -14,26 +14,20 @@ from typing import Any, Unpack
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.configs.ppo import PPOAlgorithm, PPOConfig, PPORegularisation
-from flows.display.terminal import TerminalProgress
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.runs.session import open_run
 from flows.training.aliases import PPO_ALIASES, accept_aliases
-from flows.training.arguments import grading_of
 from flows.training.critic import Critic, check_ppo_options
 from flows.training.options import PPOOptions
-from flows.training.rollout_collection import RolloutsAndGrades
-from flows.training.rollout_flow import reward_arguments, train_on_rewards, value_arguments
+from flows.training.rollout_flow import train_on_rollouts
 from flows.training.rollout_loop import RolloutLoop
-from flows.training.shards import sample_and_grade_shards
+from flows.training.rollout_sources import RolloutSource
 from flows.training.training_steps import training_steps
 from storage.chain.records import PolicyRef
 from tasks.datasets.load import LoadedDataset
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
-from tasks.prepare import prepare_ppo_batch
-from tasks.sampling.completions import PromptShard
-from tasks.sampling.grading import Grading
+from tasks.plans import Grading
 from tasks.train import take_gradient_step, take_value_step
 
 
@@ -58,15 +52,16 @@ class PPO(RolloutLoop):
         dataset: list[StringThread] | LoadedDataset,
         model: TrainingModel,
         value_model: TrainingModel,
-        grader: BaseGrader | GraderSpec | Grading,
+        grader: BaseGrader | GraderSpec | Grading | RolloutSource,
         *,
         max_num_ppo_steps: int | None = None,
         **options: Unpack[PPOOptions],
     ) -> None:
         check_ppo_options(model, value_model, options)
-        super().__init__(dataset, model, options, max_steps=max_num_ppo_steps, lr=options.get("lr_policy"))
+        super().__init__(dataset, model, grader, options, max_steps=max_num_ppo_steps, lr=options.get("lr_policy"))
+        if self.rules.dynamic_sampling:
+            raise ValueError("dynamic_sampling compares the completions of a group, and PPO has none; leave it out")
         self.critic = Critic(value_model, options, self.optimizer)
-        self.grading = grading_of(grader)
         if self.critic.follows_progress:
             self.end_with_the_data()
 
@@ -80,24 +75,18 @@ class PPO(RolloutLoop):
         order = self.prepare_order(data)
         total_steps = self.count_steps(order)
         value_only_steps = critic.value_only_steps(total_steps)
-
-        async def sample_and_grade(policy: PolicyRef, shards: list[PromptShard], step: int) -> RolloutsAndGrades:
-            return await sample_and_grade_shards(
-                workspace, policy, shards, self.model.sampling, self.grading, step=step
-            )
-
         async with (
             training_steps(self, total_steps, further_models=[critic.model], data=data) as steps,
-            self.lookahead(data, order, steps, sample_and_grade) as lookahead,
+            self.lookahead(data, order, steps) as lookahead,
         ):
             async for step in steps:
                 policy, value = step.policies
-                # sampling and grading: calls sample_and_grade, with max_staleness for later steps as well
+                # sample and grade, with max_staleness for later steps as well
                 collected = await lookahead.rollouts_for(policy)
                 # the batch: advantages, and the log-probabilities that are needed before the step
                 kl_beta = self.next_kl_beta(steps)
                 plan = self.batch_plan(start, kl_beta)
-                batch = await prepare_ppo_batch(
+                batch = await self.source.prepare_batch(
                     workspace, policy, collected.rollouts, collected.graded, plan, critic.plan(value), step=step.index
                 )
                 # both models take a step on the batch
@@ -120,10 +109,4 @@ async def ppo(config: PPOConfig) -> dict[str, Any]:
     Args:
         config: what to train, on what, graded how.
     """
-    logger = TerminalProgress()
-    async with open_run("ppo", config, logger, use="prompt") as session:
-        if session.result is not None:
-            return session.result
-        arguments = await value_arguments(config, session) | await reward_arguments(config, session, logger)
-        trainer = PPO(**arguments, max_num_ppo_steps=config.algorithm.steps)
-        return await train_on_rewards(config, session, trainer, trainer.grading)
+    return await train_on_rollouts(config, PPO)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine.workspace import Workspace
+from flows.catalogue import TRAININGS
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.recurring import RecurringConfig
 from flows.display.artifacts import put_markdown
@@ -32,7 +33,6 @@ from flows.promotion.approval import request_approval
 from flows.promotion.gate import GateVerdict, judge
 from flows.promotion.model_card import commit_card, decision_sections, find_card
 from flows.runs.checked_flow import checked_flow
-from flows.runs.child_runs import import_flow, training_inputs, with_full_versions
 from flows.runs.events import announce_promotion
 from flows.runs.input_checks import check_inputs
 from flows.runs.session import workspace_of
@@ -142,11 +142,11 @@ async def recurring(config: RecurringConfig) -> dict[str, Any]:
 def _load_inputs(config: RecurringConfig) -> DecisionInputs:
     """Loads the datasets, the champion and the suite. Uses the store only, not the engine."""
     workspace = workspace_of(config.place, config.run_key)
-    training = with_full_versions(workspace.open_store(), config.training)
+    training = config.training.with_full_versions(workspace.open_store())
     config = config.model_copy(update={"training": training})
     champion = champion_of(workspace.open_store(), config.model)
     _check_inputs(config, workspace, champion)
-    data, *further = (load_prompts(workspace, *source) for source in training_inputs(config.training).values())
+    data, *further = (load_prompts(workspace, *source) for source in training.config.data.inputs.values())
     suite = LoadedSuite.load(workspace, config.suite)
     to_beat = champion.version if champion else _newest_foreign_version(workspace.open_store(), config)
     return DecisionInputs(config, workspace, champion, to_beat, data, suite, tuple(further))
@@ -247,7 +247,7 @@ async def _train(inputs: DecisionInputs) -> dict[str, Any]:
     training = inputs.config.training
     model = training.config.model.model_copy(update={"key": inputs.start, "publish_as": inputs.config.model})
     config = training.config.model_copy(update={"run": inputs.run, "model": model})
-    return await import_flow(training.kind)(config)  # type: ignore[no-any-return]
+    return await TRAININGS[training.kind].import_flow()(config)
 
 
 def _apply_gate(inputs: DecisionInputs, verdict: GateVerdict) -> tuple[Action, list[str]]:

@@ -16,19 +16,14 @@ from engine.losses.pairs import RankingSpec
 from engine.losses.values import MSESpec
 from engine.text.threads import StringThread
 from flows.configs.preferences import PreferenceOptimizer, RewardModelAlgorithm, RewardModelConfig
-from flows.display.terminal import TerminalProgress
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.runs.session import open_run
 from flows.training.options import SupervisedOptions
-from flows.training.supervised_flow import supervised_arguments, train_on_dataset
+from flows.training.supervised_flow import train_on_dataset
 from flows.training.supervised_loop import SupervisedLoop
-from storage.chain.records import PolicyRef
-from storage.store.artifacts import ArtifactRef
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlineDataset, InlinePairs
 from tasks.load import load_prompts
-from tasks.prepare import prepare_pairs, prepare_ratings
 
 
 class RewardModelling(SupervisedLoop):
@@ -52,23 +47,13 @@ class RewardModelling(SupervisedLoop):
     ) -> None:
         super().__init__(model, options)
         self.dataset = dataset
-        self.ranks = _ranks(dataset)
-        """Whether it learns from pairs."""
-        self.loss = RankingSpec() if self.ranks else MSESpec()
-
-    async def prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
-        workspace, base = self.model.workspace, self.model.base
-        if self.ranks:
-            return await prepare_pairs(
-                workspace, policy, base, dataset, rows, reference=None, lengths=self.lengths, step=step
-            )
-        return await prepare_ratings(workspace, policy, base, dataset, rows, lengths=self.lengths, step=step)
+        self.loss = RankingSpec() if _ranks(dataset) else MSESpec()
 
     def load_dataset(self) -> LoadedDataset:
         if isinstance(self.dataset, LoadedDataset):
             return self.dataset
-        if self.ranks:
-            pairs = InlinePairs.of(self.dataset)  # type: ignore[arg-type]  # _ranks looked
+        if self.loss.pairwise:
+            pairs = InlinePairs.of(self.dataset)  # type: ignore[arg-type]  # `_ranks` checked them
             return load_prompts(self.model.workspace, pairs, "preference")
         threads = InlineDataset.of(self.dataset)  # type: ignore[arg-type]
         return load_prompts(self.model.workspace, threads, "rating")
@@ -91,9 +76,4 @@ async def reward_model(config: RewardModelConfig) -> dict[str, Any]:
     Args:
         config: what to train, on which preferences or ratings.
     """
-    logger = TerminalProgress()
-    async with open_run("reward_model", config, logger, use=config.data.use) as session:
-        if session.result is not None:
-            return session.result
-        arguments = await supervised_arguments(config, session, logger, scoring=True)
-        return await train_on_dataset(config, session, RewardModelling(**arguments))
+    return await train_on_dataset(config, RewardModelling)

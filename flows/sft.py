@@ -15,19 +15,17 @@ from engine.losses.likelihood import CrossEntropySpec
 from engine.text.threads import StringThread
 from flows.configs.common import SFTConfig
 from flows.configs.optimizer import SFTOptimizer
-from flows.display.terminal import TerminalProgress
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.runs.session import open_run
 from flows.training.options import SupervisedOptions
-from flows.training.supervised_flow import supervised_arguments, train_on_dataset
+from flows.training.supervised_flow import train_on_dataset
 from flows.training.supervised_loop import SupervisedLoop
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
+from tasks.batches.rl import prepare_completions
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlineDataset
 from tasks.load import load_prompts
-from tasks.prepare import prepare_completions
 
 
 class SFT(SupervisedLoop):
@@ -69,8 +67,4 @@ async def sft(config: SFTConfig) -> dict[str, Any]:
     Args:
         config: what to train, on what.
     """
-    logger = TerminalProgress()
-    async with open_run("sft", config, logger, use="completion") as session:
-        if session.result is not None:
-            return session.result
-        return await train_on_dataset(config, session, SFT(**await supervised_arguments(config, session, logger)))
+    return await train_on_dataset(config, SFT)

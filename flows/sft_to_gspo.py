@@ -21,9 +21,8 @@ from flows.runs.session import RunSession, open_run
 from flows.sft import SFT
 from flows.training.finish import publish_and_report
 from flows.training.held_out import HeldoutEvaluator
-from flows.training.rollout_flow import reward_arguments
+from flows.training.rollout_flow import rollout_arguments
 from flows.training.supervised_flow import supervised_arguments
-from tasks.datasets.spec import DatasetUse, TrainingSource
 
 
 @checked_flow(name="sft_to_gspo", flow_run_name=flow_run_title)
@@ -35,12 +34,11 @@ async def sft_to_gspo(config: SFTToGSPOConfig) -> dict[str, Any]:
         config: the model, its conversations and prompts, and the grader.
     """
     logger = TerminalProgress()
-    further: dict[str, tuple[TrainingSource, DatasetUse]] = {"prompts": (config.data.prompts, "prompt")}
-    async with open_run("sft_to_gspo", config, logger, use="completion", further=further) as session:
+    async with open_run(config, logger) as session:
         if session.result is not None:
             return session.result
         first, second = await _training_stages(config, session, logger)
-        heldout = HeldoutEvaluator.of_completions(session.workspace, config.second, session.base, second.grading)
+        heldout = HeldoutEvaluator.of_config(session.workspace, config.second, session.base, second.source)
         # evaluate before SFT, and before, during and after GSPO
         first.callbacks += heldout.callbacks(Cadence(at_start=config.evaluation.before, at_end=False))
         second.callbacks += heldout.callbacks(replace(Cadence.of(config.evaluation), at_start=True))
@@ -66,10 +64,10 @@ async def _training_stages(
 ) -> tuple[SFT, GSPO]:
     """The training classes of both stages, which train the same model."""
     sft_arguments = await supervised_arguments(config.first, session, logger)
-    gspo_arguments = await reward_arguments(config.second, session, logger)
+    gspo_arguments = await rollout_arguments(config.second, session, logger)
     # the arguments of a flow have their own model and dataset; here GSPO continues the model of SFT
     gspo_arguments |= {
         "model": sft_arguments["model"].with_sampling(config.sampling),
-        "dataset": session.further["prompts"],
+        "dataset": session.datasets["prompts"],
     }
-    return SFT(**sft_arguments), GSPO(**gspo_arguments, max_num_gspo_steps=config.gspo.algorithm.steps)
+    return SFT(**sft_arguments), GSPO(**gspo_arguments)

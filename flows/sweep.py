@@ -11,6 +11,7 @@ import asyncio
 from typing import Any
 
 from engine.http.report_links import report_url
+from flows.catalogue import TRAININGS
 from flows.configs.common import TrainingConfig
 from flows.configs.sweep import SweepConfig, TrialsFailed
 from flows.display.artifacts import put_markdown, put_table
@@ -20,7 +21,6 @@ from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.run_names import flow_run_title
 from flows.ops.termination import reraise_termination
 from flows.runs.checked_flow import checked_flow
-from flows.runs.child_runs import import_flow, with_full_versions
 from flows.runs.code_version import code_version
 from flows.runs.input_checks import check_inputs
 from storage.chain.run_record import create_or_check_run
@@ -48,7 +48,7 @@ async def _run_trials(config: SweepConfig) -> dict[str, Any]:
     training = config.training.model_copy(update={"config": with_deployment_settings(config.training.config)})
     # all trials use the same version of a registered dataset
     store = open_store(training.config.storage.url)
-    training = with_full_versions(store, training)
+    training = training.with_full_versions(store)
     config = config.model_copy(update={"training": training})
     children = config.children()
     for _, child in children:
@@ -86,7 +86,7 @@ async def _run_trial(
         logger.note(f"run {child.run}: {values}")
         # the title says what all child runs share, and the values tell them apart
         title = ", ".join([child.title, *(f"{key}={value}" for key, value in values.items())])
-        state = await import_flow(kind).with_options(flow_run_name=lambda: title)(child, return_state=True)
+        state = await TRAININGS[kind].import_flow().with_options(flow_run_name=lambda: title)(child, return_state=True)
         if state.is_completed():
             return None
         return state.message or state.name or "it did not complete"

@@ -1,7 +1,7 @@
 """Our side: the flows' own settings, batches and requests, and the embedded engine. Without Prefect.
 
-The functions below the Prefect tasks are called in the order of the flows: `sample_shard`, `grade_shard`,
-`rollout_batch` (which asks for logprobs if the flow's plan needs them), `take_gradient_step`.
+The functions of the Prefect tasks are called in the order of the flows: `generate_rollouts`, `grade_rollouts`,
+`prepare_batch` (which asks for logprobs if the flow's plan needs them), `take_gradient_step`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from engine.workspace import Workspace
 from flows.dpo import DPO
 from flows.grpo import GRPO
 from flows.sft import SFT
-from flows.training.rollout_collection import RolloutsAndGrades
+from flows.training.arguments import grading_of
+from flows.training.rollout_sources import Completions
 from flows.training.schedules import ConstantScheduler
 from flows.training.supervised_loop import SupervisedLoop
 from storage.chain.records import PolicyRef, StepRequest
 from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.objects import open_store
 from storage.store.tables import read_rows, read_table
-from tasks.batches.pairs import pair_batch
-from tasks.batches.rl import rollout_batch, sft_batch
+from tasks.batches.pairs import prepare_preferences
+from tasks.batches.rl import prepare_batch, prepare_completions
 from tasks.datasets.load import load_dataset
 from tasks.datasets.order import DataCursor, shuffled
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs
 from tasks.graders.base import BaseGrader, Grade
-from tasks.sampling.completions import PromptShard, sample_shard
-from tasks.sampling.grading import grade_shard
+from tasks.plans import PromptShard
+from tasks.sampling.completions import generate_rollouts
+from tasks.sampling.grading import grade_rollouts
+from tasks.task_runs import work_of
 
 PROVENANCE = Provenance(code_version="bench", config_digest="0" * 64, seed=0)
 CALLS = ("generate", "logprobs", "take_gradient_step")
@@ -138,7 +141,7 @@ async def _sft(setting: Setting, turns: Turns) -> None:
     data = load_dataset(run.workspace.open_store(), InlineDataset.of(threads), use="completion", provenance=PROVENANCE)
 
     async def prepare(policy: PolicyRef, rows: list[int], _: PolicyRef) -> ArtifactRef:
-        return await sft_batch(
+        return await work_of(prepare_completions)(
             run.workspace, policy, run.model.base, data.ref, rows, lengths=loop.lengths, step=policy.step
         )
 
@@ -160,9 +163,9 @@ async def _dpo(setting: Setting, turns: Turns) -> None:
     data = load_dataset(run.workspace.open_store(), InlinePairs.of(pairs), use="preference", provenance=PROVENANCE)
 
     async def prepare(policy: PolicyRef, rows: list[int], start: PolicyRef) -> ArtifactRef:
-        return await pair_batch(
-            run.workspace, policy, run.model.base, data.ref, rows, reference=start, lengths=loop.lengths,
-            step=policy.step,
+        return await work_of(prepare_preferences)(
+            run.workspace, policy, run.model.base, data.ref, rows,
+            loss=loop.loss, reference=start, lengths=loop.lengths, step=policy.step,
         )  # fmt: skip
 
     await _supervised(setting, turns, run, loop, prepare)
@@ -209,6 +212,19 @@ class Steps:
     total_steps: int | None
 
 
+class WithoutPrefect(Completions):
+    """Samples and grades without task runs, as bench.speed measures the engine."""
+
+    async def sample_and_grade(
+        self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
+    ) -> tuple[ArtifactRef, ArtifactRef]:
+        rollouts = await work_of(generate_rollouts)(workspace, policy, shard, sampling, step=step)
+        graded = await work_of(grade_rollouts)(
+            workspace, rollouts, self.grading, stage=policy.stage, step=step, shard=shard.index
+        )
+        return rollouts, graded
+
+
 def grpo(setting: Setting, turns: Turns) -> None:
     """Steps of GRPO without a KL term."""
     asyncio.run(_grpo(setting, turns))
@@ -219,31 +235,23 @@ async def _grpo(setting: Setting, turns: Turns) -> None:
     workspace, shape = run.workspace, run.shape
     threads = [thread_of(messages_of(row)) for row in setting.rows]
     samples = setting.rows_per_step * setting.completions
+    source = WithoutPrefect(grading_of(ShareOfE()))
     loop = GRPO(
-        threads, run.model, ShareOfE(), samples_per_batch=samples, samples_per_mini_batch=samples,
+        threads, run.model, source, samples_per_batch=samples, samples_per_mini_batch=samples,
         completions_per_sample=setting.completions, kl_beta=0.0, lr_scheduler=LR, checkpoint_frequency=None,
     )  # fmt: skip
     data = load_dataset(workspace.open_store(), InlineDataset.of(threads), provenance=PROVENANCE)
     order = loop.prepare_order(data)
     start = policy = await loop.open()
 
-    async def sample_and_grade(policy: PolicyRef, shards: list[PromptShard], step: int) -> RolloutsAndGrades:
-        rollouts, graded = [], []
-        for shard in shards:
-            rollouts.append(await sample_shard(workspace, policy, shard, loop.model.sampling, step=step))
-            graded.append(
-                await grade_shard(
-                    workspace, rollouts[-1], loop.grading, stage=policy.stage, step=step, shard=shard.index
-                )
-            )
-        return rollouts, graded
-
     steps = Steps(DataCursor(), None)
-    async with loop.lookahead(data, order, steps, sample_and_grade) as lookahead:  # type: ignore[arg-type]
+    async with loop.lookahead(data, order, steps) as lookahead:  # type: ignore[arg-type]
         while turns.begin():
             collected = await lookahead.rollouts_for(policy)
             plan = loop.batch_plan(start, 0.0)
-            batch = await rollout_batch(workspace, policy, collected.rollouts, collected.graded, plan, step=policy.step)
+            batch = await work_of(prepare_batch)(
+                workspace, policy, collected.rollouts, collected.graded, plan, step=policy.step
+            )
             request = loop.policy_request(policy, batch, plan, collected, kl_beta=0.0, total_steps=None)
             policy = await run.step(request)
             turns.stop()

@@ -108,6 +108,13 @@ class Trainer(Protocol):
         """Returns, for each sequence, the logprob in nats of each trained token."""
         ...
 
+    def entropies(
+        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
+    ) -> list[list[float]]:
+        """Returns, for each sequence, the entropy in nats of the distribution that each trained token was drawn from.
+        """
+        ...
+
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
         """Returns, for each sequence, the output of the scalar head at the position before each trained token."""
         ...

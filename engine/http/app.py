@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -21,6 +22,7 @@ from engine.http.bodies import (
     ExportModelBody,
     Health,
     ImportModelBody,
+    MeasureBody,
     Ready,
     ReleaseBody,
     SaveCheckpointBody,
@@ -47,7 +49,7 @@ from engine.http.routing import (
 from engine.http.service import EngineService, ServerOptions, error_result, json_result, response_of
 from engine.http.uploads import EngineWithUploads, import_upload
 from engine.models.folder import registered_model
-from engine.protocol import EngineInfo
+from engine.protocol import EngineInfo, Measurement
 from engine.validation_messages import describe_errors
 from storage.chain.records import CommitRecord, PolicyRef
 from storage.store.artifacts import ArtifactRef
@@ -142,7 +144,7 @@ def _json_submitter(service: EngineService) -> Submit:
 
 
 def _policy_routes(service: EngineService) -> APIRouter:
-    """Routes that create policies and take gradient steps."""
+    """Routes that create policies, measure losses and take gradient steps."""
     router, call = v1_router(service), _json_submitter(service)
     engine, store = service.engine, service.store
 
@@ -166,6 +168,14 @@ def _policy_routes(service: EngineService) -> APIRouter:
     ) -> Response:
         """Creates a chain and returns its policy 0."""
         return await call(request, lambda: engine.create_policy(body.spec), wait=wait, run=body.spec.run)
+
+    @router.post("/measure", response_model=Measurement, responses=not_finished())
+    async def measure(
+        body: MeasureBody, request: Request, wait: Wait = 10, request_id: RequestId = None
+    ) -> Response:
+        """Computes a loss of a committed batch under a policy, without a gradient."""
+        work = partial(engine.measure, body.request, epoch=body.epoch)
+        return await call(request, work, wait=wait, run=body.request.policy.run)
 
     @router.post("/take_gradient_step", response_model=CommitRecord, responses=not_finished())
     async def take_gradient_step(

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from engine.errors import BadSpec
-from engine.protocol import PolicySpec
+from engine.protocol import MeasureRequest, PolicySpec
 from storage.chain.records import PolicyRef, StepRequest
 from storage.errors import InvalidKey
 from storage.store import key_syntax, keys
@@ -136,6 +136,17 @@ class StepBody(Body):
         _artifact(self.request.batch)
         # As above: a request without canonical bytes has no digest.
         self.request.digest()
+        return self
+
+
+class MeasureBody(Body):
+    request: MeasureRequest
+    epoch: Epoch = 0
+
+    @model_validator(mode="after")
+    def _names(self) -> MeasureBody:
+        check_policy(self.request.policy)
+        _artifact(self.request.batch)
         return self
 
 

@@ -17,6 +17,7 @@ from engine.http.bodies import (
     CreatePolicyBody,
     ExportModelBody,
     ImportModelBody,
+    MeasureBody,
     ReleaseBody,
     SaveCheckpointBody,
     ServerInfo,
@@ -26,7 +27,15 @@ from engine.http.transport import CallRequest, Transport, TransportFactory
 from engine.http.uploads import stage_upload
 from engine.models.folder import ModelFolder, local_folder, split_key
 from engine.models.hub import hub_repo_of_key, import_from_hub
-from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
+from engine.protocol import (
+    Completion,
+    EngineInfo,
+    GenerateRequest,
+    LogprobsRequest,
+    Measurement,
+    MeasureRequest,
+    PolicySpec,
+)
 from engine.specs.engine import HttpEngineSpec
 from engine.validation_messages import describe_errors
 from storage.chain.records import CommitRecord, PolicyRef, StepRequest
@@ -95,6 +104,9 @@ class EngineClient:
     async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         data = wire.encode_logprobs_request(request, epoch=epoch)
         return wire.decode_values(await self._post_bytes("values", data))
+
+    async def measure(self, request: MeasureRequest, *, epoch: int = 0) -> Measurement:
+        return await self._post_json("measure", _body(MeasureBody, request=request, epoch=epoch), Measurement)
 
     # -- the step and what is written --------------------------------------------------------------------------
 

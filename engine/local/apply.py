@@ -10,14 +10,12 @@ from math import isfinite, isnan
 
 import numpy as np
 import pyarrow as pa
-from pydantic import TypeAdapter, ValidationError
 
 from engine.backends.protocol import Objective, Trainer, UpdateReport
 from engine.errors import BadSpec, NonFiniteGradient, StepConflict
-from engine.losses.spec import LossSpec
+from engine.losses.spec import LossSpec, parse_loss
 from engine.models.images import check_images_accepted
 from engine.models.samples import PER_TOKEN, Sample, minibatches, samples_from_table
-from engine.validation_messages import describe_errors
 from storage.chain.records import CommitRecord, SkippedUpdate, StepRequest
 from storage.failpoints import failpoint
 from storage.store.artifacts import ArtifactRef
@@ -25,7 +23,6 @@ from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
 
 log = logging.getLogger(__name__)
-_LOSS = TypeAdapter[LossSpec](LossSpec)
 
 
 @dataclass(slots=True)
@@ -140,13 +137,8 @@ def _limits(max_tokens: int | Sequence[int], request: StepRequest, *, updates: i
 
 def _objective(request: StepRequest) -> Objective:
     """What the updates of `request` minimise. Raises BadSpec if the loss of the request is not valid."""
-    try:
-        loss = _LOSS.validate_python(request.loss)
-    except ValidationError as error:
-        problems = describe_errors(error.errors(), request.loss)
-        raise BadSpec(f"the loss of the step request: {problems}") from error
     return Objective(
-        loss=loss,
+        loss=parse_loss(request.loss),
         temperature=request.temperature,
         old_logprobs=request.old_logprobs,
         skip_non_finite=request.nan_policy == "skip",

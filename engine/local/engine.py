@@ -27,6 +27,7 @@ from engine.local.export import publish_policy
 from engine.local.generation_batcher import GenerationBatcher, PendingGeneration, sample_completions
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy, NoRoomYet
 from engine.local.materialise import Materialiser
+from engine.local.measure import measure_batch, read_values
 from engine.local.queue import FairQueue
 from engine.local.rebase import Rebaser
 from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint
@@ -36,7 +37,15 @@ from engine.local.weights import checked_parameter_count
 from engine.models.folder import ModelFolder, local_folder, registered_model, registry_version
 from engine.models.hub import hub_repo_of_key, import_from_hub
 from engine.models.images import check_images_accepted
-from engine.protocol import Completion, EngineInfo, GenerateRequest, LogprobsRequest, PolicySpec
+from engine.protocol import (
+    Completion,
+    EngineInfo,
+    GenerateRequest,
+    LogprobsRequest,
+    Measurement,
+    MeasureRequest,
+    PolicySpec,
+)
 from engine.specs.adapters import parse_trainable
 from engine.specs.engine import LocalEngineSpec
 from engine.text.tokenizers import check_can_end_turns
@@ -225,10 +234,19 @@ class LocalEngine:
         trainer = self.materialiser.for_reading(request.policy).trainer
         check_images_accepted(trainer, request.images, "sequences")
         limit = request.max_tokens or self.spec.max_tokens_per_forward
-        if self.spec.deterministic:
-            # Values become grades, so their bits must not depend on which sequences share a forward pass.
-            return [trainer.values([sequence], max_tokens=limit)[0] for sequence in request.sequences]
-        return trainer.values(request.sequences, max_tokens=limit)
+        return read_values(trainer, request.sequences, max_tokens=limit, deterministic=self.spec.deterministic)
+
+    async def measure(self, request: MeasureRequest, *, epoch: int = 0) -> Measurement:
+        return await self._compute(request.policy.run, partial(self._measure, request, epoch))
+
+    def _measure(self, request: MeasureRequest, epoch: int) -> Measurement:
+        self._fence(request.policy.run, epoch)
+        trainer = self.materialiser.for_reading(request.policy).trainer
+        limit = request.max_tokens or self.spec.max_tokens_per_forward
+        return measure_batch(
+            trainer, request, self.store,
+            max_tokens=limit, deterministic=self.spec.deterministic, check=self.queue.check,
+        )  # fmt: skip
 
     # -- the step ----------------------------------------------------------------------------------------------
 

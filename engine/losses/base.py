@@ -44,9 +44,11 @@ class TokenLoss:
 
 @dataclass(frozen=True, slots=True)
 class PairLoss:
-    """The loss of each pair, and metrics as in TokenLoss."""
+    """The loss of each pair, by how much it favours the preferred sequence, and metrics as in TokenLoss."""
 
     values_P: Tensor
+    margin_P: Tensor
+    """Score of the preferred sequence minus that of the other one: above 0 where the model ranks the pair as given."""
     sums: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -60,6 +62,14 @@ class BaseLossSpec(Frozen):
     pairwise: ClassVar[bool] = False
     """Whether the unit of the loss is a pair: two samples of one group, of which one is preferred. A pair always stays
     in one micro-batch."""
+    uses_sampling_temperature: ClassVar[bool] = False
+    """Whether the loss reads logprobs of the distribution that the policy samples from, so that a step divides the
+    logits by the sampling temperature. Otherwise the step has temperature 1."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads the logprobs of a reference policy, which the batch must have."""
+        return False
 
     @property
     def needs_entropy(self) -> bool:

@@ -5,7 +5,7 @@ Axes: N trained token
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from engine.losses.base import BaseLossSpec, NormalisedLossSpec, TokenLoss
 
@@ -29,6 +29,7 @@ class TangentsSpec(BaseLossSpec):
     A tangent is the derivative itself, not its negative, so an optimizer step descends the loss.
     """
 
+    uses_sampling_temperature: ClassVar[bool] = True
     kind: Literal["tangents"] = "tangents"
 
     def compute(self, inputs: LossInputs) -> TokenLoss:

@@ -22,6 +22,7 @@ class DPOSpec(BaseLossSpec):
     """Direct preference optimisation (arXiv:2305.18290) and two variants of it."""
 
     pairwise: ClassVar[bool] = True
+    uses_sampling_temperature: ClassVar[bool] = True
     kind: Literal["dpo"] = "dpo"
     beta: Divisor = 0.1
     """Strength β of the implicit KL constraint to the reference policy."""
@@ -40,6 +41,10 @@ class DPOSpec(BaseLossSpec):
                 "a label_smoothing below 0.5, such as 0.1, and the other variants take none"
             )
         return self
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
 
     def compute(self, inputs: LossInputs) -> PairLoss:
         """-log σ(h) of each pair, h = β[(L⁺ - L⁻) - (Lref⁺ - Lref⁻)] (arXiv:2305.18290).
@@ -68,7 +73,7 @@ class DPOSpec(BaseLossSpec):
             "reward_margin_per_pair": logit_P.detach().sum(),
             "accuracy_per_pair": (logit_P > 0).sum(),
         }
-        return PairLoss(values_P, sums)
+        return PairLoss(values_P, logit_P.detach(), sums)
 
 
 class RankingSpec(BaseLossSpec):
@@ -90,7 +95,8 @@ class RankingSpec(BaseLossSpec):
             "score_rejected_per_pair": rejected_P.detach().sum(),
             "accuracy_per_pair": (chosen_P > rejected_P).sum(),
         }
-        return PairLoss(-inputs.log_sigmoid(chosen_P - rejected_P), sums)
+        margin_P = chosen_P - rejected_P
+        return PairLoss(-inputs.log_sigmoid(margin_P), margin_P.detach(), sums)
 
 
 PairSpec = DPOSpec | RankingSpec

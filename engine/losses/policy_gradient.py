@@ -10,7 +10,7 @@ Axes: N trained token · S sequence
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class BasePolicyGradientSpec(NormalisedLossSpec):
     """Settings and terms that all policy-gradient losses share."""
 
+    uses_sampling_temperature: ClassVar[bool] = True
     kl_beta: Coefficient = 0.01
     """Coefficient of the KL term. With 0 there is no KL term, and the batch needs no reference logprobs."""
     kl_estimator: KLEstimator = "k3"
@@ -51,6 +52,10 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
                 "it out, or give kl_beta"
             )
         return self
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_beta > 0
 
     @property
     def needs_entropy(self) -> bool:

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 
 from engine.errors import BadSpec, SampleTooLong
-from engine.losses.spec import LossSpec
+from engine.losses.spec import parse_loss
 from engine.models.images import check_images_accepted
 from engine.models.scores import last_token_sequence
 from engine.models.tape import Enqueued, Loss, Tape, per_token, spread_sum
@@ -30,9 +29,6 @@ from engine.specs.adapters import parse_trainable
 from engine.text.errors import UnsupportedFragment
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread, TokenizedThread
-from engine.validation_messages import describe_errors
-
-_LOSS: TypeAdapter[LossSpec] = TypeAdapter(LossSpec)
 
 Thread = StringThread | TokenizedThread
 Numbers = Sequence[float]
@@ -228,10 +224,7 @@ class Primitives:
 
     def _check(self, loss: Loss, sequence: TokenSequence) -> None:
         """Raises the errors that the step would raise, so that they come from the call at fault."""
-        try:
-            spec = _LOSS.validate_python(loss)
-        except ValidationError as error:
-            raise BadSpec(f"{loss['kind']}: {describe_errors(error.errors(), loss)}") from error
+        spec = parse_loss(loss)
         head = parse_trainable(self.trainable).head
         reads_values = spec.reads == "values"
         if reads_values != (head == "scalar"):

@@ -116,7 +116,7 @@ def minibatches(
     group is split.
     """
     # A pair must stay in one update, because its loss compares its two samples.
-    units = _groups(samples) if whole_groups else [[sample] for sample in samples]
+    units = groups_of(samples) if whole_groups else [[sample] for sample in samples]
     size = plan.size or len(units)
     for epoch in range(plan.epochs):
         if size >= len(units):
@@ -129,7 +129,7 @@ def minibatches(
             yield list(chain(*order[start : start + size]))
 
 
-def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
+def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
     """The samples of each group. Groups are in the order of their first samples."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import BadSpec, PermanentEngineError
+from engine.losses.spec import parse_loss
 from engine.models.inference_model import HasWorkspace, InferenceModel, LiveView
 from engine.models.primitives import Primitives
 from engine.models.scores import check_head
@@ -28,10 +29,6 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 
 log = logging.getLogger(__name__)
-
-TEMPERATURE_LOSSES = ("grpo", "gspo", "cispo", "gmpo", "sapo", "dpo", "tangents")
-"""Losses that compare new logprobs with logprobs computed at the sampling temperature. If that is 0, they use 1. The
-other losses (likelihood of a given text, scores) always use temperature 1."""
 
 
 @dataclass
@@ -222,7 +219,8 @@ class TrainingModel(InferenceModel, Primitives):
         # The batch is committed before the call, so a retry of the call names the same batch.
         loss, batch = commit_tape(calls, self.workspace, policy)
         temperature = 1.0
-        if loss["kind"] in TEMPERATURE_LOSSES:
+        if parse_loss(loss).uses_sampling_temperature:
+            # Greedy samples have logprobs at temperature 1.
             temperature = self.sampling.temperature or 1.0
         request = StepRequest(
             parent=policy,

@@ -43,7 +43,7 @@ def run_demo(*, seed: int, sets: list[str], new: bool) -> int:
     except ConfigError as error:
         console.print(str(error), markup=False, highlight=False)
         return 2
-    return run_config("grpo", config, console, new=new)
+    return run_config(config, console, new=new)
 
 
 def prepare_demo(console: Console) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from flows.catalogue import TRAININGS, Training
 from flows.cli.chain import add_chain_commands
 from flows.cli.data import data_app
 from flows.cli.demo import prepare_demo, run_demo
@@ -45,31 +46,16 @@ RunKey = Annotated[str, typer.Option("--run", help="Key of the run; the same key
 New = Annotated[bool, typer.Option("--new", help="Start a new run, even if an equal one is unfinished.")]
 
 
-RUNS = {
-    "sft": "Supervised fine-tuning on conversations (SFT).",
-    "dpo": "Direct preference optimisation on pairs of answers (DPO).",
-    "reward_model": "A model that scores conversations, from preferences or ratings.",
-    "grpo": "Reinforcement learning from graded rollouts (GRPO).",
-    "gspo": "Reinforcement learning from graded rollouts, one ratio per completion (GSPO).",
-    "ppo": "Reinforcement learning from graded rollouts with a value model (PPO).",
-    "sft_to_gspo": "SFT, then GSPO, on one model in one run.",
-    "env_grpo": "Reinforcement learning from episodes with an environment (GRPO).",
-    "env_gspo": "Reinforcement learning from episodes with an environment (GSPO).",
-    "env_ppo": "Reinforcement learning from episodes with an environment and a value model (PPO).",
-}
-"""Help text of each training flow, by the flow's name."""
-
-
-def _add_run_command(flow: str, help_text: str) -> None:
-    @run.command(flow, help=help_text)
+def _add_run_command(training: Training) -> None:
+    @run.command(training.name, help=training.summary)
     def command(
         config: ConfigFile, sets: Sets = None, run_key: RunKey = "", new: New = False, server: Server = ""
     ) -> None:
-        raise typer.Exit(run_flow(flow, config, sets or [], run_key=run_key, new=new, server=server))
+        raise typer.Exit(run_flow(training, config, sets or [], run_key=run_key, new=new, server=server))
 
 
-for _flow, _help_text in RUNS.items():
-    _add_run_command(_flow, _help_text)
+for _training in TRAININGS.values():
+    _add_run_command(_training)
 
 
 @app.command("demo")

@@ -12,22 +12,16 @@ import json
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from rich.console import Console
 
+from flows.catalogue import TRAININGS, Training
 from flows.cli.output import print_plain
-from flows.configs.common import FlowConfig, GRPOConfig, SFTConfig
-from flows.configs.env_ppo import ENVPPOConfig
-from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig
-from flows.configs.gspo import GSPOConfig
+from flows.configs.common import TrainingConfig
 from flows.configs.overrides import ConfigError, parse_config
-from flows.configs.ppo import PPOConfig
-from flows.configs.preferences import DPOConfig, RewardModelConfig
-from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.display.log_file import log_failure, log_file
 from flows.ops.local_server import SERVER_HOME, ServerError, local_prefect_server, use_server
 from flows.runs.expected_errors import EXPECTED_ERRORS
@@ -45,19 +39,12 @@ QUIET_ENVIRONMENT = {
 }
 """Environment variables that keep libraries from printing between our lines. Values that are set already stay."""
 
-CONFIGS: dict[str, type[FlowConfig]] = {
-    "sft": SFTConfig, "dpo": DPOConfig, "reward_model": RewardModelConfig, "grpo": GRPOConfig, "gspo": GSPOConfig,
-    "ppo": PPOConfig,
-    "sft_to_gspo": SFTToGSPOConfig, "env_grpo": ENVGRPOConfig, "env_gspo": ENVGSPOConfig, "env_ppo": ENVPPOConfig,
-}  # fmt: skip
-"""Config class of each training flow, by the flow's name."""
-
 KNOWN_ERRORS = (*EXPECTED_ERRORS, ServerError, ValueError)
 """Errors whose message says what was given, what was expected and what to do. Any other error is a defect."""
 
 
 def run_flow(
-    flow: str, config_file: Path, sets: list[str], *, run_key: str = "", new: bool = False, server: str = ""
+    training: Training, config_file: Path, sets: list[str], *, run_key: str = "", new: bool = False, server: str = ""
 ) -> int:
     """Runs a flow with the config of a file; returns the exit status.
 
@@ -65,22 +52,22 @@ def run_flow(
     """
     console = Console()
     try:
-        config = parse_config(CONFIGS[flow], config_file, sets)
+        config = parse_config(training.config, config_file, sets)
     except ConfigError as error:
-        console.print(f"[red]{config_file} is not a usable {flow} config[/red]", highlight=False)
+        console.print(f"[red]{config_file} is not a usable {training.name} config[/red]", highlight=False)
         console.print(str(error), markup=False, highlight=False)
         return 2
-    return run_config(flow, config, console, run_key=run_key, new=new, server=server)
+    return run_config(config, console, run_key=run_key, new=new, server=server)
 
 
 def run_config(
-    flow: str, config: FlowConfig, console: Console, *, run_key: str = "", new: bool = False, server: str = ""
+    config: TrainingConfig, console: Console, *, run_key: str = "", new: bool = False, server: str = ""
 ) -> int:
     """Runs a flow with a validated config; returns the exit status of `run_flow`."""
     # a run without a given key has a remembered one
     is_remembered = not (run_key or config.run)
     if is_remembered:
-        run_key, unfinished = find_or_create_run_key(flow, config, new=new)
+        run_key, unfinished = find_or_create_run_key(config, new=new)
         if unfinished:
             console.print(f"resuming the unfinished run [bold]{run_key}[/bold] (--new starts another)")
     config_with_key = config.model_copy(update={"run": run_key or config.run})
@@ -88,7 +75,7 @@ def run_config(
     console.print(f"run [bold]{run}[/bold], artifacts in {config_with_key.storage.url}", highlight=False)
 
     status, result = run_with_server(
-        lambda: _call_flow(flow, config_with_key),
+        lambda: _call_flow(config_with_key),
         console,
         what=f"run [bold]{run}[/bold]",
         log_name=str(run),
@@ -96,7 +83,7 @@ def run_config(
     )
     if status == 0:
         if is_remembered:
-            forget_run_key(flow, config)
+            forget_run_key(config)
         _print_result(result, console)
     return status
 
@@ -191,11 +178,9 @@ def _is_interruption(error: BaseException | None) -> bool:
     return isinstance(error, KeyboardInterrupt | FlowRunCancelled)
 
 
-async def _call_flow(flow: str, config: FlowConfig) -> dict[str, Any]:
+async def _call_flow(config: TrainingConfig) -> dict[str, Any]:
     # imported here, because the import of Prefect takes seconds, and a refused config should be reported at once
-    # it has the name of its module
-    function = getattr(import_module(f"flows.{flow}"), flow)
-    return await function(config)  # type: ignore[no-any-return]
+    return await TRAININGS[config.flow].import_flow()(config)
 
 
 @contextlib.contextmanager
@@ -232,30 +217,30 @@ def _print_result(result: dict[str, Any], console: Console) -> None:
 # -- keys of unfinished runs -----------------------------------------------------------------------------------
 
 
-def find_or_create_run_key(flow: str, config: FlowConfig, *, new: bool) -> tuple[str, bool]:
+def find_or_create_run_key(config: TrainingConfig, *, new: bool) -> tuple[str, bool]:
     """Returns (run key, whether it belongs to an unfinished run with an equal config).
 
     A new key is stored until `forget_run_key`.
     """
     run_keys = _read_run_keys()
-    command = _command_digest(flow, config)
+    command = _command_digest(config)
     if not new and command in run_keys:
         return run_keys[command], True
-    run = f"{flow}-{uuid4().hex[:8]}"
+    run = f"{config.flow}-{uuid4().hex[:8]}"
     _write_run_keys(run_keys | {command: run})
     return run, False
 
 
-def forget_run_key(flow: str, config: FlowConfig) -> None:
+def forget_run_key(config: TrainingConfig) -> None:
     """Removes the key of a finished run, so that the same command starts a new run."""
     run_keys = _read_run_keys()
-    run_keys.pop(_command_digest(flow, config), None)
+    run_keys.pop(_command_digest(config), None)
     _write_run_keys(run_keys)
 
 
-def _command_digest(flow: str, config: FlowConfig) -> str:
+def _command_digest(config: TrainingConfig) -> str:
     """Digest of the flow, its semantic config and its store. The run key is not part of it."""
-    return digest(canonical_json([flow, config.semantic(), config.storage.url]))[:16]
+    return digest(canonical_json([config.flow, config.semantic(), config.storage.url]))[:16]
 
 
 def _read_run_keys() -> dict[str, str]:

@@ -9,7 +9,7 @@ of the engine, the tasks or the store that `default_of` names.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -23,9 +23,9 @@ from flows.configs.defaults import default_of
 from flows.configs.forms import REQUIRED_IN_FORM, FormConfig
 from flows.configs.logging import LoggingConfig
 from flows.configs.optimizer import OptimizerConfig, SFTOptimizer
-from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
+from flows.configs.reinforcement import BatchRules, Regularisation, RunRules, old_logprobs_of_step
 from flows.configs.titles import training_title
-from flows.configs.validation import EvaluationConfig, ValidationConfig
+from flows.configs.validation import EvaluationConfig, Every, ValidationConfig
 from storage.chain.records import OldLogprobs
 from storage.chain.retention import Retention
 from storage.errors import InvalidKey
@@ -33,12 +33,13 @@ from storage.number_types import Coefficient, Positive
 from storage.serialization import Frozen, left_out
 from storage.store.keys import validate_name, validate_run
 from tasks import import_paths
-from tasks.batches.rl import AdvantageEstimator, BatchPlan
 from tasks.batches.truncation import Cut, LengthPlan
-from tasks.datasets.spec import HeldoutSource, MixtureDataset, TrainingSource
+from tasks.datasets.spec import DatasetUse, HeldoutSource, MixtureDataset, TrainingSource
 from tasks.graders.spec import Workers
-from tasks.sampling.completions import PromptShard, Truncation
-from tasks.sampling.grading import Grading
+from tasks.plans import AdvantageEstimator, BatchPlan, Grading, PromptShard, Truncation
+
+if TYPE_CHECKING:
+    from flows.configs.ppo import ValueModelConfig
 
 SEMANTIC = (
     "model", "value_model", "data", "grader", "environment", "sampling", "algorithm", "credit", "regularisation",
@@ -82,6 +83,19 @@ class DataConfig(Frozen):
 
     train: TrainingSource
     """Dataset to train on."""
+    heldout: HeldoutSource | None = None
+    """Rows of the measurements, on which the model is never trained. None: no measurements."""
+
+    @property
+    def inputs(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
+        """The datasets to train on with the use of each, in the order of the stages, by the name that the run gives
+        them. `train` is "dataset", the first."""
+        return {"dataset": (self.train, "completion")}
+
+    @property
+    def heldout_use(self) -> DatasetUse:
+        """The use of the held-out rows: that of the training rows."""
+        return self.inputs["dataset"][1]
 
 
 class PromptDataConfig(DataConfig):
@@ -94,6 +108,10 @@ class PromptDataConfig(DataConfig):
     truncation: Truncation = default_of(PromptShard, "truncation")
     """What happens to a prompt longer than max_prompt_tokens. error: the run fails. left, right: the prompt is cut on
     that side. drop: the prompt is left out before batches are formed."""
+
+    @property
+    def inputs(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
+        return {"dataset": (self.train, "prompt")}
 
 
 class GraderConfig(Frozen):
@@ -309,8 +327,41 @@ class FlowConfig(FormConfig):
 class TrainingConfig(FlowConfig):
     """Fields that the config of every training flow has."""
 
+    flow: ClassVar[str]
+    """Name of the flow. Its module, its function, its command and its deployment have this name."""
+    has_scalar_head: ClassVar[bool] = False
+    """Whether the trained model gives scores instead of text."""
+
     model: ModelConfig
     data: DataConfig
+
+    @property
+    def title(self) -> str:
+        """The name of the flow run."""
+        return training_title(self.flow, self.model.key, self.data.train, self.seed)
+
+    @property
+    def critic(self) -> ValueModelConfig | None:
+        """The value model that is trained beside the policy. None: there is none."""
+        return None
+
+    @property
+    def stages(self) -> dict[str, StageConfig]:
+        """The stages in their order, each configured as a run of its own would be, by the field of its settings. The
+        field of a run with one stage is empty."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _engine_trains_the_adapters(self) -> Self:
+        if isinstance(self.engine, LocalEngineSpec):  # a served engine checks for itself
+            for model in (self.model, self.critic):
+                if model is not None:
+                    self.engine.check_trainable(model.trainable)
+        return self
+
+
+class StageConfig(TrainingConfig):
+    """Fields that the config of every training flow with one stage has, and what a step of it computes."""
 
     # each flow has its own type; a field here would come before theirs in the form
     if TYPE_CHECKING:
@@ -318,29 +369,177 @@ class TrainingConfig(FlowConfig):
         optimizer: OptimizerConfig
         rules: RunRules
 
-        @property
-        def title(self) -> str: ...
+    @property
+    def stages(self) -> dict[str, StageConfig]:
+        return {"": self}
+
+    @property
+    def measurements(self) -> Every:
+        """How often the model is measured on the held-out rows."""
+        raise NotImplementedError
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the policy with the one that the stage began with."""
+        return False
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of the dataset that a step reads."""
+        raise NotImplementedError
+
+    @property
+    def shards_per_step(self) -> int:
+        """Shards of prompts that a step samples and grades."""
+        return 0
+
+    @property
+    def passes_before_gradient(self) -> int:
+        """Forward passes over the tokens of a step before the gradient."""
+        return int(self.needs_reference)
+
+    @property
+    def passes_of_gradient(self) -> int:
+        """Forward and backward passes over the tokens of a step."""
+        return 1
+
+    def tokens_per_step(self, rows: int, row_tokens: int) -> int:
+        """Largest number of tokens that a step trains on. The dataset has `rows` rows of `row_tokens` tokens."""
+        raise NotImplementedError
+
+    def tokens_per_heldout_row(self, row_tokens: int) -> int:
+        """Largest number of tokens that a measurement reads or samples for a held-out row of `row_tokens` tokens."""
+        raise NotImplementedError
+
+    def count_steps(self, rows: int) -> int | None:
+        """The number of steps of a whole run over `rows` rows, or None for a run without an end."""
+        raise NotImplementedError
+
+    def check_rows(self, rows: int) -> None:
+        """Raises ValueError if a run over this many rows would train no policy."""
 
     @model_validator(mode="after")
     def _batch_holds_the_mixture(self) -> Self:
-        algorithm = getattr(self, "algorithm", None)  # that of a stage is checked in the config of the stage
-        if algorithm is not None and isinstance(self.data.train, MixtureDataset):
-            self.data.train.check_batch(algorithm.samples_per_batch // getattr(algorithm, "completions_per_sample", 1))
-        return self
-
-    @model_validator(mode="after")
-    def _engine_trains_the_adapters(self) -> Self:
-        models = [self.model, getattr(self, "value_model", self.model)]
-        if isinstance(self.engine, LocalEngineSpec):  # a served engine checks for itself
-            for model in models:
-                self.engine.check_trainable(model.trainable)
+        if isinstance(self.data.train, MixtureDataset):
+            self.data.train.check_batch(self.rows_per_step)
         return self
 
 
-class GRPOConfig(TrainingConfig):
-    """`ostinato run grpo`: reinforcement learning from graded rollouts."""
+class SupervisedConfig(StageConfig):
+    """Fields that the config of every flow that trains on the rows of a dataset has."""
+
+    if TYPE_CHECKING:
+        algorithm: SFTAlgorithm
+        validation: ValidationConfig
+
+    @property
+    def measurements(self) -> Every:
+        return self.validation
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.algorithm.samples_per_batch
+
+    def tokens_per_step(self, rows: int, row_tokens: int) -> int:
+        return min(self.rows_per_step, rows) * row_tokens
+
+    def tokens_per_heldout_row(self, row_tokens: int) -> int:
+        return row_tokens * (1 + self.needs_reference)
+
+    def count_steps(self, rows: int) -> int | None:
+        if self.algorithm.steps is not None:
+            return self.algorithm.steps
+        return -(-(self.algorithm.epochs or 1) * rows // min(self.rows_per_step, rows))
+
+
+class RolloutConfig(StageConfig):
+    """Fields that the config of every flow that trains on rollouts of prompts has."""
 
     data: PromptDataConfig
+
+    if TYPE_CHECKING:
+        sampling: SamplingParams
+        algorithm: GRPOAlgorithm
+        evaluation: EvaluationConfig
+        regularisation: Regularisation
+        rules: Any
+
+    @property
+    def answer_tokens(self) -> int:
+        """Largest number of tokens that the policy writes in one rollout."""
+        return self.sampling.max_new_tokens
+
+    @property
+    def batch_rules(self) -> BatchRules:
+        """The rules of a training class."""
+        return self.rules  # type: ignore[no-any-return]
+
+    @property
+    def measurements(self) -> Every:
+        return self.evaluation
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.kl_beta > 0
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.algorithm.samples_per_batch // self.algorithm.completions_per_sample
+
+    @property
+    def shards_per_step(self) -> int:
+        return -(-self.rows_per_step // self.algorithm.prompts_per_shard)
+
+    @property
+    def passes_before_gradient(self) -> int:
+        # sampling, and where needed the logprobs of the trainer and of the reference
+        scored = old_logprobs_of_step(self.algorithm, self.regularisation) == "trainer"
+        return 1 + scored + self.needs_reference
+
+    @property
+    def passes_of_gradient(self) -> int:
+        return self.algorithm.mini_epochs_per_batch
+
+    def tokens_per_step(self, rows: int, row_tokens: int) -> int:
+        # a prompt is read once for its whole group
+        return self.rows_per_step * row_tokens + self.algorithm.samples_per_batch * self.answer_tokens
+
+    def tokens_per_heldout_row(self, row_tokens: int) -> int:
+        return row_tokens + self.evaluation.samples_per_prompt * self.answer_tokens
+
+    def count_steps(self, rows: int) -> int | None:
+        if self.algorithm.steps is not None or self.algorithm.epochs is None:
+            return self.algorithm.steps
+        return -(-self.algorithm.epochs * rows // self.rows_per_step)
+
+    @model_validator(mode="after")
+    def _endless_runs_are_constant(self) -> Self:
+        """Refuses a run without an end in which something depends on its progress, and temperature 0."""
+        endless = self.algorithm.steps is None and self.algorithm.epochs is None
+        # schedules over the run, and checkpoints by its fractions, need an end
+        if endless and not self.optimizer.endless:
+            raise ValueError(
+                f"neither algorithm.steps nor algorithm.epochs is given, so the run ends only when it is stopped, and "
+                f"optimizer.schedule={self.optimizer.schedule!r} has no end to bend to; give steps, or use 'constant', "
+                "or 'inverse_sqrt' with warmup_steps, and a constant weight decay"
+            )
+        if endless and self.checkpoints.frequency is not None and self.checkpoints.every_steps is None:
+            raise ValueError(
+                "a run without steps or epochs has no fractions; set checkpoints.frequency=null and, for named "
+                "checkpoints, checkpoints.every_steps"
+            )
+        self.evaluation.check_length("evaluation", endless=endless)
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature=0 gives a group equal completions and no advantage; use e.g. 1.0")
+        self.regularisation.check(self.algorithm, self.sampling, max_staleness=self.rules.max_staleness)
+        return self
+
+
+class GRPOConfig(RolloutConfig):
+    """`ostinato run grpo`: reinforcement learning from graded rollouts."""
+
+    flow: ClassVar[str] = "grpo"
+
     grader: GraderConfig
     sampling: SamplingParams = SamplingParams(max_new_tokens=256)
     algorithm: GRPOAlgorithm = GRPOAlgorithm()
@@ -348,43 +547,6 @@ class GRPOConfig(TrainingConfig):
     evaluation: EvaluationConfig = EvaluationConfig()
     regularisation: Regularisation = Regularisation()
     rules: BatchRules = BatchRules()
-
-    @property
-    def title(self) -> str:
-        """The name of the flow run."""
-        return training_title("grpo", self.model.key, self.data.train, self.seed)
-
-    @model_validator(mode="after")
-    def _endless_runs_are_constant(self) -> Self:
-        check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
-        self.regularisation.check(self.algorithm, self.sampling, max_staleness=self.rules.max_staleness)
-        return self
-
-
-def check_sampled_run(
-    algorithm: GRPOAlgorithm,
-    optimizer: OptimizerConfig,
-    checkpoints: CheckpointConfig,
-    sampling: SamplingParams,
-    evaluation: EvaluationConfig,
-) -> None:
-    """Raises ValueError for a run without an end in which something depends on its progress, and for temperature 0."""
-    endless = algorithm.steps is None and algorithm.epochs is None
-    # schedules over the run, and checkpoints by its fractions, need an end
-    if endless and not optimizer.endless:
-        raise ValueError(
-            f"neither algorithm.steps nor algorithm.epochs is given, so the run ends only when it is stopped, and "
-            f"optimizer.schedule={optimizer.schedule!r} has no end to bend to; give steps, or use 'constant', or "
-            "'inverse_sqrt' with warmup_steps, and a constant weight decay"
-        )
-    if endless and checkpoints.frequency is not None and checkpoints.every_steps is None:
-        raise ValueError(
-            "a run without steps or epochs has no fractions; set checkpoints.frequency=null and, for named "
-            "checkpoints, checkpoints.every_steps"
-        )
-    evaluation.check_length("evaluation", endless=endless)
-    if sampling.temperature == 0:
-        raise ValueError("sampling.temperature=0 gives a group equal completions and no advantage; use e.g. 1.0")
 
 
 class SFTDataConfig(DataConfig):
@@ -394,16 +556,13 @@ class SFTDataConfig(DataConfig):
     """Conversations of the validation loss, on which the model is never trained. None: no validation loss."""
 
 
-class SFTConfig(TrainingConfig):
+class SFTConfig(SupervisedConfig):
     """`ostinato run sft`: supervised fine-tuning on conversations."""
+
+    flow: ClassVar[str] = "sft"
 
     data: SFTDataConfig
     algorithm: SFTAlgorithm = SFTAlgorithm()
     optimizer: SFTOptimizer = SFTOptimizer()
     rules: RunRules = RunRules()
     validation: ValidationConfig = ValidationConfig()
-
-    @property
-    def title(self) -> str:
-        """The name of the flow run."""
-        return training_title("sft", self.model.key, self.data.train, self.seed)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Self
-
-from pydantic import model_validator
+from typing import ClassVar
 
 from flows.configs.defaults import default_of
 from flows.configs.environments import ENVGRPOConfig, EpisodeRegularisation
-from flows.configs.ppo import CreditConfig, PPOAlgorithm, PPORegularisation, ValueModelConfig, check_valued_run
+from flows.configs.ppo import CreditConfig, PPOAlgorithm, PPORegularisation, ValuedConfig, ValueModelConfig
 from flows.configs.reinforcement import KLPlace
-from flows.configs.titles import training_title
 
 
 class ENVPPOAlgorithm(PPOAlgorithm):
@@ -24,20 +21,12 @@ class ENVPPORegularisation(EpisodeRegularisation):
     """Where the KL term is: subtracted from the reward of each token, or in the loss."""
 
 
-class ENVPPOConfig(ENVGRPOConfig):
+class ENVPPOConfig(ENVGRPOConfig, ValuedConfig):
     """`ostinato run env_ppo`: reinforcement learning from episodes with an environment, with a value model."""
+
+    flow: ClassVar[str] = "env_ppo"
 
     value_model: ValueModelConfig = ValueModelConfig()
     algorithm: ENVPPOAlgorithm = ENVPPOAlgorithm()  # type: ignore[assignment]  # its advantages are the value model's
     credit: CreditConfig = CreditConfig()
     regularisation: ENVPPORegularisation = ENVPPORegularisation()
-
-    @property
-    def title(self) -> str:
-        """The name of the flow run."""
-        return training_title("env_ppo", self.model.key, self.data.train, self.seed)
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        check_valued_run(self.model, self.value_model, self.algorithm, self.credit, self.optimizer)
-        return self

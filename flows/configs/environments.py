@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -13,17 +13,15 @@ from flows.configs.common import (
     GRPOConfig,
     OptimizerConfig,
     PromptDataConfig,
-    TrainingConfig,
-    check_sampled_run,
+    RolloutConfig,
 )
 from flows.configs.defaults import default_of
 from flows.configs.gspo import GSPOAlgorithm, check_has_gspo
 from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
-from flows.configs.titles import training_title
 from storage.number_types import Coefficient, Divisor, Positive
 from storage.serialization import Frozen
 from tasks import import_paths
-from tasks.sampling.episodes import EpisodePlan
+from tasks.plans import EpisodePlan
 
 
 class EnvironmentConfig(Frozen):
@@ -102,8 +100,10 @@ class EpisodeRules(RunRules):
     algorithm.old_logprobs=sampler."""
 
 
-class ENVGRPOConfig(TrainingConfig):
+class ENVGRPOConfig(RolloutConfig):
     """`ostinato run env_grpo`: reinforcement learning from episodes with an environment."""
+
+    flow: ClassVar[str] = "env_grpo"
 
     data: EnvironmentDataConfig
     environment: EnvironmentConfig
@@ -115,26 +115,21 @@ class ENVGRPOConfig(TrainingConfig):
     rules: EpisodeRules = EpisodeRules()
 
     @property
-    def title(self) -> str:
-        """The name of the flow run."""
-        return training_title("env_grpo", self.model.key, self.data.train, self.seed)
+    def batch_rules(self) -> BatchRules:
+        return BatchRules(max_idle_steps=self.rules.max_idle_steps, max_staleness=self.rules.max_staleness)
 
-    @model_validator(mode="after")
-    def _endless_runs_are_constant(self) -> Self:
-        check_sampled_run(self.algorithm, self.optimizer, self.checkpoints, self.sampling, self.evaluation)
-        self.regularisation.check(self.algorithm, self.sampling, max_staleness=self.rules.max_staleness)
-        return self
+    @property
+    def answer_tokens(self) -> int:
+        # every turn may have a completion of the maximum length
+        return self.environment.max_turns * self.sampling.max_new_tokens
 
 
 class ENVGSPOConfig(ENVGRPOConfig):
     """`ostinato run env_gspo`: reinforcement learning from episodes with an environment, one grade per episode."""
 
-    algorithm: ENVGSPOAlgorithm = ENVGSPOAlgorithm()
+    flow: ClassVar[str] = "env_gspo"
 
-    @property
-    def title(self) -> str:
-        """The name of the flow run."""
-        return training_title("env_gspo", self.model.key, self.data.train, self.seed)
+    algorithm: ENVGSPOAlgorithm = ENVGSPOAlgorithm()
 
     @model_validator(mode="after")
     def _no_loss_per_token(self) -> Self:

@@ -19,8 +19,7 @@ from storage.store.keys import validate_name
 from tasks.datasets.spec import HeldoutSource
 from tasks.evaluation.several_answers import AnswerScores
 from tasks.graders.spec import grader_spec
-from tasks.sampling.completions import PromptShard, Truncation
-from tasks.sampling.grading import Grading
+from tasks.plans import Grading, PromptShard, Truncation
 
 
 def checked_name(value: str) -> str:

@@ -29,13 +29,8 @@ REQUIRED_IN_FORM: dict[str, JsonValue] = {"required_in_form": True}
 WORDS = {
     "adamw": "AdamW",
     "deepspeed": "DeepSpeed",
-    "dpo": "DPO",
-    "envgrpo": "ENVGRPO",
-    "envgspo": "ENVGSPO",
-    "envppo": "ENVPPO",
     "gae": "GAE",
     "gib": "GiB",
-    "grpo": "GRPO",
     "gspo": "GSPO",
     "http": "HTTP",
     "id": "ID",
@@ -45,14 +40,13 @@ WORDS = {
     "lr": "learning rate",
     "mib": "MiB",
     "nan": "NaN",
-    "ppo": "PPO",
     "rslora": "rsLoRA",
     "dora": "DoRA",
     "sft": "SFT",
     "url": "URL",
     "vllm": "vLLM",
 }
-"""Words with a special spelling in titles."""
+"""Words with a special spelling in titles. A word in capitals stays as it is."""
 FLOW_FIELDS_SHOWN = frozenset({
     "run", "seed", "model", "data", "grader", "environment", "sampling", "algorithm", "sft", "gspo", "optimizer",
 })  # fmt: skip
@@ -223,11 +217,11 @@ def class_title(name: str) -> str:
 
 def field_title(name: str) -> str:
     """samples_per_batch -> Samples per batch, kl_beta -> KL beta, lr -> Learning rate."""
-    return _title(name.split("_"))
+    return _title([part for part in name.split("_") if part])
 
 
 def _title(parts: list[str]) -> str:
-    words = [WORDS.get(part.lower(), part.lower()) for part in parts if part]
+    words = [part if part.isupper() and len(part) > 1 else WORDS.get(part.lower(), part.lower()) for part in parts]
     return " ".join([words[0][:1].upper() + words[0][1:] if words[0].islower() else words[0], *words[1:]])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,6 @@ from engine.losses.base import LossNorm
 from engine.losses.policy_gradient import GSPOSpec, PolicyLoss
 from flows.configs.common import GRPOAlgorithm, GRPOConfig
 from flows.configs.defaults import default_of
-from flows.configs.titles import training_title
 
 
 class GSPOAlgorithm(GRPOAlgorithm):
@@ -42,14 +41,11 @@ def check_has_gspo(dual_clip: float | None, policy_loss: PolicyLoss = "clip") ->
 class GSPOConfig(GRPOConfig):
     """`ostinato run gspo`: reinforcement learning from graded rollouts, one ratio per completion."""
 
+    flow: ClassVar[str] = "gspo"
+
     algorithm: GSPOAlgorithm = GSPOAlgorithm()
 
     @model_validator(mode="after")
     def _no_loss_per_token(self) -> Self:
         check_has_gspo(None, self.regularisation.policy_loss)
         return self
-
-    @property
-    def title(self) -> str:
-        """The name of the flow run."""
-        return training_title("gspo", self.model.key, self.data.train, self.seed)

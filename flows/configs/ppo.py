@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from engine.losses.base import LossNorm
 from engine.losses.kl import KLEstimator
 from engine.losses.values import MSESpec
-from flows.configs.common import GRPOAlgorithm, GRPOConfig, ModelConfig
+from flows.configs.common import GRPOAlgorithm, GRPOConfig, ModelConfig, RolloutConfig
 from flows.configs.defaults import default_of
 from flows.configs.optimizer import OptimizerConfig, ScheduleName
-from flows.configs.reinforcement import BatchRules, KLPlace, Regularisation
-from flows.configs.titles import training_title
+from flows.configs.reinforcement import KLPlace, Regularisation
 from storage.number_types import MAX_RATE, Coefficient, Divisor, Positive, Rate
 from storage.serialization import Frozen
-from tasks.batches.ppo import Returns, ValuePlan
+from tasks.plans import Returns, ValuePlan
 
 
 class PPOAlgorithm(GRPOAlgorithm):
@@ -144,53 +143,62 @@ class PPORegularisation(Regularisation):
     """Where the KL term is: subtracted from the reward of each token, or in the loss."""
 
 
-class PPOConfig(GRPOConfig):
+class ValuedConfig(RolloutConfig):
+    """Fields that the config of every flow with a value model has."""
+
+    if TYPE_CHECKING:
+        value_model: ValueModelConfig
+        algorithm: PPOAlgorithm
+        credit: CreditConfig
+
+    @property
+    def critic(self) -> ValueModelConfig:
+        return self.value_model
+
+    def check_rows(self, rows: int) -> None:
+        steps = self.count_steps(rows)
+        if steps is not None:
+            value_only_steps(self.credit.value_only_fraction, steps)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        """Refuses two models of one name, a run that leaves the policy no step, and a run without an end in which
+        something depends on its progress."""
+        algorithm, fraction = self.algorithm, self.credit.value_only_fraction
+        if self.model.name == self.value_model.name:
+            raise ValueError(f"model.name and value_model.name are both {self.model.name!r}; give them two names")
+        endless = algorithm.steps is None and algorithm.epochs is None
+        value_optimizer = self.value_model.optimizer_over(self.optimizer)
+        if endless and not value_optimizer.endless:
+            raise ValueError(
+                f"neither algorithm.steps nor algorithm.epochs is given, and value_model.optimizer.schedule="
+                f"{value_optimizer.schedule!r} has no end to bend to; give steps, or use 'constant'"
+            )
+        if algorithm.steps is not None:
+            value_only_steps(fraction, algorithm.steps)
+        if endless and fraction > 0:
+            raise ValueError(
+                "without algorithm.steps or epochs, credit.value_only_fraction is a share of nothing; give a length, "
+                "or value_only_fraction=0"
+            )
+        return self
+
+
+class PPOConfig(GRPOConfig, ValuedConfig):
     """`ostinato run ppo`: reinforcement learning from graded rollouts with a value model."""
+
+    flow: ClassVar[str] = "ppo"
 
     value_model: ValueModelConfig = ValueModelConfig()
     algorithm: PPOAlgorithm = PPOAlgorithm()
     credit: CreditConfig = CreditConfig()
     regularisation: PPORegularisation = PPORegularisation()
-    rules: BatchRules = BatchRules()
-
-    @property
-    def title(self) -> str:
-        """The name of the flow run."""
-        return training_title("ppo", self.model.key, self.data.train, self.seed)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        check_valued_run(self.model, self.value_model, self.algorithm, self.credit, self.optimizer)
+    def _has_no_groups(self) -> Self:
         if self.rules.dynamic_sampling:
             raise ValueError("rules.dynamic_sampling compares the completions of a group, and PPO has none; leave it")
         return self
-
-
-def check_valued_run(
-    model: ModelConfig,
-    value_model: ValueModelConfig,
-    algorithm: PPOAlgorithm,
-    credit: CreditConfig,
-    optimizer: OptimizerConfig,
-) -> None:
-    """Raises ValueError for two models of one name, for a run that leaves the policy no step, and for a run without an
-    end in which something depends on its progress."""
-    if model.name == value_model.name:
-        raise ValueError(f"model.name and value_model.name are both {model.name!r}; give them two names")
-    endless = algorithm.steps is None and algorithm.epochs is None
-    value_optimizer = value_model.optimizer_over(optimizer)
-    if endless and not value_optimizer.endless:
-        raise ValueError(
-            f"neither algorithm.steps nor algorithm.epochs is given, and value_model.optimizer.schedule="
-            f"{value_optimizer.schedule!r} has no end to bend to; give steps, or use 'constant'"
-        )
-    if algorithm.steps is not None:
-        value_only_steps(credit.value_only_fraction, algorithm.steps)
-    if endless and credit.value_only_fraction > 0:
-        raise ValueError(
-            "without algorithm.steps or epochs, credit.value_only_fraction is a share of nothing; give a length, or "
-            "value_only_fraction=0"
-        )
 
 
 def value_only_steps(fraction: float, total_steps: int) -> int:

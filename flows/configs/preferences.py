@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from engine.losses.pairs import DPOSpec, DPOVariant
-from flows.configs.common import DataConfig, OptimizerConfig, SFTAlgorithm, TrainingConfig
+from flows.configs.common import DataConfig, OptimizerConfig, SFTAlgorithm, SupervisedConfig
 from flows.configs.defaults import default_of
 from flows.configs.reinforcement import RunRules
 from flows.configs.titles import training_title
 from flows.configs.validation import ValidationConfig
 from storage.number_types import MAX_RATE, Divisor
 from tasks.batches.truncation import check_uncut
-from tasks.datasets.spec import HeldoutRowsSource, RowsTrainingSource
+from tasks.datasets.spec import DatasetUse, HeldoutRowsSource, RowsTrainingSource, TrainingSource
 
 
 class PreferenceOptimizer(OptimizerConfig):
@@ -32,6 +32,10 @@ class PreferenceDataConfig(DataConfig):
     heldout: HeldoutRowsSource | None = None
     """Preferences of the validation loss, on which the model is never trained. None: no validation loss."""
 
+    @property
+    def inputs(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
+        return {"dataset": (self.train, "preference")}
+
 
 class RewardDataConfig(DataConfig):
     """The preferences or ratings to train on, and held-out ones for the validation loss."""
@@ -44,6 +48,10 @@ class RewardDataConfig(DataConfig):
     use: Literal["preference", "rating"] = "preference"
     """What the reward model learns. preference: the chosen answer scores higher than the rejected one. rating: an
     answer scores the number `res` of its metadata (metadata_columns: [res], where it is a column)."""
+
+    @property
+    def inputs(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
+        return {"dataset": (self.train, self.use)}
 
 
 class DPOAlgorithm(SFTAlgorithm):
@@ -92,8 +100,10 @@ class RewardModelAlgorithm(SFTAlgorithm):
         return self
 
 
-class DPOConfig(TrainingConfig):
+class DPOConfig(SupervisedConfig):
     """`ostinato run dpo`: direct preference optimisation."""
+
+    flow: ClassVar[str] = "dpo"
 
     data: PreferenceDataConfig
     algorithm: DPOAlgorithm = DPOAlgorithm()
@@ -102,13 +112,15 @@ class DPOConfig(TrainingConfig):
     validation: ValidationConfig = ValidationConfig()
 
     @property
-    def title(self) -> str:
-        """The name of the flow run."""
-        return training_title("dpo", self.model.key, self.data.train, self.seed)
+    def needs_reference(self) -> bool:
+        return True
 
 
-class RewardModelConfig(TrainingConfig):
+class RewardModelConfig(SupervisedConfig):
     """`ostinato run reward_model`: a model that scores conversations, for graders."""
+
+    flow: ClassVar[str] = "reward_model"
+    has_scalar_head: ClassVar[bool] = True
 
     data: RewardDataConfig
     algorithm: RewardModelAlgorithm = RewardModelAlgorithm()
@@ -118,5 +130,4 @@ class RewardModelConfig(TrainingConfig):
 
     @property
     def title(self) -> str:
-        """The name of the flow run."""
         return training_title("reward model", self.model.key, self.data.train, self.seed)

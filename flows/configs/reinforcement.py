@@ -13,9 +13,9 @@ from flows.configs.defaults import default_of
 from storage.chain.records import OldLogprobs, StepOldLogprobs
 from storage.number_types import Coefficient, Divisor, Positive
 from storage.serialization import Frozen
-from tasks.batches.rl import BatchPlan
 from tasks.credit.kl_controllers import AdaptiveKL
 from tasks.credit.rewards import Overlong
+from tasks.plans import BatchPlan
 
 if TYPE_CHECKING:
     from flows.configs.common import GRPOAlgorithm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
@@ -15,6 +15,7 @@ from flows.configs.common import (
     SFTAlgorithm,
     SFTConfig,
     SFTOptimizer,
+    StageConfig,
     TrainingConfig,
 )
 from flows.configs.defaults import default_of
@@ -22,9 +23,7 @@ from flows.configs.gspo import GSPOAlgorithm, GSPOConfig
 from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
 from flows.configs.titles import training_title
 from storage.serialization import Frozen
-from tasks.datasets.spec import TrainingSource
-
-STAGES = ("sft", "gspo")
+from tasks.datasets.spec import DatasetUse, TrainingSource
 
 
 class SFTToGSPODataConfig(PromptDataConfig):
@@ -34,6 +33,14 @@ class SFTToGSPODataConfig(PromptDataConfig):
     """Conversations that the first stage trains on."""
     prompts: TrainingSource
     """Prompts that the second stage answers; the answers are graded."""
+
+    @property
+    def inputs(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
+        return {"dataset": (self.train, "completion"), "prompts": (self.prompts, "prompt")}
+
+    @property
+    def heldout_use(self) -> DatasetUse:
+        return "prompt"
 
 
 class SFTStage(Frozen):
@@ -57,6 +64,8 @@ class GSPOStage(Frozen):
 class SFTToGSPOConfig(TrainingConfig):
     """`ostinato run sft_to_gspo`: fine-tuning on conversations, then reinforcement learning from graded rollouts."""
 
+    flow: ClassVar[str] = "sft_to_gspo"
+
     data: SFTToGSPODataConfig
     grader: GraderConfig
     sampling: SamplingParams = default_of(GSPOConfig, "sampling")
@@ -66,8 +75,11 @@ class SFTToGSPOConfig(TrainingConfig):
 
     @property
     def title(self) -> str:
-        """The name of the flow run."""
         return training_title("sft to gspo", self.model.key, self.data.prompts, self.seed)
+
+    @property
+    def stages(self) -> dict[str, StageConfig]:
+        return {"sft": self.first, "gspo": self.second}
 
     @property
     def first(self) -> SFTConfig:
@@ -85,13 +97,13 @@ class SFTToGSPOConfig(TrainingConfig):
     @model_validator(mode="after")
     def _stages_are_runs(self) -> Self:
         """Refuses what a run of either stage would refuse."""
-        _ = self.first, self.second
+        _ = self.stages
         return self
 
     def semantic(self) -> dict[str, Any]:
         body = super().semantic()
         stages = {}
-        for name, config in zip(STAGES, (self.first, self.second), strict=True):
+        for name, config in self.stages.items():
             part = config.semantic()
             stages[name] = {key: part[key] for key in part.keys() - body.keys()}
         return body | stages

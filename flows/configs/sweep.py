@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
+from flows.catalogue import AnyTraining
 from flows.configs.common import TrainingConfig
 from flows.configs.evaluation import checked_name
 from flows.configs.forms import FormConfig
 from flows.configs.overrides import describe_validation
-from flows.configs.training import AnyTraining
 from storage.serialization import Frozen, canonical_json, digest
 
 MAX_TRIALS = 1000

@@ -7,21 +7,17 @@ speed, so that a run may take longer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeVar
 
 from engine.models.folder import ModelFolder, local_folder, registered_model
 from engine.models.size import base_nbytes, folder_parameter_count, parameter_count
 from engine.protocol import EngineInfo
 from flows.callbacks import Cadence
-from flows.configs.common import CheckpointConfig, GRPOConfig, ModelConfig, TrainingConfig
-from flows.configs.env_ppo import ENVPPOConfig
-from flows.configs.environments import ENVGRPOConfig
-from flows.configs.ppo import PPOConfig
-from flows.configs.preferences import DPOConfig, RewardModelConfig
-from flows.configs.reinforcement import old_logprobs_of_step
-from flows.configs.sft_to_gspo import SFTToGSPOConfig
+from flows.configs.common import CheckpointConfig, ModelConfig, StageConfig, TrainingConfig
+from flows.configs.ppo import ValueModelConfig
 from flows.runs.durations import FAST_STORE, FIXED_START_SECONDS, TASK_SECONDS, Durations, StoreSpeed
 from flows.runs.expected_errors import DoesNotFit
 from flows.training.checkpointing import MIN_SECONDS, SAVES_BETWEEN, CheckpointSchedule
@@ -105,13 +101,12 @@ class Estimate:
         return f"{text}, about {_duration(self.durations.total)}" + (f" ({listed})" if listed else "")
 
 
-def estimate(  # noqa: PLR0913 - each is measured elsewhere
+def estimate(
     store: ObjectStore,
     config: TrainingConfig,
     base: ArtifactRef,
-    data: LoadedDataset,
+    datasets: Sequence[LoadedDataset],
     info: EngineInfo,
-    further: Mapping[str, LoadedDataset] | None = None,
     *,
     heldout: LoadedDataset | None = None,
     speed: StoreSpeed = FAST_STORE,
@@ -119,22 +114,24 @@ def estimate(  # noqa: PLR0913 - each is measured elsewhere
 ) -> Estimate:
     """Estimates what is left of a run of `config` on the engine that `info` describes.
 
-    `further` are datasets besides `data`, `heldout` are the rows that the run evaluates on, `speed` is that of the
-    store, and `committed` are the committed steps of each stage that has begun.
+    `datasets` are those of the stages, `heldout` are the rows that the run evaluates on, `speed` is that of the store,
+    and `committed` are the committed steps of each stage that has begun.
     """
-    if not isinstance(config, SFTToGSPOConfig):
-        return _estimate_stage(store, config, base, data, info, heldout, speed, sum(committed))
-    prompts = (further or {})["prompts"]
-    second = _estimate_stage(store, config.second, base, prompts, info, heldout, speed, sum(committed[1:]))
-    if len(committed) > 1:
-        # the second stage begins when the first has ended
-        return second
-    return _estimate_stage(store, config.first, base, data, info, None, speed, sum(committed)).followed_by(second)
+    stages = list(config.stages.values())
+    # a stage begins when the one before it has ended
+    current = min(max(0, len(committed) - 1), len(stages) - 1)
+    estimates = []
+    for index in range(current, len(stages)):
+        # the last policy is evaluated, and so are those of the last stage
+        evaluated = heldout if index == len(stages) - 1 else None
+        done = sum(committed[index:])
+        estimates.append(_estimate_stage(store, stages[index], base, datasets[index], info, evaluated, speed, done))
+    return reduce(Estimate.followed_by, estimates)
 
 
 def _estimate_stage(
     store: ObjectStore,
-    config: TrainingConfig,
+    config: StageConfig,
     base: ArtifactRef,
     data: LoadedDataset,
     info: EngineInfo,
@@ -144,25 +141,22 @@ def _estimate_stage(
 ) -> Estimate:
     """The estimate of a stage of which `done` steps are committed."""
     # one step of the trained model
-    parameters, tokens = parameter_count(store, base), _mean_row_tokens(store, data)
-    steps = count_steps(config, data.rows)
-    if isinstance(config, GRPOConfig | ENVGRPOConfig):
-        operations, stored_tokens = _grpo_step(config, parameters, tokens)
-        frozen = config.algorithm.kl_beta > 0
-    else:
-        stored_tokens = min(config.algorithm.samples_per_batch, data.rows) * tokens
-        frozen = isinstance(config, DPOConfig)
-        operations = parameters * stored_tokens * (6.0 + 2.0 * frozen)
-    compute_bytes, samples = COMPUTE_BYTES[info.numerics.compute_dtype], not isinstance(config, RewardModelConfig)
+    parameters = parameter_count(store, base)
+    steps, frozen = config.count_steps(data.rows), config.needs_reference
+    stored_tokens = config.tokens_per_step(data.rows, _mean_row_tokens(store, data))
+    passes = 2.0 * config.passes_before_gradient + 6.0 * config.passes_of_gradient
+    operations = parameters * stored_tokens * passes
+    compute_bytes, samples = COMPUTE_BYTES[info.numerics.compute_dtype], not config.has_scalar_head
     base_bytes = _base_bytes(store, base, config.model, parameters, compute_bytes)
     memory = _memory(config.model, parameters, compute_bytes, base_bytes, frozen=frozen, samples=samples)
     steps_left = None if steps is None else max(0, steps - done)
     disk = None if steps_left is None else _disk(config, config.model, parameters, steps_left)
     loaded_parameters, saved_bytes = parameters * (1 + frozen), _checkpoint_bytes(config.model, parameters)
 
-    # the value model of PPO reads every token, and is trained as often as the policy
-    if isinstance(config, PPOConfig | ENVPPOConfig):
-        value_model, value_parameters = config.value_model, _value_parameters(store, config, parameters)
+    # the value model reads every token, and is trained as often as the policy
+    value_model = config.critic
+    if value_model is not None:
+        value_parameters = _value_parameters(store, value_model, parameters)
         base_bytes = _base_bytes(store, base, value_model, parameters, compute_bytes)
         memory += _memory(value_model, value_parameters, compute_bytes, base_bytes, frozen=False, samples=False)
         adapters = [model.adapter for model in (config.model, value_model) if model.adapter is not None]
@@ -173,7 +167,7 @@ def _estimate_stage(
             disk += _disk(config, value_model, value_parameters, steps_left)
         loaded_parameters += value_parameters
         saved_bytes += _checkpoint_bytes(value_model, value_parameters)
-        operations += value_parameters * stored_tokens * (2.0 + 6.0 * config.algorithm.mini_epochs_per_batch)
+        operations += value_parameters * stored_tokens * (2.0 + 6.0 * config.passes_of_gradient)
 
     if steps is None or steps_left is None or disk is None:
         return Estimate(memory_bytes=memory, disk_bytes=None, durations=None)
@@ -193,33 +187,22 @@ def _estimate_stage(
 
 
 def _evaluation_operations(
-    store: ObjectStore, config: TrainingConfig, parameters: int, heldout: LoadedDataset | None, counts: range
+    store: ObjectStore, config: StageConfig, parameters: int, heldout: LoadedDataset | None, counts: range
 ) -> float:
     """Operations of the evaluations after each number of steps in `counts`, the last of which is that of the whole run.
     Each held-out prompt is read and answered, each held-out row is read."""
-    cadence_config = getattr(config, "evaluation", None) or getattr(config, "validation", None)
-    if heldout is None or cadence_config is None:
+    if heldout is None:
         return 0.0
-    cadence = Cadence.of(cadence_config)
+    cadence = Cadence.of(config.measurements)
     times = sum(cadence.due(done, counts[-1]) for done in counts)
-    tokens = _mean_row_tokens(store, heldout)
-    if isinstance(config, GRPOConfig | ENVGRPOConfig):
-        turns = config.environment.max_turns if isinstance(config, ENVGRPOConfig) else 1
-        answers = config.evaluation.samples_per_prompt
-        tokens += answers * turns * config.sampling.max_new_tokens
-    # DPO reads the rows with its reference, too
-    passes = 2 if isinstance(config, DPOConfig) else 1
-    return 2.0 * parameters * times * passes * heldout.rows * tokens
+    tokens = config.tokens_per_heldout_row(_mean_row_tokens(store, heldout))
+    return 2.0 * parameters * times * heldout.rows * tokens
 
 
-def _storage_seconds(config: TrainingConfig, step_bytes: int, speed: StoreSpeed) -> float:
+def _storage_seconds(config: StageConfig, step_bytes: int, speed: StoreSpeed) -> float:
     """Seconds of a step for its artifacts and tasks: the batch, the gradient step and, for each shard, sampling and
     grading."""
-    tasks = 2
-    if isinstance(config, GRPOConfig | ENVGRPOConfig):
-        algorithm = config.algorithm
-        prompts = algorithm.samples_per_batch // algorithm.completions_per_sample
-        tasks += 2 * -(-prompts // algorithm.prompts_per_shard)
+    tasks = 2 + 2 * config.shards_per_step
     return speed.write_seconds(step_bytes, OBJECTS_PER_TASK * tasks) + tasks * TASK_SECONDS
 
 
@@ -238,28 +221,15 @@ def _checkpoints_written(
     return certain + min(shares, int((steps - done) * step_seconds / apart_seconds)) + 1
 
 
-def _value_parameters(store: ObjectStore, config: PPOConfig | ENVPPOConfig, policy_parameters: int) -> int:
+def _value_parameters(store: ObjectStore, value_model: ValueModelConfig, policy_parameters: int) -> int:
     """The number of parameters of the value model, which is by default a copy of the policy. Raises BadModelFolder."""
-    key = config.value_model.key
+    key = value_model.key
     if key is None:
         return policy_parameters
     folder = local_folder(key)
     if folder is None:
         return parameter_count(store, registered_model(store, key))
     return folder_parameter_count(ModelFolder.of(folder).files)
-
-
-def _grpo_step(config: GRPOConfig | ENVGRPOConfig, parameters: int, prompt_tokens: int) -> tuple[float, int]:
-    """(operations of one step, tokens that it stores). A prompt is read once for its whole group."""
-    algorithm = config.algorithm
-    # tokens: one prompt per group, and the completions; a turn of an episode is a completion
-    groups = algorithm.samples_per_batch // algorithm.completions_per_sample
-    turns = config.environment.max_turns if isinstance(config, ENVGRPOConfig) else 1
-    tokens = groups * prompt_tokens + algorithm.samples_per_batch * turns * config.sampling.max_new_tokens
-    # sampling, and where needed the logprobs of the trainer and of the reference
-    scored = old_logprobs_of_step(algorithm, config.regularisation) == "trainer"
-    passes = 2 + 2 * scored + 2 * (algorithm.kl_beta > 0)
-    return parameters * tokens * float(passes + 6 * algorithm.mini_epochs_per_batch), tokens
 
 
 def _base_bytes(
@@ -288,7 +258,7 @@ def _memory(
     return parameters * (max(MASTER_BYTES, compute_bytes) * (2 + MOMENTS + frozen) + sampler_bytes)
 
 
-def _disk(config: TrainingConfig, model: ModelConfig, parameters: int, steps: int) -> int:
+def _disk(config: StageConfig, model: ModelConfig, parameters: int, steps: int) -> int:
     """Bytes of the checkpoints that are kept, of one that is being written, and of the published model."""
     checkpoint_bytes = _checkpoint_bytes(model, parameters)
     return (_checkpoints(config.checkpoints, steps) + 1) * checkpoint_bytes + parameters * MASTER_BYTES
@@ -313,21 +283,6 @@ def _checkpoints(config: CheckpointConfig, steps: int) -> int:
     # checkpoints by interval are kept besides the named ones
     every_nth = steps // config.keep_every if config.keep_every else 0
     return named + config.keep_last + (config.keep_best or 0) + every_nth
-
-
-def count_steps(config: TrainingConfig, rows: int) -> int | None:
-    """The number of steps of the whole run, or None if it has no end."""
-    algorithm = config.algorithm
-    if algorithm.steps is not None:
-        return algorithm.steps
-    if isinstance(config, GRPOConfig | ENVGRPOConfig):
-        if algorithm.epochs is None:
-            return None
-        # a step of reinforcement learning samples several completions per row
-        rows_per_step = config.algorithm.samples_per_batch // config.algorithm.completions_per_sample
-    else:
-        rows_per_step = min(algorithm.samples_per_batch, rows)
-    return -(-(algorithm.epochs or 1) * rows // rows_per_step)
 
 
 def _mean_row_tokens(store: ObjectStore, data: LoadedDataset) -> int:

@@ -10,7 +10,7 @@ from tasks.datasets.errors import DatasetError
 from tasks.environments.spec import EnvironmentSpecError
 from tasks.graders.spec import GraderSpecError
 from tasks.loggers.base import LoggerMissing
-from tasks.sampling.grading import TooManyMasked
+from tasks.plans import TooManyMasked
 
 
 class DoesNotFit(ValueError):

@@ -14,15 +14,11 @@ from engine.models.folder import ModelFolder, local_folder, registered_model
 from engine.models.hub import check_hub_model, hub_repo_of_key
 from engine.models.openai_model import SCHEME
 from flows.configs.common import GraderConfig, ModelConfig, TrainingConfig
-from flows.configs.env_ppo import ENVPPOConfig
 from flows.configs.environments import EnvironmentConfig
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.optimizer import OptimizerConfig
 from flows.configs.overrides import ConfigError
-from flows.configs.ppo import PPOConfig, ValueModelConfig, value_only_steps
-from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.parameters import Dataset, Grader, Model
-from flows.runs.estimate import count_steps
 from storage.errors import PermanentStorageError
 from storage.registry.decisions import resolve_model
 from storage.registry.hub import with_commit_of
@@ -66,26 +62,18 @@ def check_inputs(config: BaseModel, store: ObjectStore, commits: Mapping[str, st
 
 def check_warmup(config: TrainingConfig) -> None:
     """Raises ConfigError for a warm-up that is longer than the run. A run that began with one may continue."""
-    stages: list[tuple[str, Any]] = [("", config)]
-    if isinstance(config, SFTToGSPOConfig):
-        stages = [("sft.", config.sft), ("gspo.", config.gspo)]
-    for prefix, stage in stages:
-        steps, optimizer = stage.algorithm.steps, stage.optimizer
-        _check_warmup_of(prefix, "optimizer", optimizer, steps)
-        value_model = getattr(stage, "value_model", None)
-        if isinstance(value_model, ValueModelConfig):
-            _check_warmup_of(prefix, "value_model.optimizer", value_model.optimizer_over(optimizer), steps)
+    for name, stage in config.stages.items():
+        prefix, steps = f"{name}." if name else "", stage.algorithm.steps
+        _check_warmup_of(prefix, "optimizer", stage.optimizer, steps)
+        if stage.critic is not None:
+            _check_warmup_of(prefix, "value_model.optimizer", stage.critic.optimizer_over(stage.optimizer), steps)
 
 
-def check_length(config: TrainingConfig, rows: int) -> None:
-    """Raises ConfigError if a run over this many rows of training data would train no policy."""
-    # only PPO has steps that train no policy; a run in two stages has no steps of its own to count
-    if not isinstance(config, PPOConfig | ENVPPOConfig):
-        return
-    steps = count_steps(config, rows)
-    if steps is not None:
+def check_length(config: TrainingConfig, *rows: int) -> None:
+    """Raises ConfigError if a stage would train no policy. `rows` are those of each stage's training data."""
+    for stage, count in zip(config.stages.values(), rows, strict=True):
         try:
-            value_only_steps(config.credit.value_only_fraction, steps)
+            stage.check_rows(count)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 

@@ -16,9 +16,9 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from engine.specs.engine import EngineSpec, LocalEngineSpec
+from flows.catalogue import AnyTraining
 from flows.configs.common import TrainingConfig
 from flows.configs.overrides import RULES, describe_validation
-from flows.configs.training import AnyTraining
 from flows.ops.state import write_private
 from storage.chain.fork import read_fork
 from storage.chain.leases import check_not_deleted

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from prefect.exceptions import Pause
@@ -19,7 +19,7 @@ from engine.models.hub import hub_repo_of_key
 from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
 from engine.workspace import Workspace
-from flows.configs.common import FlowConfig, PromptDataConfig, TrainingConfig
+from flows.configs.common import FlowConfig, TrainingConfig
 from flows.display.load_progress import LoadLines
 from flows.display.terminal import TerminalProgress
 from flows.ops.attempts import check_attempts
@@ -66,12 +66,15 @@ class RunSession:
     config: FlowConfig
     result: dict[str, Any] | None
     """The result of the run if it is finished already, else None."""
-    data: LoadedDataset
-    """The main training dataset."""
+    datasets: Mapping[str, LoadedDataset]
+    """The training datasets, in the order of `config.data.inputs`."""
     base: ArtifactRef
     """The registered model that training starts from."""
-    further: Mapping[str, LoadedDataset] = field(default_factory=dict)
-    """Further training datasets, by name."""
+
+    @property
+    def data(self) -> LoadedDataset:
+        """The training dataset of the first stage."""
+        return self.datasets["dataset"]
 
     @property
     def run(self) -> str:
@@ -111,18 +114,10 @@ async def import_model(workspace: Workspace, key: str) -> ArtifactRef:
 
 
 @asynccontextmanager
-async def open_run(
-    flow_name: str,
-    config: TrainingConfig,
-    logger: TerminalProgress,
-    *,
-    use: DatasetUse,
-    further: Mapping[str, tuple[TrainingSource, DatasetUse]] | None = None,
-) -> AsyncIterator[RunSession]:
+async def open_run(config: TrainingConfig, logger: TerminalProgress) -> AsyncIterator[RunSession]:
     """Loads the inputs, creates or reopens the run, and holds its lease within the block.
 
-    Code, packages and machine may have changed since the run was created: that is noted as a warning. `further` names
-    the datasets that the flow trains on besides `config.data.train`.
+    Code, packages and machine may have changed since the run was created: that is noted as a warning.
 
     Raises:
         ConfigError, LoggerMissing: something that the config names is not there. Raised before anything is loaded.
@@ -133,30 +128,28 @@ async def open_run(
     """
     with reraise_termination() as ending:
         config = with_deployment_settings(config)
-        workspace = ending.workspace = open_workspace(flow_name, config)
+        workspace = ending.workspace = open_workspace(config.flow, config)
         store = workspace.open_store()
         check_fork(store, workspace.run)
         resumed = store.exists(keys.run_json(workspace.run))
         workspace = with_hub_commits(workspace, config)
-        _check_config(workspace, config, use, resumed=resumed)
+        _check_config(workspace, config, resumed=resumed)
         config.logging.trackers()
 
         # the inputs: datasets and base model
-        data = _load(workspace, config.data.train, use, logger)
-        check_length(config, data.rows)
-        further_data = {name: _load(workspace, *source, logger) for name, source in (further or {}).items()}
+        datasets = {name: _load(workspace, *source, logger) for name, source in config.data.inputs.items()}
+        check_length(config, *(data.rows for data in datasets.values()))
         base = await import_model(workspace, config.model.key)
         if find_store_id(store) is None:
             logger.note(f"a new store is created at {store.url}")
 
         # refuse a run that does not fit before anything of it is written
-        notes = await _check_fit(workspace, config, base, data, further_data, use, logger, resumed=resumed)
+        notes = await _check_fit(workspace, config, base, datasets, logger, resumed=resumed)
 
         # create the run, or check that a resumed one has the same inputs
-        warnings = _create_or_check_run(workspace, flow_name, config, base, _input_digests(base, data, further_data))
-        config.data.train.record_version(workspace.open_store(), workspace.run, use, data)
-        for name, (source, further_use) in (further or {}).items():
-            source.record_version(workspace.open_store(), workspace.run, further_use, further_data[name])
+        warnings = _create_or_check_run(workspace, config, base, _input_digests(base, datasets))
+        for name, (source, use) in config.data.inputs.items():
+            source.record_version(workspace.open_store(), workspace.run, use, datasets[name])
         # from here on, this process alone acts for the run
         workspace = take_lease(workspace)
         logger.logging = config.logging
@@ -164,7 +157,7 @@ async def open_run(
             logger.note(line)
         # the lease is released on every way out of the block
         try:
-            session = RunSession(workspace, config, read_result(workspace), data, base, further_data)
+            session = RunSession(workspace, config, read_result(workspace), datasets, base)
             _announce_beginning(session, logger)
             yield session
         except Pause:
@@ -176,7 +169,7 @@ async def open_run(
 
 async def _with_imported_value_model(workspace: Workspace, config: TrainingConfig) -> TrainingConfig:
     """Returns the config with the registered model in place of a value model of the hub, for the estimate."""
-    value_model = getattr(config, "value_model", None)
+    value_model = config.critic
     if value_model is None or value_model.key is None or hub_repo_of_key(value_model.key) is None:
         return config
     model = await import_model(workspace, value_model.key)
@@ -185,7 +178,7 @@ async def _with_imported_value_model(workspace: Workspace, config: TrainingConfi
 
 
 def _create_or_check_run(
-    workspace: Workspace, flow_name: str, config: TrainingConfig, base: ArtifactRef, input_digests: dict[str, str]
+    workspace: Workspace, config: TrainingConfig, base: ArtifactRef, input_digests: dict[str, str]
 ) -> tuple[str, ...]:
     """Creates the run, or checks that it has the same semantic config. Returns the warnings about its base model and
     about what else changed.
@@ -197,34 +190,30 @@ def _create_or_check_run(
         store,
         workspace.run,
         semantic=config.semantic() | {"inputs": input_digests},
-        other=config.other() | {FLOW: flow_name} | commits_entry(workspace.hub),
+        other=config.other() | {FLOW: config.flow} | commits_entry(workspace.hub),
         code_version=workspace.provenance.code_version,
         warnings=() if warning is None else (warning,),
     )
     return opening.warnings
 
 
-def _check_config(workspace: Workspace, config: TrainingConfig, use: DatasetUse, *, resumed: bool) -> None:
+def _check_config(workspace: Workspace, config: TrainingConfig, *, resumed: bool) -> None:
     """Raises ConfigError if something that the config names is not there, and DatasetError if the held-out data is a
     registered dataset of another use."""
     if not resumed:
         check_warmup(config)
     check_inputs(config, workspace.open_store(), workspace.hub)
-    _heldout_source(workspace, config, use)
+    _heldout_source(workspace, config)
 
 
-def _heldout_source(workspace: Workspace, config: TrainingConfig, use: DatasetUse) -> DeclaredDataset | None:
-    """The resolved spec of the rows that the run evaluates on. None: it has none."""
-    source: DeclaredDataset | None = getattr(config.data, "heldout", None)
+
+
+def _heldout_source(workspace: Workspace, config: TrainingConfig) -> DeclaredDataset | None:
+    """The held-out data in the version that the run uses. None: it has none. Raises DatasetError."""
+    source, use = config.data.heldout, config.data.heldout_use
     if source is None:
         return None
-    heldout_use = _heldout_use(config, use)
-    return source.resolved(workspace.open_store(), heldout_use, run=workspace.run, commits=workspace.hub)
-
-
-def _heldout_use(config: TrainingConfig, use: DatasetUse) -> DatasetUse:
-    """The use of the held-out data. `use`: that of the training data."""
-    return "prompt" if isinstance(config.data, PromptDataConfig) else use
+    return source.resolved(workspace.open_store(), use, run=workspace.run, commits=workspace.hub)
 
 
 def _load(
@@ -246,9 +235,7 @@ async def _check_fit(
     workspace: Workspace,
     config: TrainingConfig,
     base: ArtifactRef,
-    data: LoadedDataset,
-    further: Mapping[str, LoadedDataset],
-    use: DatasetUse,
+    datasets: Mapping[str, LoadedDataset],
     logger: TerminalProgress,
     *,
     resumed: bool,
@@ -257,32 +244,30 @@ async def _check_fit(
     DoesNotFit."""
     if read_result(workspace) is not None:
         return []
-    heldout = _load_heldout(workspace, config, use, logger)
+    heldout = _load_heldout(workspace, config, logger)
     store, info = workspace.open_store(), await workspace.connect().info()
     committed = tuple(committed_steps(store, workspace.run).values())
     config = await _with_imported_value_model(workspace, config)
-    expected = estimate(
-        store, config, base, data, info, further, heldout=heldout, speed=measure_store(store), committed=committed
-    )
+    stage_data, speed = tuple(datasets.values()), measure_store(store)
+    expected = estimate(store, config, base, stage_data, info, heldout=heldout, speed=speed, committed=committed)
     expected.check(info, resumed=resumed)
     return [expected.text(info)]
 
 
 def _load_heldout(
-    workspace: Workspace, config: TrainingConfig, use: DatasetUse, logger: TerminalProgress
+    workspace: Workspace, config: TrainingConfig, logger: TerminalProgress
 ) -> LoadedDataset | None:
     """Loads the rows that the run evaluates on. None: it has none."""
-    store, heldout_use = workspace.open_store(), _heldout_use(config, use)
-    source = _heldout_source(workspace, config, use)
+    source = _heldout_source(workspace, config)
     if source is None:
         return None
+    store, use = workspace.open_store(), config.data.heldout_use
     on_progress = LoadLines(source.title, logger.note)
-    return load_dataset(store, source, use=heldout_use, provenance=workspace.provenance, on_progress=on_progress)
+    return load_dataset(store, source, use=use, provenance=workspace.provenance, on_progress=on_progress)
 
 
-def _input_digests(base: ArtifactRef, data: LoadedDataset, further: Mapping[str, LoadedDataset]) -> dict[str, str]:
-    further_digests = {name: dataset.ref.sha256 for name, dataset in further.items()}
-    return {"dataset": data.ref.sha256} | further_digests | {"model": base.sha256}
+def _input_digests(base: ArtifactRef, datasets: Mapping[str, LoadedDataset]) -> dict[str, str]:
+    return {name: dataset.ref.sha256 for name, dataset in datasets.items()} | {"model": base.sha256}
 
 
 def take_lease(workspace: Workspace) -> Workspace:

@@ -7,7 +7,7 @@ from typing import overload
 
 from tasks.graders.base import BaseGrader, FunctionGrader
 from tasks.graders.spec import GraderSpec, in_process_spec, require_durable, source_digest
-from tasks.sampling.grading import Grading
+from tasks.plans import Grading
 
 
 @overload

@@ -7,27 +7,28 @@ from dataclasses import replace
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
 from engine.losses.values import MSESpec, TrustRegionMSESpec
+from flows.configs.optimizer import OptimizerConfig
 from flows.configs.ppo import CreditConfig, ValueModelConfig, value_only_steps
-from flows.training.optimizer import AdamW
+from flows.training.optimizer import AdamW, schedule_of
 from flows.training.options import CriticOptions, PPOOptions, read_options
-from flows.training.schedules import CosineScheduler, are_endless
+from flows.training.schedules import are_endless
 from storage.chain.records import Chain, PolicyRef
-from tasks.batches.ppo import ValuePlan
+from tasks.plans import ValuePlan
 
 
 class Critic:
     """The value model of a training class, with its optimizer and its loss.
 
-    `policy_optimizer` gives the settings that the options leave out.
+    Without the option `value_optimizer`, `policy_optimizer` gives the settings that the options leave out.
     """
 
     def __init__(self, model: TrainingModel, options: CriticOptions, policy_optimizer: AdamW) -> None:
         self.model = model
-        self.credit = read_options(CreditConfig, options)
-        self.schedule = options.get("value_lr_scheduler") or CosineScheduler(
-            options.get("lr_value", ValueModelConfig().lr)
-        )
-        self.optimizer = _optimizer(options, policy_optimizer)
+        self.credit = read_options(CreditConfig, options, options.get("credit"))
+        group = options.get("value_optimizer")
+        rates = group or OptimizerConfig(lr=ValueModelConfig().lr)
+        self.schedule = options.get("value_lr_scheduler") or schedule_of(rates, lr=options.get("lr_value"))
+        self.optimizer = _optimizer(options, policy_optimizer if group is None else AdamW.of(group))
         clip = self.credit.value_clip
         norm, constant = self.credit.value_loss_norm, self.credit.value_norm_constant
         self.loss: LossSpec = MSESpec(norm=norm, norm_constant=constant)
@@ -79,8 +80,6 @@ def check_ppo_options(model: TrainingModel, value_model: TrainingModel, options:
     """Raises ValueError for options that PPO does not have, and for two models with the same name."""
     if (estimator := options.get("advantage_estimator", "gae")) != "gae":
         raise ValueError(f"advantage_estimator={estimator!r}: PPO's are the value model's; leave it out")
-    if options.get("dynamic_sampling"):
-        raise ValueError("dynamic_sampling compares the completions of a group, and PPO has none; leave it out")
     if model.name == value_model.name:
         raise ValueError(f"policy and value model are both named {model.name!r}; spawn them under two names")
 

@@ -10,18 +10,14 @@ from engine.workspace import Workspace
 from flows.callbacks import Cadence, Callback, HeldoutEvaluation
 from flows.configs.common import GRPOConfig
 from flows.configs.environments import ENVGRPOConfig
+from flows.training.rollout_sources import RolloutSource
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
 from storage.store.tables import read_table
-from tasks.evaluate import evaluate_in_environment, evaluate_policy
-from tasks.evaluation.completions import EvaluationPlan
-from tasks.evaluation.episodes import EpisodeEvaluationPlan
 from tasks.evaluation.statistics import PairedDifference, paired_difference
 from tasks.evaluation.validation_curve import reward_by_prompt
 from tasks.load import load_prompts
-from tasks.sampling.completions import PromptShard
-from tasks.sampling.episodes import EpisodePlan
-from tasks.sampling.grading import Grading
+from tasks.plans import PromptShard
 
 
 @dataclass(frozen=True)
@@ -29,50 +25,38 @@ class HeldoutEvaluator:
     """Evaluates policies on the held-out prompts of a run."""
 
     workspace: Workspace
-    plan: EvaluationPlan | EpisodeEvaluationPlan | None
+    source: RolloutSource
+    """Samples and grades the answers to the prompts."""
+    prompts: PromptShard | None
     """None: the run has no held-out prompts."""
+    sampling: SamplingParams
     _tables: dict[str, ArtifactRef] = field(default_factory=dict, compare=False, repr=False)
     """The evaluations of this process, by the URI of the policy."""
 
     @classmethod
-    def of_completions(
-        cls, workspace: Workspace, config: GRPOConfig, base: ArtifactRef, grading: Grading
+    def of_config(
+        cls, workspace: Workspace, config: GRPOConfig | ENVGRPOConfig, base: ArtifactRef, source: RolloutSource
     ) -> HeldoutEvaluator:
-        """Evaluates completions of the prompts that the config names."""
-        prompts = _prompts(workspace, config, base)
-        if prompts is None:
-            return cls(workspace, None)
-        return cls(workspace, EvaluationPlan(prompts=prompts, sampling=_sampling(config), grading=grading))
-
-    @classmethod
-    def of_episodes(
-        cls, workspace: Workspace, config: ENVGRPOConfig, base: ArtifactRef, episodes: EpisodePlan
-    ) -> HeldoutEvaluator:
-        """Evaluates episodes that begin with the prompts that the config names."""
-        prompts = _prompts(workspace, config, base)
-        if prompts is None:
-            return cls(workspace, None)
-        return cls(workspace, EpisodeEvaluationPlan(prompts=prompts, sampling=_sampling(config), episodes=episodes))
+        """Evaluates on the prompts that the config names, if it names some."""
+        sampling = SamplingParams.model_validate(config.sampling.model_dump() | config.evaluation.sampling)
+        return cls(workspace, source, _prompts(workspace, config, base), sampling)
 
     async def evaluate(self, policy: PolicyRef) -> ArtifactRef | None:
         """The committed evaluation of a policy; None when the run has no held-out prompts."""
-        if self.plan is None:
+        if self.prompts is None:
             return None
         # evaluate each policy once, so that Prefect shows one task run for it
         table = self._tables.get(policy.uri)
         if table is None:
-            if isinstance(self.plan, EpisodeEvaluationPlan):
-                table = await evaluate_in_environment(self.workspace, policy, self.plan)
-            else:
-                table = await evaluate_policy(self.workspace, policy, self.plan)
+            table = await self.source.evaluate(self.workspace, policy, self.prompts, self.sampling)
             self._tables[policy.uri] = table
         return table
 
     def callbacks(self, cadence: Cadence) -> list[Callback]:
         """The callback that evaluates the policy at this cadence. Empty when the run has no held-out prompts."""
-        if self.plan is None:
+        if self.prompts is None:
             return []
-        return [HeldoutEvaluation(self.evaluate, cadence, prompts=len(self.plan.prompts.rows))]
+        return [HeldoutEvaluation(self.evaluate, cadence, prompts=len(self.prompts.rows))]
 
     def compare(self, before: ArtifactRef | None, after: ArtifactRef | None) -> PairedDifference | None:
         """The paired difference of the rewards of the prompts that were graded both times; None for fewer than two."""
@@ -112,8 +96,3 @@ def _prompts(workspace: Workspace, config: GRPOConfig | ENVGRPOConfig, base: Art
         max_prompt_tokens=config.data.max_prompt_tokens,
         truncation=config.data.truncation,
     )
-
-
-def _sampling(config: GRPOConfig | ENVGRPOConfig) -> SamplingParams:
-    """How the answers to held-out prompts are sampled."""
-    return SamplingParams.model_validate(config.sampling.model_dump() | config.evaluation.sampling)

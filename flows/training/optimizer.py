@@ -41,6 +41,16 @@ class AdamW:
     """The decay rates of the first and of the second moment."""
     eps: float
 
+    @classmethod
+    def of(cls, config: OptimizerConfig) -> AdamW:
+        """The settings of a config."""
+        decay: float | Schedule = config.weight_decay
+        if config.weight_decay_schedule != "constant":
+            # OptimizerConfig refuses a schedule without an end
+            assert config.weight_decay_end is not None
+            decay = Ramp(config.weight_decay, config.weight_decay_end, config.weight_decay_schedule)
+        return cls(decay, config.max_grad_norm, (config.beta1, config.beta2), config.eps)
+
     def at(self, step: int, total_steps: int | None, lr: Schedule) -> OptimizerSpec:
         """The optimizer of a 0-based step of `total_steps`; None: of a run without an end."""
         decay = self.weight_decay
@@ -73,22 +83,5 @@ def schedule_of(optimizer: OptimizerConfig, *, lr: float | None = None) -> Sched
         options["cycles"] = optimizer.cycles
     # the classes have different options, so the constructor has no common type
     make: Any = SCHEDULES[optimizer.schedule]
-    schedule: Schedule = make(lr or optimizer.lr, **options)
+    schedule: Schedule = make(optimizer.lr if lr is None else lr, **options)
     return schedule
-
-
-def optimizer_arguments(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """The options of a training class that an optimizer's config gives."""
-    decay: float | Schedule = optimizer.weight_decay
-    if optimizer.weight_decay_schedule != "constant":
-        # OptimizerConfig refuses a schedule without an end
-        assert optimizer.weight_decay_end is not None
-        decay = Ramp(optimizer.weight_decay, optimizer.weight_decay_end, optimizer.weight_decay_schedule)
-    return {
-        "lr_scheduler": schedule_of(optimizer),
-        "weight_decay": decay,
-        "betas": (optimizer.beta1, optimizer.beta2),
-        "eps": optimizer.eps,
-        "max_grad_norm": optimizer.max_grad_norm,
-        "skip_nan_gradients": optimizer.skip_nan_gradients,
-    }

@@ -1,39 +1,42 @@
 """The keyword arguments of the training classes, as types: an editor lists them, and a type checker refuses others.
 
-The default, the bounds and the description of an option are in the config class that has a field of its name
-(flows.configs). `read_options` makes a config of the options of a class. The options of the training classes in
-environments are read and checked here as well.
+An option with the name of a field of a config (flows.configs) is declared as that field is: a test compares the two,
+and prints the lines to write here. The default, the bounds and the description are in the config class. `read_options`
+makes a config of the options of a class. The options of the training classes in environments are read and checked here
+as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from pydantic import ValidationError
 
 from engine.losses.base import LossNorm, TermsNorm
 from engine.losses.kl import KLEstimator
+from engine.losses.pairs import DPOVariant
 from engine.losses.policy_gradient import PolicyLoss
 from flows.callbacks import Callback
+from flows.configs.common import GRPOAlgorithm, SFTAlgorithm
 from flows.configs.defaults import default_of
+from flows.configs.optimizer import OptimizerConfig
 from flows.configs.overrides import ConfigError, describe_validation
-from flows.configs.reinforcement import BatchRules, KLControl, KLPlace, RefillEnd
+from flows.configs.ppo import CreditConfig
+from flows.configs.reinforcement import BatchRules, KLControl, KLPlace, RefillEnd, Regularisation, RunRules
 from flows.display.terminal import TerminalProgress
 from flows.loggers import StageNotifier
 from flows.training.checkpointing import CheckpointSchedule
 from flows.training.schedules import Schedule
 from storage.chain.records import OldLogprobs
+from storage.number_types import Coefficient, Divisor, Positive
 from storage.serialization import Frozen
-from tasks.batches.ppo import Returns
-from tasks.batches.rl import AdvantageEstimator
 from tasks.batches.truncation import Cut
 from tasks.credit.advantages import ESTIMATORS
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec, in_process_spec
-from tasks.sampling.completions import Truncation
-from tasks.sampling.episodes import EpisodePlan
+from tasks.plans import AdvantageEstimator, EpisodePlan, Returns, Truncation
 
 Config = TypeVar("Config", bound=Frozen)
 
@@ -47,6 +50,8 @@ NOT_OF_EPISODES = (
 class LoopOptions(TypedDict, total=False):
     """Options of every training class."""
 
+    optimizer: OptimizerConfig
+    """A group of settings as a config has it. Single options change it. The same holds for the other groups."""
     lr_scheduler: Schedule | None
     """Replaces the learning rate."""
     logger: TerminalProgress | None
@@ -64,7 +69,6 @@ class LoopOptions(TypedDict, total=False):
     callbacks: Sequence[Callback]
     stage_notifier: StageNotifier | None
     max_idle_steps: int | None
-    """Field of flows.configs.reinforcement.RunRules."""
     restart_from_checkpoint: str | None
     """A named checkpoint, `run/stage/name`. The stage begins with its weights."""
 
@@ -72,10 +76,12 @@ class LoopOptions(TypedDict, total=False):
 class SupervisedOptions(LoopOptions, total=False):
     """Options of SFT and RewardModelling."""
 
+    algorithm: SFTAlgorithm
+    rules: RunRules
     lr: float
-    samples_per_batch: int
-    epochs: int | None
     max_steps: int | None
+    epochs: int | None
+    samples_per_batch: int
     max_tokens: int | None
     truncation: Cut
 
@@ -83,8 +89,8 @@ class SupervisedOptions(LoopOptions, total=False):
 class DPOOptions(SupervisedOptions, total=False):
     """Options of DPO."""
 
-    kl_beta: float
-    loss_variant: Literal["sigmoid", "ipo", "cdpo"]
+    kl_beta: Divisor
+    loss_variant: DPOVariant
     label_smoothing: float | None
 
 
@@ -97,9 +103,9 @@ class AlgorithmOptions(TypedDict, total=False):
     mini_epochs_per_batch: int
     completions_per_sample: int
     clip_range: float
-    clip_range_high: float | None
+    clip_range_high: Positive | None
     dual_clip: float | None
-    kl_beta: float
+    kl_beta: Coefficient
     kl_estimator: KLEstimator
     loss_norm: LossNorm
     advantage_estimator: AdvantageEstimator
@@ -111,16 +117,16 @@ class RegularisationOptions(TypedDict, total=False):
     """Fields of flows.configs.reinforcement.Regularisation."""
 
     policy_loss: PolicyLoss
-    tau_positive: float
-    tau_negative: float
-    entropy_coef: float
-    importance_cap: float | None
-    norm_constant: float | None
+    tau_positive: Positive
+    tau_negative: Positive
+    entropy_coef: Coefficient
+    importance_cap: Positive | None
+    norm_constant: Divisor | None
     kl_in: KLPlace
     kl_importance: bool
     kl_controller: KLControl
-    kl_target: float
-    kl_horizon: float
+    kl_target: Divisor
+    kl_horizon: Positive
     terms_norm: TermsNorm | None
     gamma: float
 
@@ -134,13 +140,16 @@ class BatchOptions(TypedDict, total=False):
     max_staleness: int
     mask_truncated: bool
     overlong_buffer: int | None
-    overlong_penalty: float
+    overlong_penalty: Positive
     max_skipped_steps: int
 
 
 class PolicyOptions(LoopOptions, AlgorithmOptions, RegularisationOptions, BatchOptions, total=False):
     """Options of every training class of reinforcement learning."""
 
+    algorithm: GRPOAlgorithm
+    regularisation: Regularisation
+    rules: BatchRules
     max_prompt_tokens: int | None
     truncation: Truncation
 
@@ -154,14 +163,16 @@ class GRPOOptions(PolicyOptions, total=False):
 class CriticOptions(TypedDict, total=False):
     """Options of the value model of PPO: fields of flows.configs.ppo.CreditConfig, and its optimizer."""
 
+    credit: CreditConfig
+    value_optimizer: OptimizerConfig
     value_only_fraction: float
     gae_lambda: float
     gae_gamma: float
     returns: Returns
-    value_clip: float | None
+    value_clip: Positive | None
     whiten_advantages: bool
     value_loss_norm: LossNorm
-    value_norm_constant: float | None
+    value_norm_constant: Divisor | None
     lr_value: float
     value_lr_scheduler: Schedule | None
     """Replaces `lr_value`."""
@@ -211,30 +222,41 @@ def check_names(owner: str, options: Mapping[str, Any], names: Iterable[str]) ->
             raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}; {hint}")
 
 
-def read_options(config_type: type[Config], options: Mapping[str, Any], **values: Any) -> Config:
-    """A config of the options that its fields name, and of `values`. Raises ConfigError, a ValueError, that names each
-    wrong option."""
+def read_options(
+    config_type: type[Config], options: Mapping[str, Any], group: Config | None = None, **values: Any
+) -> Config:
+    """The group, or the defaults of its class, with the options that its fields name, and with `values`. Raises
+    ConfigError, a ValueError, that names each wrong option."""
     named = {name: options[name] for name in config_type.model_fields if name in options} | values
+    if not isinstance(group, config_type | None):
+        raise TypeError(f"a {type(group).__name__} was given as a group of settings; give a {config_type.__name__}")
     try:
+        if group is not None:
+            return group.model_copy(update=named)
         return config_type.model_validate(named)
     except ValidationError as error:
         raise ConfigError(describe_validation(error, config_type, named)) from None
 
 
-def episode_plan(environment: EnvironmentFactory | EnvironmentSpec, options: EpisodeLimits) -> EpisodePlan:
+def episode_plan(
+    environment: EnvironmentFactory | EnvironmentSpec | EpisodePlan, options: EpisodeLimits
+) -> EpisodePlan:
     """The environment, and the limits of its episodes that the options give."""
+    limits = {name: value for name, value in options.items() if name in EpisodeLimits.__annotations__}
+    if isinstance(environment, EpisodePlan):
+        return EpisodePlan.model_validate(dict(environment) | limits)
     # a factory exists in this process only, so the spec says that
     if isinstance(environment, EnvironmentFactory):
         environment = in_process_spec(environment)
-    limits = {name: value for name, value in options.items() if name in EpisodeLimits.__annotations__}
     return EpisodePlan.model_validate({"environment": environment, **limits})
 
 
 def check_episode_options(options: Mapping[str, Any]) -> None:
     """Raises ValueError for options that act on single answers."""
+    values = {**dict(options.get("rules", ())), **options}
     changed = []
     for name in NOT_OF_EPISODES:
-        if name in options and options[name] != default_of(BatchRules, name):
+        if name in values and values[name] != default_of(BatchRules, name):
             changed.append(name)
     if changed:
         raise ValueError(f"{changed} act on single answers, and an episode has several; leave them out")

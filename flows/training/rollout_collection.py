@@ -10,7 +10,6 @@ collected.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -18,13 +17,15 @@ from typing import Self
 from engine.errors import PermanentEngineError
 from engine.handles import TrainingModel
 from flows.configs.reinforcement import RefillEnd
+from flows.training.rollout_sources import RolloutSource
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
+from tasks.batches.iteration import async_map
 from tasks.batches.rl import count_informative_prompts, has_grades
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import RunOrder
 from tasks.datasets.order import DataCursor, repetitions
-from tasks.sampling.completions import PromptShard, Truncation
+from tasks.plans import PromptShard, Truncation
 
 
 class BatchNotFilled(PermanentEngineError):
@@ -47,14 +48,8 @@ class CollectedRollouts:
     """The position in the dataset after the step."""
 
 
-RolloutsAndGrades = tuple[Sequence[ArtifactRef], Sequence[ArtifactRef]]
-"""The rollouts of some shards, and their grades."""
-SampleAndGrade = Callable[[PolicyRef, list[PromptShard], int], Awaitable[RolloutsAndGrades]]
-"""(policy, shards, step) -> the rollouts of the shards, and their grades."""
-
-
 @dataclass(frozen=True)
-class PromptSource:
+class PromptShards:
     """How prompts of a dataset become shards."""
 
     model: TrainingModel
@@ -108,8 +103,8 @@ class Refill:
 class RolloutCollector:
     """Collects the rollouts of one step."""
 
-    source: PromptSource
-    sample_and_grade: SampleAndGrade
+    prompts: PromptShards
+    source: RolloutSource
     refill: Refill | None = None
 
     async def collect(self, policy: PolicyRef, cursor: DataCursor, *, step: int) -> CollectedRollouts:
@@ -119,47 +114,58 @@ class RolloutCollector:
         graded: list[ArtifactRef] = []
         rows: list[int] = []
         cursor_out = cursor
-        missing = self.source.prompts_per_step
+        missing = self.prompts.prompts_per_step
         draws = 1
         if self.refill is not None:
             draws += self.refill.max_extra_draws
         for _ in range(draws):
-            new_rows, cursor_out = self.source.order.take(cursor_out, missing)
-            shards = self.source.shards(new_rows, earlier_rows=rows, first_index=len(rollouts))
-            new_rollouts, new_graded = await self.sample_and_grade(policy, shards, step)
+            new_rows, cursor_out = self.prompts.order.take(cursor_out, missing)
+            shards = self.prompts.shards(new_rows, earlier_rows=rows, first_index=len(rollouts))
+            new_rollouts, new_graded = await self.sample_and_grade(policy, shards, step=step)
             rows += new_rows
             rollouts += new_rollouts
             graded += new_graded
             if self.refill is None:
                 break
             # a group with equal rewards has no gradient, so another prompt is drawn instead
-            missing = self.source.prompts_per_step - await self._count_informative_prompts(graded)
+            missing = self.prompts.prompts_per_step - await self._count_informative_prompts(graded)
             if missing <= 0:
                 break
         # fail if the draws of dynamic sampling did not fill the batch
         if self.refill is not None and missing > 0 and self.refill.on_shortfall == "fail":
             raise BatchNotFilled(
-                f"step {step + 1}: after {draws} draws of prompts, {missing} of {self.source.prompts_per_step} groups "
+                f"step {step + 1}: after {draws} draws of prompts, {missing} of {self.prompts.prompts_per_step} groups "
                 "are still missing, because all rewards of the other groups are equal or missing. Raise "
                 "max_refill_rounds, set refill_end='short', or give prompts that the model sometimes solves"
             )
         # without dynamic sampling: sample the same prompts once more if no completion got a grade
-        if self.refill is None and not await self._has_grades(graded):
-            again = self.source.shards(rows, earlier_rows=rows, first_index=len(rollouts), resampled=True)
-            new_rollouts, new_graded = await self.sample_and_grade(policy, again, step)
+        if self.refill is None and self.source.samples_again and not await self._has_grades(graded):
+            again = self.prompts.shards(rows, earlier_rows=rows, first_index=len(rollouts), resampled=True)
+            new_rollouts, new_graded = await self.sample_and_grade(policy, again, step=step)
             rollouts += new_rollouts
             graded += new_graded
         return CollectedRollouts(rollouts, graded, cursor, cursor_out)
 
+    async def sample_and_grade(
+        self, policy: PolicyRef, shards: list[PromptShard], *, step: int
+    ) -> tuple[list[ArtifactRef], list[ArtifactRef]]:
+        """The rollouts of each shard, and their grades. A shard is graded as soon as it is sampled, while the engine
+        samples other shards. The first error cancels the work on the other shards and is raised."""
+        model = self.prompts.model
+
+        async def one_shard(shard: PromptShard) -> tuple[ArtifactRef, ArtifactRef]:
+            return await self.source.sample_and_grade(model.workspace, policy, shard, model.sampling, step=step)
+
+        of_shards = await async_map(one_shard, shards)
+        return [rollouts for rollouts, _ in of_shards], [graded for _, graded in of_shards]
+
     async def _has_grades(self, graded: list[ArtifactRef]) -> bool:
-        """Whether a completion got a grade. True for episodes, whose environment grades turns."""
-        if any(ref.kind != "graded" for ref in graded):
-            return True
-        return await asyncio.to_thread(has_grades, self.source.model.workspace.open_store(), graded)
+        """Whether a completion got a grade."""
+        return await asyncio.to_thread(has_grades, self.prompts.model.workspace.open_store(), graded)
 
     async def _count_informative_prompts(self, graded: list[ArtifactRef]) -> int:
         """The number of prompts whose completions have different rewards."""
-        store = self.source.model.workspace.open_store()
+        store = self.prompts.model.workspace.open_store()
         return await asyncio.to_thread(count_informative_prompts, store, graded)
 
 
@@ -203,7 +209,7 @@ class RolloutLookahead:
         sampling_step = max(0, step - self.staleness)
         sampling_policy = policy
         if sampling_step != policy.step:
-            chain = self.collector.source.model.chain_of(policy)
+            chain = self.collector.prompts.model.chain_of(policy)
             sampling_policy = await asyncio.to_thread(chain.policy, sampling_step)
         return await self.collector.collect(sampling_policy, cursor, step=step)
 

@@ -1,6 +1,6 @@
 """The base of the training classes of reinforcement learning: their settings, and the shared parts of a step.
 
-The loops themselves are in flows.grpo, flows.ppo, flows.env_grpo and flows.env_ppo.
+The loops themselves are GRPO.run (flows.grpo) and, with a value model, PPO.run (flows.ppo).
 """
 
 from __future__ import annotations
@@ -15,35 +15,38 @@ from engine.losses.policy_gradient import POLICY_LOSSES, PolicyGradientSpec, Pol
 from engine.text.threads import StringThread
 from flows.configs.common import GRPOAlgorithm, PromptDataConfig
 from flows.configs.defaults import default_of
+from flows.configs.gspo import check_has_gspo
 from flows.configs.reinforcement import BatchRules, Regularisation, old_logprobs_of_step
 from flows.training.arguments import check_one_length, whole_number
 from flows.training.critic import Critic
 from flows.training.options import PolicyOptions, read_options
 from flows.training.rollout_collection import (
     CollectedRollouts,
-    PromptSource,
+    PromptShards,
     Refill,
     RolloutCollector,
     RolloutLookahead,
-    SampleAndGrade,
     TooManySkipped,
 )
+from flows.training.rollout_sources import RolloutSource, source_of
 from flows.training.schedules import are_endless
 from flows.training.training_loop import TrainingLoop
 from flows.training.training_steps import TrainingSteps
 from storage.chain.records import MinibatchPlan, PolicyRef, StepRequest
 from storage.inspect.step_grades import hint_about_missing_grades
 from storage.store.artifacts import ArtifactRef
-from tasks.batches.rl import BatchPlan
 from tasks.credit.kl_controllers import AdaptiveKL, FixedKL
 from tasks.credit.rewards import Overlong, RewardKL
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import RunOrder, load_order
 from tasks.datasets.spec import InlineDataset
+from tasks.graders.base import BaseGrader
+from tasks.graders.spec import GraderSpec
 from tasks.load import load_prompts
+from tasks.plans import BatchPlan, Grading
 from tasks.sampling.long_prompts import rows_that_fit
 
-COUNTS = ("samples_per_batch", "samples_per_mini_batch", "completions_per_sample", "mini_epochs_per_batch")
+COUNTS = ("samples_per_batch", "samples_per_mini_batch", "completions_per_sample", "mini_epochs_per_batch", "epochs")
 """Options that are whole numbers."""
 
 
@@ -63,13 +66,14 @@ class RolloutLoop(TrainingLoop):
     """Holds the defaults and the bounds of the loss's further terms."""
     policy_losses: ClassVar[Mapping[PolicyLoss, type[PolicyGradientSpec]]] = POLICY_LOSSES
     options_type = PolicyOptions
-    prompts_are_rows: ClassVar[bool] = True
-    """Whether a row of the dataset is the whole prompt, so that its length is known before sampling."""
+    per_trajectory: ClassVar[bool] = False
+    """Whether every token of an episode has the advantage of its one grade."""
 
     def __init__(
         self,
         dataset: list[StringThread] | LoadedDataset,
         model: TrainingModel,
+        source: BaseGrader | GraderSpec | Grading | RolloutSource,
         options: PolicyOptions,
         *,
         max_steps: int | None,
@@ -78,15 +82,15 @@ class RolloutLoop(TrainingLoop):
         super().__init__(model, options, lr=lr)
         self.dataset = dataset
         # the length of the run
-        self.max_steps = whole_number(self.length, max_steps)
-        self.epochs = whole_number("epochs", options.get("epochs"))
-        check_one_length(self.length, self.max_steps, self.epochs)
+        steps = whole_number(self.length, max_steps)
+        check_one_length(self.length, steps, whole_number("epochs", options.get("epochs")))
+        self.algorithm = _algorithm(self.algorithm_type, options, steps)
+        self.max_steps, self.epochs = self.algorithm.steps, self.algorithm.epochs
         self.ends_with_the_data = False
         """Whether no length was given, and the run is one pass over the dataset."""
         # the algorithm
-        self.algorithm = _algorithm(self.algorithm_type, options, self.max_steps, self.epochs)
-        self.regularisation = read_options(self.regularisation_type, options)
-        self.rules = read_options(BatchRules, options)
+        self.regularisation = read_options(self.regularisation_type, options, options.get("regularisation"))
+        self.rules: BatchRules = read_options(BatchRules, options, options.get("rules"))
         self.max_prompt_tokens = options.get("max_prompt_tokens")
         self.truncation = options.get("truncation", default_of(PromptDataConfig, "truncation"))
         algorithm = self.algorithm
@@ -108,6 +112,7 @@ class RolloutLoop(TrainingLoop):
         checkpoints_follow_progress = config.frequency is not None and config.every_steps is None
         if checkpoints_follow_progress or not are_endless(self.schedule, self.optimizer.weight_decay):
             self.end_with_the_data()
+        self.source = source_of(source)
 
     async def run(self) -> PolicyRef:
         """Takes the steps that are left. Returns the last policy."""
@@ -129,7 +134,7 @@ class RolloutLoop(TrainingLoop):
         batch is full."""
         workspace = self.model.workspace
         order = load_order(workspace.open_store(), data, seed=self.data_seed)
-        if self.truncation != "drop" or not self.prompts_are_rows:
+        if self.truncation != "drop" or not self.source.prompts_are_rows:
             return order
         rows = rows_that_fit(
             workspace,
@@ -158,12 +163,10 @@ class RolloutLoop(TrainingLoop):
             )
         return total_steps
 
-    def lookahead(
-        self, data: LoadedDataset, order: RunOrder, steps: TrainingSteps, sample_and_grade: SampleAndGrade
-    ) -> RolloutLookahead:
+    def lookahead(self, data: LoadedDataset, order: RunOrder, steps: TrainingSteps) -> RolloutLookahead:
         """Creates the object that collects the rollouts of the steps, in this order of the dataset's rows, with dynamic
         sampling and staleness."""
-        source = PromptSource(
+        prompts = PromptShards(
             model=self.model,
             data=data,
             prompts_per_step=self.prompts_per_batch,
@@ -175,7 +178,7 @@ class RolloutLoop(TrainingLoop):
         )
         rules = self.rules
         refill = Refill(rules.max_refill_rounds, rules.refill_end) if rules.dynamic_sampling else None
-        collector = RolloutCollector(source, sample_and_grade, refill)
+        collector = RolloutCollector(prompts, self.source, refill)
         return RolloutLookahead(collector, steps.cursor, steps.total_steps, rules.max_staleness)
 
     def next_kl_beta(self, steps: TrainingSteps) -> float:
@@ -195,7 +198,7 @@ class RolloutLoop(TrainingLoop):
         if estimator == "gae":
             estimator = default_of(BatchPlan, "advantage_estimator")
         return BatchPlan(
-            reference=start if self.loss.kl_beta > 0 or self.reward_kl else None,
+            reference=start if self.loss.needs_reference or self.reward_kl else None,
             advantage_estimator=estimator,
             gamma=self.regularisation.gamma,
             old_logprobs=old_logprobs_of_step(self.algorithm, self.regularisation),
@@ -205,6 +208,7 @@ class RolloutLoop(TrainingLoop):
             mask_truncated=rules.mask_truncated,
             drop_equal_groups=rules.dynamic_sampling,
             max_staleness=rules.max_staleness,
+            per_trajectory=self.per_trajectory,
         )
 
     def policy_request(
@@ -299,13 +303,15 @@ class RolloutLoop(TrainingLoop):
 
 
 def _algorithm(
-    algorithm_type: type[GRPOAlgorithm], options: PolicyOptions, max_steps: int | None, epochs: int | None
+    algorithm_type: type[GRPOAlgorithm], options: PolicyOptions, steps: int | None
 ) -> GRPOAlgorithm:
     """The settings of the algorithm. Raises ValueError if a count is not a whole number, ConfigError if an option is
     invalid."""
     values: Mapping[str, Any] = options
     counts = {name: whole_number(name, values[name]) for name in COUNTS if name in values}
-    return read_options(algorithm_type, options, **counts, steps=max_steps, epochs=epochs)
+    if steps is not None:
+        counts["steps"] = steps
+    return read_options(algorithm_type, options, options.get("algorithm"), **counts)
 
 
 def policy_loss(
@@ -313,7 +319,9 @@ def policy_loss(
     algorithm: GRPOAlgorithm,
     regularisation: Regularisation,
 ) -> PolicyGradientSpec:
-    """The loss of the policy that these settings describe."""
+    """The loss of the policy that these settings describe. Raises ValueError for a loss that is not among `losses`."""
+    if regularisation.policy_loss not in losses:
+        check_has_gspo(None, regularisation.policy_loss)
     terms: dict[str, Any] = {
         "kl_beta": algorithm.kl_beta if regularisation.kl_in == "loss" else 0.0,
         "kl_estimator": algorithm.kl_estimator,

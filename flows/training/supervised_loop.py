@@ -10,12 +10,14 @@ from typing import ClassVar
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
 from flows.configs.common import SFTAlgorithm
+from flows.configs.reinforcement import RunRules
 from flows.training.arguments import check_one_length, whole_number
 from flows.training.options import SupervisedOptions, read_options
 from flows.training.training_loop import TrainingLoop
 from flows.training.training_steps import training_steps
 from storage.chain.records import PolicyRef, StepRequest
 from storage.store.artifacts import ArtifactRef
+from tasks.batches.pairs import prepare_preferences
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import load_order
 from tasks.train import take_gradient_step
@@ -35,16 +37,17 @@ class SupervisedLoop(TrainingLoop):
 
     def __init__(self, model: TrainingModel, options: SupervisedOptions) -> None:
         super().__init__(model, options, lr=options.get("lr"))
+        check_one_length("max_steps", options.get("max_steps"), options.get("epochs"))
+        counts = {
+            "steps": whole_number("max_steps", options.get("max_steps")),
+            "epochs": whole_number("epochs", options.get("epochs")),
+            "samples_per_batch": whole_number("samples_per_batch", options.get("samples_per_batch")),
+        }
+        given = {name: count for name, count in counts.items() if count is not None}
+        self.algorithm = read_options(self.algorithm_type, options, options.get("algorithm"), **given)
+        self.rules = read_options(RunRules, options, options.get("rules"))
         # the length of the run
-        epochs, max_steps = options.get("epochs"), options.get("max_steps")
-        check_one_length("max_steps", max_steps, epochs)
-        self.epochs = whole_number("epochs", epochs) or 1
-        self.max_steps = whole_number("max_steps", max_steps)
-        # the algorithm
-        counts = {"epochs": whole_number("epochs", epochs), "steps": self.max_steps}
-        if "samples_per_batch" in options:
-            counts["samples_per_batch"] = whole_number("samples_per_batch", options["samples_per_batch"])
-        self.algorithm = read_options(self.algorithm_type, options, **counts)
+        self.max_steps, self.epochs = self.algorithm.steps, self.algorithm.epochs or 1
         self.samples_per_batch = self.algorithm.samples_per_batch
         self.lengths = self.algorithm.lengths
 
@@ -82,12 +85,17 @@ class SupervisedLoop(TrainingLoop):
 
     async def prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
         """The committed batch of these rows."""
-        raise NotImplementedError
+        reference = self.reference(await self.open())
+        return await prepare_preferences(
+            self.model.workspace, policy, self.model.base, dataset, rows,
+            loss=self.loss, reference=reference, lengths=self.lengths, step=step,
+        )  # fmt: skip
 
     def load_dataset(self) -> LoadedDataset:
         """The dataset, in the store."""
         raise NotImplementedError
 
     def reference(self, start: PolicyRef) -> PolicyRef | None:
-        """The reference policy of the loss, or None for a loss without a reference."""
-        return None
+        """The reference policy of the loss, which is the policy that the stage began with. None for a loss without a
+        reference."""
+        return start if self.loss.needs_reference else None

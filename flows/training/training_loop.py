@@ -11,9 +11,8 @@ from flows.configs.optimizer import OptimizerConfig
 from flows.configs.reinforcement import RunRules
 from flows.display.terminal import TerminalProgress
 from flows.training.checkpointing import CheckpointSchedule
-from flows.training.optimizer import AdamW
-from flows.training.options import LoopOptions, check_names, read_options
-from flows.training.schedules import CosineScheduler
+from flows.training.optimizer import AdamW, schedule_of
+from flows.training.options import LoopOptions, check_names
 from storage.chain.records import NanPolicy, PolicyRef
 from tasks.task_runs import link_stage_start
 
@@ -32,22 +31,25 @@ class TrainingLoop:
     options_type: ClassVar[type] = LoopOptions
     optimizer_type: ClassVar[type[OptimizerConfig]] = OptimizerConfig
     """Holds the defaults of the optimizer."""
+    rules: RunRules
+    """When the run ends early."""
 
     def __init__(self, model: TrainingModel, options: LoopOptions, *, lr: float | None) -> None:
-        """`lr`: the highest learning rate; None is the default of `optimizer_type`."""
+        """`lr`: the highest learning rate. None: that of the option `optimizer`, or the default of `optimizer_type`."""
         check_names(type(self).__name__, options, self.options_type.__annotations__)
         self.model = model
         self.logger = options.get("logger") or TerminalProgress()
         # the optimizer and its schedules
-        defaults = self.optimizer_type()
-        self.schedule = options.get("lr_scheduler") or CosineScheduler(defaults.lr if lr is None else lr)
+        config = options.get("optimizer") or self.optimizer_type()
+        self.schedule = options.get("lr_scheduler") or schedule_of(config, lr=lr)
+        group = AdamW.of(config)
         self.optimizer = AdamW(
-            weight_decay=options.get("weight_decay", defaults.weight_decay),
-            max_grad_norm=options.get("max_grad_norm", defaults.max_grad_norm),
-            betas=options.get("betas", (defaults.beta1, defaults.beta2)),
-            eps=options.get("eps", defaults.eps),
+            weight_decay=options.get("weight_decay", group.weight_decay),
+            max_grad_norm=options.get("max_grad_norm", group.max_grad_norm),
+            betas=options.get("betas", group.betas),
+            eps=options.get("eps", group.eps),
         )
-        skip = options.get("skip_nan_gradients", defaults.skip_nan_gradients)
+        skip = options.get("skip_nan_gradients", config.skip_nan_gradients)
         self.nan_policy: NanPolicy = "skip" if skip else "fail"
         # checkpoints
         checkpoints = CheckpointConfig(
@@ -56,7 +58,6 @@ class TrainingLoop:
         )
         self.checkpoints = options.get("checkpoints") or CheckpointSchedule(checkpoints)
         self.restart_from = options.get("restart_from_checkpoint")
-        self.max_idle_steps = read_options(RunRules, options).max_idle_steps
         # the order of the data, and what is called during the run
         self.data_seed = options.get("data_seed", DATA_SEED)
         self.callbacks, self.notifier = check_callbacks(options.get("callbacks", ())), options.get("stage_notifier")

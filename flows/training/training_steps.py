@@ -75,7 +75,7 @@ class TrainingSteps:
         self._loop, self._models = loop, models
         self._checkpoints, self._reporter = checkpoints, reporter
         self._idle = IdleSteps(
-            reporter.chain, last_step=self.policy.step, limit=loop.max_idle_steps, note=loop.logger.note
+            reporter.chain, last_step=self.policy.step, limit=loop.rules.max_idle_steps, note=loop.logger.note
         )
 
     @property

@@ -48,7 +48,7 @@ def _loss_mode(verl: Verl, key: str, value: Any) -> Any:
             return PathValues({})
         raise NoCounterpart("GSPO computes advantages from groups and not from a critic; use adv_estimator=grpo")
     if value not in LOSS_MODES:
-        raise NoCounterpart(f"there is no loss {value!r} here; expected {', '.join(LOSS_MODES)} or gspo")
+        raise NoCounterpart(f"there is no loss {value!r:.200} here; expected {', '.join(LOSS_MODES)} or gspo")
     if value == "gpg":
         clips = {"algorithm.clip_range": NO_RATIO, "algorithm.clip_range_high": NO_RATIO}
         return PathValues({"regularisation.policy_loss": LOSS_MODES[value]} | clips)
@@ -79,7 +79,7 @@ def _estimator(verl: Verl, key: str, value: Any) -> Any:
     if value == "gae":
         return Unused()
     if value not in ESTIMATORS:
-        raise NoCounterpart(f"there is no estimator {value!r} here; expected gae, {', '.join(sorted(ESTIMATORS))}")
+        raise NoCounterpart(f"there is no estimator {value!r:.200} here; expected gae, {', '.join(sorted(ESTIMATORS))}")
     if verl.get(ROLLOUT + "n") == 1 and value in SINGLE_ESTIMATORS:
         if value == "reinforce_plus_plus_baseline" and verl.get("algorithm.use_kl_in_reward"):
             raise NoCounterpart("with rollout.n=1 it has no baseline; use reinforce_plus_plus")
@@ -220,7 +220,8 @@ def _conversation_truncation(verl: Verl, key: str, value: Any) -> Any:
         # verl ignores `truncation` in this mode
         return "right"
     if value not in ("error", "left", "right"):
-        raise NoCounterpart(f"truncation {value!r} is not supported for conversations; expected error, left or right")
+        expected = "expected error, left or right"
+        raise NoCounterpart(f"truncation {value!r:.200} is not supported for conversations; {expected}")
     return value
 
 

@@ -175,7 +175,7 @@ def _nested_column(verl: Verl, key: str, value: Any) -> Any:
 def _truncation(verl: Verl, key: str, value: Any) -> Any:
     if value not in ("error", "left", "right"):
         expected = "error, left, right, or filter_overlong_prompts"
-        raise NoCounterpart(f"truncation {value!r} is not supported for prompts; expected {expected}")
+        raise NoCounterpart(f"truncation {value!r:.200} is not supported for prompts; expected {expected}")
     if verl.get("data.filter_overlong_prompts"):
         return Unused("filter_overlong_prompts drops them")
     return value

@@ -14,7 +14,7 @@ from flows.verl.workers import strategy_of
 
 def _betas(verl: Verl, key: str, value: Any) -> Any:
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise TypeError(f"{value!r} is not a pair")
+        raise TypeError(f"{value!r:.200} is not a pair")
     if strategy_of(verl) == "megatron":
         value = MEGATRON_BETAS
     group = "value_model.optimizer" if key.startswith("critic.") else "optimizer"
@@ -39,7 +39,7 @@ def _trainer(verl: Verl, key: str, value: Any) -> Any:
     if value in LAYOUTS:
         return Approximate("deepspeed", LAYOUTS[value])
     if value not in ("fsdp", "fsdp2"):
-        raise NoCounterpart(f"there is no trainer {value!r} here; expected fsdp, fsdp2, {', '.join(LAYOUTS)}")
+        raise NoCounterpart(f"there is no trainer {value!r:.200} here; expected fsdp, fsdp2, {', '.join(LAYOUTS)}")
     return "deepspeed"
 
 
@@ -48,7 +48,7 @@ def _model_engine(verl: Verl, key: str, value: Any) -> Any:
     if value == "dp":
         return Unused("actor.strategy decides")
     if value not in LAYOUTS:
-        raise NoCounterpart(f"there is no trainer {value!r} here; expected dp, {', '.join(LAYOUTS)}")
+        raise NoCounterpart(f"there is no trainer {value!r:.200} here; expected dp, {', '.join(LAYOUTS)}")
     return Approximate("deepspeed", LAYOUTS[value])
 
 
@@ -114,7 +114,7 @@ def _device(verl: Verl, key: str, value: Any) -> Any:
     if value == "npu":
         return Approximate("cuda", "the engine runs on CUDA GPUs")
     if value not in ("cuda", "cpu"):
-        raise NoCounterpart(f"there is no device {value!r} here; expected cuda or cpu")
+        raise NoCounterpart(f"there is no device {value!r:.200} here; expected cuda or cpu")
     return value
 
 
@@ -137,7 +137,7 @@ def _sampler(verl: Verl, key: str, value: Any) -> Any:
         return "torch"
     if value in ("sglang", "trtllm"):
         return Approximate("vllm", "vLLM draws from the same distribution")
-    raise NoCounterpart(f"there is no sampler {value!r} here; expected vllm, sglang, trtllm or hf")
+    raise NoCounterpart(f"there is no sampler {value!r:.200} here; expected vllm, sglang, trtllm or hf")
 
 
 def _samplers(verl: Verl, key: str, value: Any) -> Any:

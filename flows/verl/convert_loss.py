@@ -87,7 +87,7 @@ def _terms_norm(verl: Verl, value: str, norm: str, difference: str) -> Any:
         return Unused("verl's GSPO always uses the mean of the sequence means, as ours does")
     if norm == "constant":
         known = ", ".join(LOSS_NORMS)
-        raise NoCounterpart(f"the KL and entropy terms of GSPO have no norm {value!r} here; expected {known}")
+        raise NoCounterpart(f"the KL and entropy terms of GSPO have no norm {value!r:.200} here; expected {known}")
     if own_difference and own_difference != difference:
         difference = "; ".join(filter(None, (own_difference, difference)))
     return _with_difference(paths | {"regularisation.terms_norm": norm}, difference)
@@ -234,7 +234,7 @@ def _kl_in_reward(verl: Verl, key: str, value: Any) -> Any:
 
 def _kl_controller(verl: Verl, key: str, value: Any) -> Any:
     if value not in ("fixed", "adaptive"):
-        raise NoCounterpart(f"there is no controller {value!r} here; expected fixed or adaptive")
+        raise NoCounterpart(f"there is no controller {value!r:.200} here; expected fixed or adaptive")
     if value == "adaptive":
         return Approximate(value, ADAPTIVE_KL)
     return value
@@ -289,7 +289,7 @@ def _kl_estimator(verl: Verl, key: str, value: Any) -> Any:
         return KL_ESTIMATORS[value]
     if value == "full":
         raise NoCounterpart("the KL over the whole vocabulary is not supported; expected low_var_kl, kl, abs or mse")
-    raise NoCounterpart(f"there is no KL estimator {value!r} here; expected {', '.join(KL_ESTIMATORS)}")
+    raise NoCounterpart(f"there is no KL estimator {value!r:.200} here; expected {', '.join(KL_ESTIMATORS)}")
 
 
 def _sapo_tau(verl: Verl, key: str, value: Any) -> Any:

@@ -131,7 +131,7 @@ def _megatron_schedule(verl: Verl, key: str, value: Any) -> Any:
         return _named_schedule(verl, key, value)
     if value not in MEGATRON_SCHEDULES:
         expected = ", ".join(["constant", *MEGATRON_SCHEDULES])
-        raise NoCounterpart(f"there is no schedule {value!r} here; expected {expected}")
+        raise NoCounterpart(f"there is no schedule {value!r:.200} here; expected {expected}")
     return Approximate(MEGATRON_SCHEDULES[value], SCHEDULE_DIFFERENCE)
 
 
@@ -166,7 +166,7 @@ def _named_schedule(verl: Verl, key: str, value: Any) -> Any:
         return Approximate("cosine", SCHEDULE_DIFFERENCE)
     if value == "wsd" and verl.kind == "sft_trainer":
         return Approximate("wsd", f"{SCHEDULE_DIFFERENCE}; over the last tenth of the run the rate falls linearly")
-    raise NoCounterpart(f"there is no schedule {value!r} here; expected constant or cosine")
+    raise NoCounterpart(f"there is no schedule {value!r:.200} here; expected constant or cosine")
 
 
 def _warms_up(verl: Verl, key: str) -> bool:

@@ -9,12 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from flows.configs.common import GRPOConfig, SFTConfig
+from flows.catalogue import TRAININGS
 from flows.configs.defaults import default_of
 from flows.configs.evaluation import EvaluationFlowConfig
-from flows.configs.gspo import GSPOConfig
 from flows.configs.overrides import describe_validation, load_config
-from flows.configs.ppo import PPOConfig
 from flows.verl.conditions import unmet_condition
 from flows.verl.convert import CONVERSIONS
 from flows.verl.convert_loss import VALUE_LOSS_FACTOR
@@ -25,7 +23,7 @@ from flows.verl.values import Approximate, NoCounterpart, PathValues, Unused, fl
 from storage.chain.records import OptimizerSpec
 
 CONFIGS: dict[str, type[BaseModel]] = {
-    "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig, "sft": SFTConfig, "evaluation": EvaluationFlowConfig,
+    **{name: training.config for name, training in TRAININGS.items()}, "evaluation": EvaluationFlowConfig,
 }  # fmt: skip
 """Config class of each flow that a verl config can become."""
 
@@ -146,7 +144,7 @@ def kind_of(given: dict[str, Any]) -> str:
 
 def describe_refusals(refused: Sequence[tuple[str, Any, str]]) -> str:
     """Describes the keys that cannot be imported, with one line per key."""
-    lines = [f"  {key} = {value!r}: {why}" for key, value, why in refused]
+    lines = [f"  {key} = {value!r:.200}: {why}" for key, value, why in refused]
     noun = "1 key" if len(lines) == 1 else f"{len(lines)} keys"
     return f"{noun} cannot be imported (remove them, or use --force to leave them out):\n" + "\n".join(lines)
 
@@ -158,7 +156,7 @@ def _check_keys(given: dict[str, Any], table: KeyTable, kind: str) -> None:
         if table.find(key) is not None or (value in (None, {}) and table.is_group(key)):
             continue
         if table.is_group(key):
-            problems.append(f"  {key}: {value!r} was given for a group of keys")
+            problems.append(f"  {key}: {value!r:.200} was given for a group of keys")
             continue
         nearest = table.nearest(key)
         suggestion = f"; did you mean {nearest!r}?" if nearest else ""

@@ -18,20 +18,24 @@ import pyarrow as pa
 
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
+from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from tasks.batches.columns import trained_lengths
-from tasks.batches.committed import find_batch
 from tasks.batches.episodes import check_graded, graded_chunks
-from tasks.batches.ppo import ValuePlan, commit_credited, penalties, values_before, with_credit
-from tasks.batches.rl import BatchPlan, score_shards
+from tasks.batches.ppo import commit_credited, penalties, values_before, with_credit
+from tasks.batches.rl import score_shards
+from tasks.committed import commit_once
+from tasks.plans import BatchPlan, ValuePlan
 from tasks.reports.clock import timed
 from tasks.sampling.trajectories import Trajectory, read_trajectories
+from tasks.task_runs import durable_task
 
 Trajectories = Mapping[tuple[str, int], Trajectory]
 """Trajectories by prompt id and number."""
 
 
-async def episode_value_batch(
+@durable_task("prepare", "batch-{step:06d}")
+async def prepare_ppo_episode_batch(
     workspace: Workspace,
     policy: PolicyRef,
     trajectories: list[ArtifactRef],
@@ -40,12 +44,26 @@ async def episode_value_batch(
     *,
     step: int,
 ) -> ArtifactRef:
-    """Returns the committed batch of a PPO step in environments, and prepares it first if there is none. It has a row
-    per segment of a trajectory with a grade. The reward of a token is minus its KL penalty (`plan.reward_kl`), plus the
-    turn's grade on the last token of the turn."""
-    key, committed = find_batch(workspace, policy, step)
-    if committed is not None:
-        return committed
+    """The committed `batch` table of a PPO step in environments. It has a row per segment of a trajectory with a grade.
+    The reward of a token is minus its KL penalty (`plan.reward_kl`), plus the turn's grade on the last token of the
+    turn."""
+    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
+    return await commit_once(
+        workspace, key, lambda: _build_batch(workspace, policy, trajectories, plan, values, key, step),
+        parent=policy.uri,
+    )  # fmt: skip
+
+
+async def _build_batch(
+    workspace: Workspace,
+    policy: PolicyRef,
+    trajectories: list[ArtifactRef],
+    plan: BatchPlan,
+    values: ValuePlan,
+    key: str,
+    step: int,
+) -> ArtifactRef:
+    """Builds the batch of a PPO step from episodes and commits it."""
     store = workspace.open_store()
     with timed("storage"):
         finished = read_trajectories(store, trajectories)

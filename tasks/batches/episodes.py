@@ -16,16 +16,19 @@ from engine.errors import BadSpec
 from engine.models.token_arrays import rows_of_lists
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.store.artifacts import ArtifactRef, require_parent
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import SCHEMAS, TableWriter
 from tasks.batches.columns import LogprobGap
-from tasks.batches.committed import find_batch
-from tasks.batches.rl import CHUNK_TOKENS, BatchPlan, score_shards
+from tasks.batches.rl import CHUNK_TOKENS, score_shards
+from tasks.committed import commit_once
 from tasks.credit.advantages import ESTIMATORS
+from tasks.plans import BatchPlan
 from tasks.reports.clock import timed
 from tasks.sampling.shards import read_tables
 from tasks.sampling.trajectories import Trajectory, read_trajectories
+from tasks.task_runs import durable_task
 
 _COLUMNS = ("group", "completion", "token_ids", "loss_mask", "advantages", "sampler_logprobs", "reward")
 _ROW_COLUMNS = ("prompt_id", "completion", "first_turn", "turn_tokens")
@@ -37,33 +40,36 @@ class NotOneGrade(BadSpec):
     """A loss over whole sequences needs exactly one grade per trajectory."""
 
 
-async def trajectory_batch(
+@durable_task("prepare", "batch-{step:06d}")
+async def prepare_trajectories(
     workspace: Workspace,
     policy: PolicyRef,
     trajectories: list[ArtifactRef],
     plan: BatchPlan,
     *,
-    per_trajectory: bool = False,
     step: int,
 ) -> ArtifactRef:
-    """Returns the committed batch of a step in environments, and prepares it first if there is none.
-
-    Args:
-        per_trajectory: every token of a trajectory gets the advantage of the trajectory's only grade; otherwise each
-            turn gets its own advantage.
+    """The committed `batch` table of an RL step in environments: one row per segment of a graded trajectory.
 
     Raises:
-        NotOneGrade: `per_trajectory`, and a trajectory has no grade or several.
+        NotOneGrade: `plan.per_trajectory`, and a trajectory has no grade or several.
     """
-    key, committed = find_batch(workspace, policy, step)
-    if committed is not None:
-        return committed
+    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
+    return await commit_once(
+        workspace, key, lambda: _build_batch(workspace, policy, trajectories, plan, key, step), parent=policy.uri
+    )
+
+
+async def _build_batch(
+    workspace: Workspace, policy: PolicyRef, trajectories: list[ArtifactRef], plan: BatchPlan, key: str, step: int
+) -> ArtifactRef:
+    """Builds the batch of an RL step from episodes and commits it."""
     store = workspace.open_store()
 
     # Advantages need the grades of the whole step, since a prompt's trajectories may be in several shards.
     with timed("storage"):
         finished = read_trajectories(store, trajectories)
-    advantages = step_advantages(finished.values(), plan.advantage_estimator, per_trajectory=per_trajectory)
+    advantages = step_advantages(finished.values(), plan.advantage_estimator, per_trajectory=plan.per_trajectory)
 
     # Score and write the rows chunk by chunk.
     prompts: set[str] = set()
@@ -77,16 +83,14 @@ async def trajectory_batch(
                 writer.write(table)
         check_graded(bool(writer.rows), len(finished), step)
 
-        # Commit. The call returns the batch of another process if that one was faster, and it may have another parent.
         with timed("storage"):
-            committed = writer.commit(
+            return writer.commit(
                 store,
                 key,
                 parents=(policy.uri, *(ref.uri for ref in trajectories)),
                 provenance=workspace.provenance,
                 extra={"prompts": len(prompts), "logprob_gap": gap.mean, **plan.rules},
             )
-    return require_parent(committed, policy.uri)
 
 
 def check_graded(has_rows: bool, finished: int, step: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from pydantic import JsonValue
 
 from engine.errors import BadSpec
+from engine.losses.spec import LossSpec
 from engine.models.images import images_from_rows
 from engine.models.scores import last_token_sequence
 from engine.protocol import LogprobsRequest, TokenSequence
@@ -18,102 +19,63 @@ from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.store.artifacts import ArtifactRef, require_parent
-from storage.store.objects import ObjectStore
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef
 from storage.store.tables import TableWriter, read_rows
-from tasks.batches.committed import find_batch
 from tasks.batches.rl import CHUNK_TOKENS, sequence_row
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, too_long
+from tasks.committed import commit_once
 from tasks.datasets.naming import NameRow, row_name
 from tasks.datasets.order import repetitions
 from tasks.reports.clock import timed
+from tasks.task_runs import durable_task
 
 Row = dict[str, Any]
 
 
-async def pair_batch(
+@durable_task("prepare", "batch-{step:06d}")
+async def prepare_preferences(  # noqa: PLR0913  the arguments of a step, and its loss
     workspace: Workspace,
     policy: PolicyRef,
     base: ArtifactRef,
     dataset: ArtifactRef,
     row_numbers: list[int],
     *,
+    loss: LossSpec,
     reference: PolicyRef | None,
     lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
-    """Returns the committed batch of pairs of a step, and prepares it first if there is none. A pair is two rows of one
-    group. A pair that is longer than `lengths` allows is an error, or dropped and counted in the manifest.
+    """The committed `batch` table of a step on pairs of answers, or on rated conversations for a loss that is not one
+    of pairs.
 
-    Args:
-        reference: the policy whose logprobs are stored for each token. None for a scalar model, which scores
-            each conversation as a whole.
+    A pair is two rows of one group. A rated conversation is one row; its `returns` hold one number, `res` of the
+    metadata. These rows are a unit, which is never divided. A unit that is longer than `lengths` allows is an error, or
+    dropped and counted in the manifest. The rows have the logprobs of `reference` if the loss needs them.
+
+    Raises BadSpec for a rated conversation without `res` in its metadata.
     """
-
-    def pair_rows(record: Row, group: str, renderer: Renderer) -> list[Row]:
-        # A scalar model has no reference, and scores the whole conversation at its last token.
-        score_whole = reference is None
-        threads = [record["chosen"], record["rejected"]]
-        chosen, rejected = _batch_rows(renderer, threads, group, score_whole=score_whole)
-        return [chosen | {"preferred": True}, rejected | {"preferred": False}]
-
-    return await _committed_batch(
-        workspace, policy, base, dataset, row_numbers, pair_rows, reference=reference, lengths=lengths, step=step
-    )
+    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
+    return await commit_once(
+        workspace, key,
+        lambda: _build_batch(workspace, policy, base, dataset, row_numbers, loss, reference, lengths, key, step),
+        parent=policy.uri,
+    )  # fmt: skip
 
 
-async def rating_batch(
+async def _build_batch(  # noqa: PLR0913  as above
     workspace: Workspace,
     policy: PolicyRef,
     base: ArtifactRef,
     dataset: ArtifactRef,
     row_numbers: list[int],
-    *,
-    lengths: LengthPlan = ANY_LENGTH,
-    step: int,
-) -> ArtifactRef:
-    """Returns the committed batch of rated conversations of a step, and prepares it first if there is none. A
-    conversation is one batch row; its `returns` hold one number, `res` of the metadata. A conversation that is longer
-    than `lengths` allows is an error, or dropped and counted in the manifest."""
-
-    def thread_row(record: Row, group: str, renderer: Renderer) -> list[Row]:
-        rating = rating_of(workspace.open_store(), dataset, record)
-        (row,) = _batch_rows(renderer, [record["thread"]], group, score_whole=True)
-        return [row | {"returns": [rating], "reward": rating}]
-
-    return await _committed_batch(
-        workspace, policy, base, dataset, row_numbers, thread_row, reference=None, lengths=lengths, step=step
-    )
-
-
-def rating_of(store: ObjectStore, dataset: ArtifactRef, record: Row) -> float:
-    """The rating of a conversation, `res` of its metadata. Raises BadSpec if it is not a number."""
-    rating = json.loads(record["metadata"] or "{}").get("res")
-    if isinstance(rating, bool) or not isinstance(rating, int | float):
-        raise BadSpec(
-            f"{row_name(store, dataset, record['index'])} has metadata res={rating!r}; expected a number, the rating "
-            "that the model should predict; kind='rating' checks this when the dataset is loaded"
-        )
-    return float(rating)
-
-
-async def _committed_batch(  # noqa: PLR0913  the arguments of its two callers, and how they read a row
-    workspace: Workspace,
-    policy: PolicyRef,
-    base: ArtifactRef,
-    dataset: ArtifactRef,
-    row_numbers: list[int],
-    convert: Callable[[Row, str, Renderer], list[Row]],
-    *,
+    loss: LossSpec,
     reference: PolicyRef | None,
     lengths: LengthPlan,
+    key: str,
     step: int,
 ) -> ArtifactRef:
-    """Returns the committed batch of a step, and prepares it first if there is none. `convert` makes the batch rows of
-    one dataset row: two for a pair, one for a rated conversation. These rows are a unit, which is never divided."""
-    key, committed = find_batch(workspace, policy, step)
-    if committed is not None:
-        return committed
+    """Builds the batch of a step on pairs or rated conversations, and commits it."""
     store = workspace.open_store()
     with timed("storage"):
         records = read_rows(store, dataset, row_numbers)
@@ -123,15 +85,16 @@ async def _committed_batch(  # noqa: PLR0913  the arguments of its two callers, 
     def fitting_units() -> Iterator[list[Row]]:
         """The rows of each pair, or of each rated conversation, that is short enough."""
         for record, group in zip(records, _group_names(records, row_numbers), strict=True):
-            unit = convert(record, group, renderer)
+            sequences = unit_sequences(loss, record, renderer)
+            unit = unit_rows(loss, record, sequences, group, renderer, partial(row_name, store, dataset))
             if length_check.fits(unit, record):
                 yield unit
 
     # Convert the units, add the reference logprobs and write, chunk by chunk.
     with TableWriter("batch") as writer:
-        for chunk in _chunks(fitting_units()):
-            if reference is not None:
-                await _add_reference_logprobs(workspace, reference, chunk)
+        for chunk in unit_chunks(fitting_units()):
+            if loss.needs_reference:
+                await add_reference_logprobs(workspace, reference, chunk)
             with timed("storage"):
                 writer.write(chunk)
         if not writer.rows:
@@ -144,14 +107,54 @@ async def _committed_batch(  # noqa: PLR0913  the arguments of its two callers, 
         if length_check.dropped:
             extra["dropped"] = length_check.dropped
         with timed("storage"):
-            committed = writer.commit(
+            return writer.commit(
                 store,
                 key,
                 parents=(policy.uri, dataset.uri),
                 provenance=workspace.provenance,
                 extra=extra,
             )
-    return require_parent(committed, policy.uri)
+
+
+def unit_sequences(loss: LossSpec, record: Row, renderer: Renderer) -> list[TokenSequence]:
+    """The sequences of one dataset row: two of a pair, the preferred one first, or one of a conversation. A loss that
+    reads values scores each conversation as a whole, at its last token."""
+    columns = ("chosen", "rejected") if loss.pairwise else ("thread",)
+    threads = [StringThread.from_json(record[column]) for column in columns]
+    sequences = []
+    for tokenized in renderer.tokenize_all(threads):
+        # Models with a scalar head take no images; `serialize` raises an error for them.
+        if loss.reads == "values":
+            end = renderer.tokenizer.eos_token_ids[0]
+            sequences.append(last_token_sequence(renderer.serialize(tokenized)[0], end=end))
+        else:
+            sequences.append(renderer.sequence(tokenized))
+    return sequences
+
+
+def unit_rows(
+    loss: LossSpec, record: Row, sequences: list[TokenSequence], group: str, renderer: Renderer, name_row: NameRow
+) -> list[Row]:
+    """The batch rows of these sequences of one dataset row. A conversation whose score the loss compares with its
+    rating has the rating as its `returns`."""
+    rows = [sequence_row(renderer, sequence, group, completion=number) for number, sequence in enumerate(sequences)]
+    if loss.pairwise:
+        rows[0]["preferred"], rows[1]["preferred"] = True, False
+    elif loss.reads == "values":
+        rating = _rating_of(record, name_row)
+        rows[0] |= {"returns": [rating], "reward": rating}
+    return rows
+
+
+def _rating_of(record: Row, name_row: NameRow) -> float:
+    """The rating of a conversation, `res` of its metadata. Raises BadSpec if it is not a number."""
+    rating = json.loads(record["metadata"] or "{}").get("res")
+    if isinstance(rating, bool) or not isinstance(rating, int | float):
+        raise BadSpec(
+            f"{name_row(record['index'])} has metadata res={rating!r}; expected a number, the rating "
+            "that the model should predict; kind='rating' checks this when the dataset is loaded"
+        )
+    return float(rating)
 
 
 class _LengthCheck:
@@ -203,21 +206,7 @@ def _group_names(records: Sequence[Row], row_numbers: list[int]) -> list[str]:
     return groups
 
 
-def _batch_rows(renderer: Renderer, threads_json: list[str], group: str, *, score_whole: bool) -> list[Row]:
-    """The batch rows of the conversations of one dataset row."""
-    threads = [StringThread.from_json(thread_json) for thread_json in threads_json]
-    rows = []
-    for number, tokenized in enumerate(renderer.tokenize_all(threads)):
-        # Models with a scalar head take no images; `serialize` raises an error for them.
-        if score_whole:
-            sequence = last_token_sequence(renderer.serialize(tokenized)[0], end=renderer.tokenizer.eos_token_ids[0])
-        else:
-            sequence = renderer.sequence(tokenized)
-        rows.append(sequence_row(renderer, sequence, group, completion=number))
-    return rows
-
-
-def _chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
+def unit_chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
     """Yields the rows of whole units, about CHUNK_TOKENS at a time."""
     chunk: list[Row] = []
     tokens = 0
@@ -231,7 +220,10 @@ def _chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
         yield chunk
 
 
-async def _add_reference_logprobs(workspace: Workspace, reference: PolicyRef, rows: list[Row]) -> None:
+async def add_reference_logprobs(workspace: Workspace, reference: PolicyRef | None, rows: list[Row]) -> None:
+    """Adds the logprobs of the trained tokens under `reference` to the rows. Raises BadSpec without a reference."""
+    if reference is None:
+        raise BadSpec("the loss needs the logprobs of a reference policy, and none was given; give one")
     sequences = []
     for row in rows:
         images = images_from_rows(row.get("images"))

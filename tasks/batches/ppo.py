@@ -6,51 +6,29 @@ Axes: N completion · T trained token of all completions
 from __future__ import annotations
 
 from itertools import chain
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field
 
 from engine.protocol import LogprobsRequest
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.serialization import Frozen
-from storage.store.artifacts import ArtifactRef, require_parent
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef
 from storage.store.tables import TableWriter
 from tasks.batches.columns import Grades, LogprobGap, trained_lengths, with_token_column
-from tasks.batches.committed import find_batch
-from tasks.batches.rl import (
-    BatchPlan,
-    apply_rules,
-    check_batch_rows,
-    kl_per_token,
-    score_shards,
-    sequences_of,
-    trained_chunks,
-)
+from tasks.batches.rl import apply_rules, check_batch_rows, kl_per_token, score_shards, sequences_of, trained_chunks
+from tasks.committed import commit_once
 from tasks.credit.gae import advantages_and_returns
 from tasks.credit.rewards import whiten
+from tasks.plans import BatchPlan, ValuePlan
 from tasks.reports.clock import timed
 from tasks.sampling.shards import read_tables
-
-Returns = Literal["rewards", "advantages"]
-
-
-class ValuePlan(Frozen):
-    """Settings of the advantages and returns of a batch (GAE, arXiv:1506.02438)."""
-
-    value: PolicyRef
-    """The value model."""
-    gamma: float = Field(1.0, gt=0, le=1)
-    lam: float = Field(0.95, ge=0, le=1)
-    returns: Returns = "rewards"
-    """The target of the value model: the discounted sum of the rewards, or the advantage plus the value."""
-    whiten_advantages: bool = False
-    """Normalises the advantages over all tokens of the batch to mean 0 and standard deviation 1."""
+from tasks.task_runs import durable_task
 
 
-async def value_batch(
+@durable_task("prepare", "batch-{step:06d}")
+async def prepare_ppo_batch(
     workspace: Workspace,
     policy: PolicyRef,
     rollouts: list[ArtifactRef],
@@ -60,11 +38,27 @@ async def value_batch(
     *,
     step: int,
 ) -> ArtifactRef:
-    """Returns the committed batch of a PPO step, and prepares it first if there is none. The reward of a token is minus
-    its KL penalty (`plan.reward_kl`), plus the completion's grade on its last token."""
-    key, committed = find_batch(workspace, policy, step)
-    if committed is not None:
-        return committed
+    """The committed `batch` table of a PPO step: one row per completion with a grade, with an advantage and a return at
+    every token. The reward of a token is minus its KL penalty (`plan.reward_kl`), plus the completion's grade on its
+    last token."""
+    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
+    return await commit_once(
+        workspace, key, lambda: _build_batch(workspace, policy, rollouts, graded, plan, values, key, step),
+        parent=policy.uri,
+    )  # fmt: skip
+
+
+async def _build_batch(
+    workspace: Workspace,
+    policy: PolicyRef,
+    rollouts: list[ArtifactRef],
+    graded: list[ArtifactRef],
+    plan: BatchPlan,
+    values: ValuePlan,
+    key: str,
+    step: int,
+) -> ArtifactRef:
+    """Builds the batch of a PPO step from graded completions and commits it."""
     store = workspace.open_store()
     with timed("storage"):
         grades = Grades(pa.concat_tables(read_tables(store, graded, ["prompt_id", "completion", "reward", "status"])))
@@ -109,14 +103,13 @@ def commit_credited(
     gap.add(batch)
     with TableWriter("batch") as writer, timed("storage"):
         writer.write(batch)
-        committed = writer.commit(
+        return writer.commit(
             workspace.open_store(),
             key,
             parents=parents,
             provenance=workspace.provenance,
             extra={"prompts": prompts, "logprob_gap": gap.mean, **plan.rules},
         )
-    return require_parent(committed, policy.uri)
 
 
 def credited(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import Field, JsonValue, model_validator
+from pydantic import JsonValue
 
 from engine.errors import BadSpec, PermanentEngineError
 from engine.models.images import images_from_rows, images_to_rows
@@ -23,8 +23,8 @@ from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef, StepOldLogprobs
-from storage.serialization import Frozen
-from storage.store.artifacts import ArtifactRef, require_parent
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import SCHEMAS, TableWriter, commit_table, read_rows, table_schema
 from tasks.batches.columns import (
@@ -36,71 +36,29 @@ from tasks.batches.columns import (
     trained_lengths,
     with_token_column,
 )
-from tasks.batches.committed import find_batch
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, cut
+from tasks.committed import commit_once
 from tasks.credit.rewards import (
-    BATCH_ESTIMATORS,
     KL_OF_GAP,
-    Overlong,
     RewardKL,
     reinforce_plus_plus,
     subtract_group_mean,
     whiten,
 )
 from tasks.datasets.naming import row_name
+from tasks.plans import BatchPlan
 from tasks.reports.clock import timed
 from tasks.sampling.shards import read_tables
+from tasks.task_runs import durable_task
 
-AdvantageEstimator = Literal[
-    "group", "group_sample_std", "centred", "leave_one_out", "raw",
-    "reinforce_plus_plus", "reinforce_plus_plus_baseline",
-]  # fmt: skip
 ROLLOUT_COLUMNS = ("prompt_id", "completion", "prompt_ids", "completion_ids", "logprobs", "images")
 """The columns of rollouts that a batch needs. `images` exists only for models that take images."""
 CHUNK_TOKENS = 1 << 20
 """Tokens that are scored and written together. It bounds this process's memory and the size of one engine call."""
 
 
-class BatchPlan(Frozen):
-    """Settings of an RL batch: how rewards become advantages, and which logprobs its rows have."""
-
-    reference: PolicyRef | None
-    """The policy whose logprobs the KL term compares with; None if the coefficient of the KL term is 0."""
-    advantage_estimator: AdvantageEstimator = "group"
-    gamma: float = Field(1.0, gt=0, le=1)
-    """Discount factor of later rewards, per token. Only "reinforce_plus_plus" reads it."""
-    old_logprobs: StepOldLogprobs = "trainer"
-    """Where the step takes the old logprobs from. Only with "trainer", the engine computes them for the batch."""
-    temperature: float = 1.0
-    reward_kl: RewardKL | None = None
-    """A KL penalty that is subtracted from the reward; it needs `reference`."""
-    overlong: Overlong | None = None
-    mask_truncated: bool = False
-    """Leaves truncated answers out of the loss. Their rewards still count in the statistics of their groups."""
-    drop_equal_groups: bool = False
-    max_staleness: int = 0
-    """How many steps older than the trained policy the sampling policy may be."""
-
-    @model_validator(mode="after")
-    def _penalty_has_logprobs(self) -> Self:
-        if self.reward_kl is not None and self.old_logprobs == "forward":
-            raise ValueError("reward_kl needs the old logprobs before the step; use old_logprobs='trainer'")
-        return self
-
-    @property
-    def rules(self) -> dict[str, JsonValue]:
-        """The manifest's entry `rules`. It tells why completions are missing or the sampling policy is older."""
-        names = {"mask_truncated", "drop_equal_groups", "max_staleness"}
-        rules = self.model_dump(include=names, exclude_defaults=True)
-        return {"rules": rules} if rules else {}
-
-    @property
-    def needs_whole_batch(self) -> bool:
-        """Whether the advantages depend on logprobs or on the whole batch, which is then held in memory."""
-        return self.reward_kl is not None or self.advantage_estimator in BATCH_ESTIMATORS
-
-
-async def rollout_batch(
+@durable_task("prepare", "batch-{step:06d}")
+async def prepare_batch(
     workspace: Workspace,
     policy: PolicyRef,
     rollouts: list[ArtifactRef],
@@ -109,10 +67,23 @@ async def rollout_batch(
     *,
     step: int,
 ) -> ArtifactRef:
-    """Returns the committed batch of an RL step, and prepares it first if there is none."""
-    key, committed = find_batch(workspace, policy, step)
-    if committed is not None:
-        return committed
+    """The committed `batch` table of an RL step: one row per completion with a grade."""
+    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
+    return await commit_once(
+        workspace, key, lambda: _build_batch(workspace, policy, rollouts, graded, plan, key, step), parent=policy.uri
+    )
+
+
+async def _build_batch(
+    workspace: Workspace,
+    policy: PolicyRef,
+    rollouts: list[ArtifactRef],
+    graded: list[ArtifactRef],
+    plan: BatchPlan,
+    key: str,
+    step: int,
+) -> ArtifactRef:
+    """Builds the batch of an RL step from graded completions and commits it."""
     store = workspace.open_store()
     with timed("storage"):
         columns = ["prompt_id", "completion", "reward", "status"]
@@ -147,16 +118,14 @@ async def rollout_batch(
                 writer.write(table)
         check_batch_rows(writer.rows, grades, step)
 
-        # Commit. The call returns the batch of another process if that one was faster, and it may have another parent.
         with timed("storage"):
-            committed = writer.commit(
+            return writer.commit(
                 store,
                 key,
                 parents=(policy.uri, *(ref.uri for ref in (*rollouts, *graded))),
                 provenance=workspace.provenance,
                 extra={"prompts": grades.prompts_in_batch(), "logprob_gap": gap.mean, **plan.rules, **extra},
             )
-    return require_parent(committed, policy.uri)
 
 
 def _check_finite(table: pa.Table, policy: PolicyRef, step: int) -> None:
@@ -334,7 +303,8 @@ async def _logprobs(
         return await workspace.connect().logprobs(request, epoch=workspace.epoch)
 
 
-async def sft_batch(
+@durable_task("prepare", "batch-{step:06d}")
+async def prepare_completions(
     workspace: Workspace,
     policy: PolicyRef,
     base: ArtifactRef,
@@ -344,16 +314,31 @@ async def sft_batch(
     lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
-    """Returns the committed batch of an SFT step, and prepares it first if there is none. Its manifest counts the
-    conversations that were truncated or dropped.
+    """The committed `batch` table of an SFT step: the tokenised rows of the dataset, with weights on the assistant
+    turns. Its manifest counts the conversations that were truncated or dropped.
 
     Raises:
         SampleTooLong: a conversation is too long and `lengths` does not allow to truncate or drop it.
         BadSpec: no row has a token to train.
     """
-    key, committed = find_batch(workspace, policy, step)
-    if committed is not None:
-        return committed
+    key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
+    return await commit_once(
+        workspace, key, lambda: _build_sft_batch(workspace, policy, base, dataset, rows, lengths, key, step),
+        parent=policy.uri,
+    )  # fmt: skip
+
+
+async def _build_sft_batch(
+    workspace: Workspace,
+    policy: PolicyRef,
+    base: ArtifactRef,
+    dataset: ArtifactRef,
+    rows: list[int],
+    lengths: LengthPlan,
+    key: str,
+    step: int,
+) -> ArtifactRef:
+    """Builds the batch of an SFT step and commits it."""
     store = workspace.open_store()
     with timed("storage"):
         records = read_rows(store, dataset, rows)
@@ -382,7 +367,7 @@ async def sft_batch(
     lost = {name: count for name, count in (("cut", truncated), ("dropped", dropped)) if count}
     extra: dict[str, JsonValue] = {"prompts": len({row["group"] for row in table_rows}), "logprob_gap": None, **lost}
     with timed("storage"):
-        committed = commit_table(
+        return commit_table(
             store,
             key,
             pa.Table.from_pylist(table_rows, schema=schema),
@@ -391,7 +376,6 @@ async def sft_batch(
             provenance=workspace.provenance,
             extra=extra,
         )
-    return require_parent(committed, policy.uri)
 
 
 def sequence_row(renderer: Renderer, sequence: TokenSequence, group: str, *, completion: int = 0) -> dict[str, Any]:

@@ -6,46 +6,34 @@ from functools import partial
 
 import pyarrow as pa
 
-from engine.protocol import SamplingParams
 from engine.text.stored_models import renderer_of
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.serialization import Frozen, canonical_json, digest
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact
+from storage.store.artifacts import ArtifactRef
 from storage.store.tables import SCHEMAS, commit_table, read_rows
+from tasks.committed import commit_once
 from tasks.datasets.naming import row_name
 from tasks.evaluation.validation_curve import mean_over_prompts, means_by_source, sums_by_source, validation_entry
+from tasks.plans import EvaluationPlan
 from tasks.reports.clock import timed
-from tasks.sampling.completions import PromptShard, generate_request, prompt_limit, render_prompts, rollout_table
-from tasks.sampling.grading import Grading, check_masked, grade_texts
+from tasks.sampling.completions import generate_request, prompt_limit, render_prompts, rollout_table
+from tasks.sampling.grading import check_masked, grade_texts
+from tasks.task_runs import durable_task
 
 
-class EvaluationPlan(Frozen):
-    """Prompts, sampling and grader of an evaluation. Equal plans of one policy give one artifact."""
-
-    prompts: PromptShard
-    sampling: SamplingParams
-    grading: Grading
-    label: str = "held-out"
-    """Name for readers. It is not part of the artifact's key."""
-
-    def name(self, policy: PolicyRef) -> str:
-        # Neither the label nor the place where the grader runs changes the result.
-        body = self.model_dump(mode="json", exclude={"label": True, "grading": {"grader": {"workers"}}})
-        return f"{policy.step:06d}-{digest(canonical_json(body))[:12]}"
-
-
-async def evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan) -> ArtifactRef:
-    """Returns the committed `evaluation` table of a policy, and makes it first if there is none. It has a row per
-    completion with its grade."""
-    store = workspace.open_store()
+@durable_task("evaluate", "evaluate-{policy.step:06d}")
+async def evaluate_policy(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan) -> ArtifactRef:
+    """The policy's committed `evaluation` table, with a row per completion and its grade. A second call returns the
+    table of the first one."""
     key = keys.evaluation(policy.run, policy.stage, plan.name(policy))
-    committed = find_artifact(store, key)
-    if committed is not None:
-        return committed
+    return await commit_once(workspace, key, lambda: _evaluate(workspace, policy, plan, key))
 
+
+async def _evaluate(workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan, key: str) -> ArtifactRef:
+    """Samples completions of the prompts, grades them and commits the grades."""
     # Sample the completions.
+    store = workspace.open_store()
     shard = plan.prompts
     rows = read_rows(store, shard.dataset, shard.rows)
     renderer = renderer_of(store, shard.base)

@@ -6,49 +6,40 @@ import math
 
 import pyarrow as pa
 
-from engine.protocol import SamplingParams
 from engine.text.rendering import Renderer
 from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
 from engine.text.turns import Turn
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
-from storage.serialization import Frozen, canonical_json, digest
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact
+from storage.store.artifacts import ArtifactRef
 from storage.store.tables import SCHEMAS, commit_table
+from tasks.committed import commit_once
 from tasks.environments.episodes import Episode
 from tasks.evaluation.validation_curve import mean_over_prompts, validation_entry
+from tasks.plans import EpisodeEvaluationPlan
 from tasks.reports.clock import timed
-from tasks.sampling.completions import PromptShard
-from tasks.sampling.episodes import EpisodePlan, play
-
-NO_EFFECT_ON_RESULT = {"reaction_seconds", "concurrency", "max_masked_fraction"}
-"""Fields of an EpisodePlan that are not part of the evaluation's key."""
+from tasks.sampling.episodes import play
+from tasks.task_runs import durable_task
 
 
-class EpisodeEvaluationPlan(Frozen):
-    """Prompts, sampling and environment of an evaluation. Equal plans of one policy give one artifact."""
-
-    prompts: PromptShard
-    sampling: SamplingParams
-    episodes: EpisodePlan
-
-    def name(self, policy: PolicyRef) -> str:
-        body = self.model_dump(mode="json", exclude={"episodes": NO_EFFECT_ON_RESULT})
-        return f"{policy.step:06d}-{digest(canonical_json(body))[:12]}"
-
-
-async def evaluate_episodes(workspace: Workspace, policy: PolicyRef, plan: EpisodeEvaluationPlan) -> ArtifactRef:
-    """Returns the committed `evaluation` table of a policy, and makes it first if there is none. It has a row per
-    episode, whose reward is the sum of its grades."""
-    store = workspace.open_store()
+@durable_task("evaluate", "evaluate-{policy.step:06d}")
+async def evaluate_in_environment(
+    workspace: Workspace, policy: PolicyRef, plan: EpisodeEvaluationPlan
+) -> ArtifactRef:
+    """The policy's committed `evaluation` table, with a row per episode, whose reward is the sum of its grades. A
+    second call returns the table of the first one."""
     key = keys.evaluation(policy.run, policy.stage, plan.name(policy))
-    committed = find_artifact(store, key)
-    if committed is not None:
-        return committed
+    return await commit_once(workspace, key, lambda: _evaluate(workspace, policy, plan, key))
 
+
+async def _evaluate(
+    workspace: Workspace, policy: PolicyRef, plan: EpisodeEvaluationPlan, key: str
+) -> ArtifactRef:
+    """Plays episodes of the prompts and commits their rewards."""
     # Play the episodes. A prompt that is too long has no episode, and no row.
+    store = workspace.open_store()
     shard = plan.prompts
     episodes = await play(workspace, policy, shard, plan.sampling, plan.episodes, seeds=("evaluation",), where=key)
     renderer = renderer_of(store, shard.base)

@@ -1,56 +1,39 @@
-"""Computes the loss of a policy on held-out rows: on conversations (SFT) or on pairs (DPO).
+"""Computes the loss of a policy on held-out rows: conversations, pairs, or rated conversations.
 
-The engine computes the logprobs with the trainer's weights. `tasks.evaluation.reward_validation` does the same for
-models with a scalar head.
+The held-out rows are committed as a batch once per stage. The engine measures the loss of that batch for each policy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from engine.errors import BadSpec
-from engine.losses.likelihood import CrossEntropySpec
-from engine.losses.pairs import DPOSpec
 from engine.losses.spec import LossSpec
-from engine.protocol import LogprobsRequest, TokenSequence
+from engine.protocol import Measurement, MeasureRequest
 from engine.text.stored_models import renderer_of
-from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.serialization import Frozen, canonical_json, digest
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact
-from storage.store.tables import SCHEMAS, commit_table, read_rows
-from tasks.batches.rl import CHUNK_TOKENS
-from tasks.batches.truncation import ANY_LENGTH, LengthPlan, cut
+from storage.store.artifacts import ArtifactRef, find_artifact, read_manifest
+from storage.store.tables import SCHEMAS, TableWriter, commit_table, read_rows
+from tasks.batches.pairs import add_reference_logprobs, unit_chunks, unit_rows, unit_sequences
+from tasks.batches.truncation import ANY_LENGTH, LengthPlan, check_uncut, cut
 from tasks.datasets.naming import row_name
 from tasks.evaluation.validation_curve import validation_entry
 from tasks.reports.clock import timed
+from tasks.task_runs import durable_task
 
 Row = dict[str, Any]
 
-Measured = tuple[list[Row], dict[str, float]]
-"""(table row of each dataset row, measures of the whole dataset)."""
-
-LogprobSum = tuple[float, int]
-"""(sum of the logprobs of the trained tokens of a conversation in nats, number of these tokens)."""
-
-NOT_MEASURED = TokenSequence(np.zeros(1, np.int32), np.zeros(1, bool))
-"""Replaces a conversation that is dropped for its length, and the other conversation of its pair. It has no trained
-token, so it does not count."""
-
-DROPPED: Row = {"tokens": 0, "loss": 0.0, "margin": None}
-"""The table row of a dropped conversation or pair."""
-
-SIDES = {"threads": ("thread",), "pairs": ("chosen", "rejected")}
-"""Kind of a dataset -> its columns that hold conversations."""
+UNMEASURED: Row = {"tokens": 0, "loss": 0.0, "margin": None}
+"""The table row of a conversation or pair that is not measured."""
 
 
 class ValidationLossPlan(Frozen):
@@ -59,78 +42,70 @@ class ValidationLossPlan(Frozen):
     base: ArtifactRef
     """The model whose tokenizer renders the conversations."""
     dataset: ArtifactRef
-    """Conversations for the cross-entropy, pairs for DPO."""
-    loss: CrossEntropySpec | DPOSpec
+    """Pairs for a loss of pairs, else conversations; for a loss that reads values, with their rating in
+    metadata["res"]."""
+    loss: LossSpec
     reference: PolicyRef | None = None
-    """The reference policy of DPO."""
+    """The reference policy, for a loss that needs one."""
     lengths: LengthPlan = Field(ANY_LENGTH, exclude_if=lambda lengths: lengths == ANY_LENGTH)
-    """How long a conversation may be."""
+    """How long a conversation may be. A row with a longer one is an error, or is dropped and not measured."""
     label: str = "validation"
     """Name for readers. It is not part of the artifact's key."""
 
     def name(self, policy: PolicyRef) -> str:
-        body = self.model_dump(mode="json", exclude={"label", "reference"})
+        """The name of the validation of a policy."""
+        # Losses of scalar models never had a reference, and their names keep that form.
+        content = self._content()
+        return f"{policy.step:06d}-{_short_digest(content[0] if self.loss.reads == 'values' else content)}"
+
+    def batch_name(self) -> str:
+        """The name of the batch of the held-out rows, which is the same for all policies of a stage."""
+        return f"held-out-{_short_digest(self._content())}"
+
+    def _content(self) -> list[Any]:
         reference = self.reference.state if self.reference else None
-        return f"{policy.step:06d}-{digest(canonical_json([body, reference]))[:12]}"
+        return [self.model_dump(mode="json", exclude={"label", "reference"}), reference]
 
 
-async def validation_loss(workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan) -> ArtifactRef:
-    """Returns the committed `validation` table of a policy, and makes it first if there is none. It has a row per
-    conversation or pair. Its measures are `loss`, the mean over all trained tokens (SFT) or over the pairs (DPO), and
-    for pairs also `accuracy` and `margin`, in implicit rewards.
+def _short_digest(content: Any) -> str:
+    return digest(canonical_json(content))[:12]
+
+
+@durable_task("evaluate", "validate-{policy.step:06d}")
+async def validate_loss(workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan) -> ArtifactRef:
+    """The committed `validation` table of a policy on held-out rows. It has a row per conversation or pair.
+
+    Its measures are `loss`, the mean over all trained tokens or over the pairs, and for pairs also `accuracy`, the
+    share of pairs that the policy ranks as given, and `margin`, the mean of their margins.
 
     Raises:
-        BadSpec: the dataset is not of the kind that the loss needs, or it has no token to train.
+        BadSpec: the dataset is not of the kind that the loss needs, or none of its rows can be measured.
+        SampleTooLong: a row is too long, and `plan.lengths` neither shortens nor drops it.
     """
-
-    async def measure(rows: list[Row]) -> Measured:
-        sums = await _logprob_sums(workspace, policy, plan, rows)
-        if not isinstance(plan.loss, DPOSpec):
-            return _measure_threads(sums)
-        assert plan.reference is not None
-        reference_sums = await _logprob_sums(workspace, plan.reference, plan, rows)
-        return _measure_pairs(plan.loss, sums, reference_sums)
-
-    needs_pairs = isinstance(plan.loss, DPOSpec)
-    return await committed_validation(workspace, policy, plan, measure, needs_pairs=needs_pairs)
-
-
-class ValidationPlan(Protocol):
-    """What `committed_validation` needs of a plan."""
-
-    @property
-    def dataset(self) -> ArtifactRef: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def loss(self) -> LossSpec: ...
-    def name(self, policy: PolicyRef) -> str: ...
-
-
-async def committed_validation(
-    workspace: Workspace,
-    policy: PolicyRef,
-    plan: ValidationPlan,
-    measure: Callable[[list[Row]], Awaitable[Measured]],
-    *,
-    needs_pairs: bool,
-) -> ArtifactRef:
-    """Returns the committed `validation` table of the plan. If there is none, calls `measure` with all rows of the
-    dataset and commits the result. Raises BadSpec for a dataset of the other kind."""
     store = workspace.open_store()
     key = keys.evaluation(policy.run, policy.stage, plan.name(policy))
     committed = find_artifact(store, key)
     if committed is not None:
         return committed
-    expected_kind = "pairs" if needs_pairs else "threads"
+    expected_kind = "pairs" if plan.loss.pairwise else "threads"
     if plan.dataset.kind != expected_kind:
         raise BadSpec(f"{plan.dataset.key} holds {plan.dataset.kind}; the loss {plan.loss.kind} is of {expected_kind}")
 
-    # Measure the rows, and name the dataset row of each table row.
-    rows = read_rows(store, plan.dataset, range(plan.dataset.rows or 0))
-    table, measures = await measure(rows)
-    for row, record in zip(table, rows, strict=True):
-        row |= {"prompt_index": record["index"], "prompt_id": record["id"]}
+    # Measure the loss of the held-out rows.
+    batch = await _held_out_batch(workspace, policy, plan)
+    loss = plan.loss.model_dump(mode="json")
+    request = MeasureRequest(policy=policy, batch=batch, loss=loss, max_tokens=workspace.max_tokens)
+    with timed("train"):
+        measurement = await workspace.connect().measure(request, epoch=workspace.epoch)
+
+    # Commit a table with a row for each row of the dataset.
+    unmeasured = read_manifest(store, batch.key).extra["unmeasured"]
+    assert isinstance(unmeasured, list)
+    table: list[Row] = []
+    measured = _table_rows(measurement)
+    for number, record in enumerate(read_rows(store, plan.dataset, range(plan.dataset.rows or 0))):
+        row = UNMEASURED if number in unmeasured else next(measured)
+        table.append(row | {"prompt_index": record["index"], "prompt_id": record["id"]})
     with timed("storage"):
         return commit_table(
             store,
@@ -139,104 +114,75 @@ async def committed_validation(
             kind="validation",
             parents=(policy.uri, plan.dataset.uri),
             provenance=workspace.provenance,
-            extra=validation_entry(plan.label, measures),
+            extra=validation_entry(plan.label, measures_of(measurement)),
         )
 
 
-async def _logprob_sums(
-    workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan, rows: list[Row]
-) -> list[list[LogprobSum]]:
-    """The summed logprobs under `policy` of each row: one per conversation of the row."""
+def measures_of(measurement: Measurement) -> dict[str, float]:
+    """The loss of the whole batch, and for pairs the mean margin and the share of margins above 0."""
+    measures = {"loss": measurement.metrics["loss"]}
+    margins = measurement.margins
+    if margins is not None:
+        measures["margin"] = math.fsum(margins) / len(margins)
+        measures["accuracy"] = sum(margin > 0 for margin in margins) / len(margins)
+    return measures
+
+
+def _table_rows(measurement: Measurement) -> Iterator[Row]:
+    """The table row of each conversation or pair of the batch."""
+    margins = measurement.margins or [None] * len(measurement.losses)
+    for tokens, loss, margin in zip(measurement.tokens, measurement.losses, margins, strict=True):
+        yield {"tokens": tokens, "loss": loss, "margin": margin}
+
+
+async def _held_out_batch(workspace: Workspace, policy: PolicyRef, plan: ValidationLossPlan) -> ArtifactRef:
+    """Returns the committed batch of the held-out rows, and prepares it first if there is none. Its manifest lists the
+    numbers of the rows that are not in it: those that `plan.lengths` drops, and pairs of which one answer has no
+    trained token."""
     store = workspace.open_store()
-    renderer = renderer_of(store, plan.base)
-    columns = SIDES[plan.dataset.kind]
-    limit = plan.lengths.limit(workspace, plan.base)
+    key = keys.evaluation(policy.run, policy.stage, plan.batch_name())
+    committed = find_artifact(store, key)
+    if committed is not None:
+        return committed
+    if plan.loss.reads == "values":
+        check_uncut(plan.lengths)
+    renderer, limit = renderer_of(store, plan.base), plan.lengths.limit(workspace, plan.base)
+    unmeasured: list[JsonValue] = []
 
-    # Tokenise the conversations. A pair is dropped as a whole, because a margin needs both of its conversations.
-    sequences: list[TokenSequence] = []
-    for row in rows:
-        name = partial(row_name, store, plan.dataset, row["index"])
-        fitting: list[TokenSequence] = []
-        for column in columns:
-            sequence = renderer.sequence(renderer.tokenize(StringThread.from_json(str(row[column]))))
-            shortened = cut(sequence, plan.lengths, limit, name=name)
-            if shortened is not None:
-                fitting.append(shortened)
-        sequences += fitting if len(fitting) == len(columns) else [NOT_MEASURED] * len(columns)
+    def units() -> Iterator[list[Row]]:
+        """The rows of each pair or conversation that is measured."""
+        for number, record in enumerate(read_rows(store, plan.dataset, range(plan.dataset.rows or 0))):
+            whole = unit_sequences(plan.loss, record, renderer)
+            name = partial(row_name, store, plan.dataset, record["index"])
+            shortened = [cut(sequence, plan.lengths, limit, name=name) for sequence in whole]
+            sequences = [sequence for sequence in shortened if sequence is not None]
+            no_pair = plan.loss.pairwise and not all(sequence.trained for sequence in sequences)
+            if len(sequences) < len(whole) or no_pair:
+                unmeasured.append(number)
+                continue
+            # Only the two answers of a pair share a prompt.
+            group = record["id"] if plan.loss.pairwise else ""
+            yield unit_rows(plan.loss, record, sequences, group, renderer, partial(row_name, store, plan.dataset))
 
-    # Compute the logprobs in chunks, which bounds the size of one call of the engine.
-    sums: list[LogprobSum] = []
-    for chunk in chunks(sequences):
-        with timed("train"):
-            request = LogprobsRequest(policy, chunk, max_tokens=workspace.max_tokens)
-            logprobs_of_chunk = await workspace.connect().logprobs(request, epoch=workspace.epoch)
-        sums += [(math.fsum(logprobs), len(logprobs)) for logprobs in logprobs_of_chunk]
-    if not any(tokens for _, tokens in sums):
-        raise BadSpec(f"{plan.dataset.key}: none of its rows has an assistant turn, which a loss is of; give others")
-    return [sums[start : start + len(columns)] for start in range(0, len(sums), len(columns))]
-
-
-def chunks(sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
-    """Yields the sequences in order, about CHUNK_TOKENS at a time."""
-    chunk: list[TokenSequence] = []
-    tokens = 0
-    for sequence in sequences:
-        chunk.append(sequence)
-        tokens += len(sequence.token_ids)
-        if tokens >= CHUNK_TOKENS:
-            yield chunk
-            chunk, tokens = [], 0
-    if chunk:
-        yield chunk
-
-
-def _measure_threads(sums: list[list[LogprobSum]]) -> Measured:
-    """The negative log-likelihood of each conversation, and its mean over all trained tokens."""
-    table: list[Row] = []
-    losses: list[float] = []
-    total_tokens = 0
-    for ((logprob, tokens),) in sums:
-        table.append({"tokens": tokens, "loss": -logprob, "margin": None})
-        losses.append(-logprob)
-        total_tokens += tokens
-    return table, {"loss": math.fsum(losses) / total_tokens}
-
-
-def _measure_pairs(
-    loss: DPOSpec, sums: list[list[LogprobSum]], reference_sums: list[list[LogprobSum]]
-) -> Measured:
-    """The DPO loss and the margin in implicit rewards of each pair, and their means over the pairs."""
-    table: list[Row] = []
-    losses: list[float] = []
-    margins: list[float] = []
-    for (chosen, rejected), (reference_chosen, reference_rejected) in zip(sums, reference_sums, strict=True):
-        tokens = chosen[1] + rejected[1]
-        if not tokens:
-            table.append(dict(DROPPED))
-            continue
-        gap = (chosen[0] - rejected[0]) - (reference_chosen[0] - reference_rejected[0])
-        losses.append(dpo_loss(loss, gap))
-        margins.append(loss.beta * gap)
-        table.append({"tokens": tokens, "loss": losses[-1], "margin": margins[-1]})
-    count = len(losses)
-    ranked_correctly = sum(margin > 0 for margin in margins)
-    return table, {
-        "loss": math.fsum(losses) / count,
-        "margin": math.fsum(margins) / count,
-        "accuracy": ranked_correctly / count,
-    }
-
-
-def dpo_loss(loss: DPOSpec, gap: float) -> float:
-    """The loss of one pair. `gap` is the summed logprob of the chosen answer minus that of the rejected one, under the
-    policy, minus the same difference under the reference, in nats."""
-    if loss.variant == "ipo":
-        return (gap - 1 / (2 * loss.beta)) ** 2
-    label_smoothing = loss.label_smoothing or 0.0
-    scaled = loss.beta * gap
-    return (1 - label_smoothing) * softplus(-scaled) + label_smoothing * softplus(scaled)
-
-
-def softplus(x: float) -> float:
-    """log(1 + e^x), without overflow for a large x."""
-    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+    # Convert the rows, add the reference logprobs and write, chunk by chunk.
+    has_trained_tokens = False
+    with TableWriter("batch") as writer:
+        for chunk in unit_chunks(units()):
+            if plan.loss.needs_reference:
+                await add_reference_logprobs(workspace, plan.reference, chunk)
+            has_trained_tokens = has_trained_tokens or any(row["loss_mask"].any() for row in chunk)
+            writer.write(chunk)
+        if not writer.rows and plan.loss.reads == "values":
+            raise BadSpec(f"all rows of {plan.dataset.key} were dropped for their length; raise the limit (max_tokens)")
+        if not has_trained_tokens:
+            raise BadSpec(
+                f"{plan.dataset.key}: none of its rows has an assistant turn, which a loss is of; give others"
+            )
+        with timed("storage"):
+            return writer.commit(
+                store,
+                key,
+                parents=(plan.dataset.uri,) if plan.reference is None else (plan.dataset.uri, plan.reference.uri),
+                provenance=workspace.provenance,
+                extra={"unmeasured": unmeasured},
+            )

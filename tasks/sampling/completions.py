@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field
 
 from engine.errors import BadSpec, SampleTooLong
 from engine.models.images import images_or_none, images_to_rows
@@ -21,48 +20,39 @@ from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.failpoints import failpoint
-from storage.serialization import Frozen
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
+from storage.store.artifacts import ArtifactRef
 from storage.store.tables import commit_table, read_rows, table_schema
 from storage.worklog import log_work
 from tasks.batches.truncation import shortest
+from tasks.committed import commit_once
 from tasks.datasets.naming import NameRow, row_name
+from tasks.plans import PromptShard, Truncation
 from tasks.reports.clock import timed
-
-Truncation = Literal["error", "left", "right", "drop"]
-
-
-class PromptShard(Frozen):
-    """Some prompts of a step, by their rows in the dataset. A shard is sampled as one fixed batch."""
-
-    base: ArtifactRef
-    """The model whose tokenizer renders the prompts."""
-    dataset: ArtifactRef
-    index: int = Field(ge=0)
-    rows: tuple[int, ...]
-    completions: int = Field(ge=1)
-    """Completions per prompt."""
-    repetitions: tuple[int, ...] = ()
-    """How often each row occurred earlier in the same step, which happens when a batch reaches into the next epoch. The
-    completions of a repeated row are numbered on, so that no two of a step share a random stream. Empty: no row is
-    repeated."""
-    max_prompt_tokens: int | None = None
-    truncation: Truncation = "error"
-    resampled: bool = Field(False, exclude_if=lambda value: not value)
-    """Whether the step has sampled these prompts before, in shards of which no completion got a grade."""
+from tasks.task_runs import durable_task
 
 
-async def sample_shard(
+@durable_task("rollout", "rollout-{step:06d}/{shard.index:02d}")
+async def generate_rollouts(
     workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
 ) -> ArtifactRef:
-    """Returns the committed rollouts of a shard, and samples them first if there are none."""
-    store = workspace.open_store()
+    """Completions of the shard's prompts by `policy`, as a committed `rollouts` table.
+
+    A second call, even at the same time, returns the same table: a committed shard is not sampled again, and the seeds
+    depend on the run's seed, the stage, the step, the prompt and the completion only.
+    """
     key = keys.step_artifact(policy.run, policy.stage, step, "rollouts", shard.index)
+    return await commit_once(
+        workspace, key, lambda: _sample(workspace, policy, shard, sampling, key, step), parent=policy.uri
+    )
+
+
+async def _sample(
+    workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, key: str, step: int
+) -> ArtifactRef:
+    """Samples the rollouts of a shard and commits them."""
+    store = workspace.open_store()
     with timed("storage"):
-        committed = find_artifact(store, key, one_file=True)
-        if committed is not None:
-            return require_parent(committed, policy.uri)
         rows = read_rows(store, shard.dataset, shard.rows)
 
     # Render the prompts. Rows that occurred earlier in the step continue the numbers of their completions.
@@ -88,7 +78,7 @@ async def sample_shard(
     table = rollout_table(renderer, policy, jobs, seeds, completions)
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
     with timed("storage"):
-        committed = commit_table(
+        return commit_table(
             store,
             key,
             table,
@@ -102,7 +92,6 @@ async def sample_shard(
                 **({"resampled": True} if shard.resampled else {}),
             },
         )
-    return require_parent(committed, policy.uri)
 
 
 def generate_request(

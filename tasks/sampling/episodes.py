@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field
 
 from engine.errors import BadSpec
 from engine.protocol import Completion, GenerateRequest, SamplingParams
@@ -17,39 +16,20 @@ from engine.text.stored_models import context_length_of, renderer_of
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.failpoints import failpoint
-from storage.serialization import Frozen
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
+from storage.store.artifacts import ArtifactRef
 from storage.store.tables import SCHEMAS, commit_table, read_rows
 from storage.worklog import log_work
 from tasks.batches.truncation import shortest
+from tasks.committed import commit_once
 from tasks.datasets.naming import row_name
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.episodes import Episode, EpisodeLimits, EpisodePlayer, EpisodeSegment
 from tasks.environments.runner import EnvironmentRunner
 from tasks.environments.spec import EnvironmentSpec, build
+from tasks.plans import EpisodePlan, PromptShard, TooManyMasked
 from tasks.reports.clock import timed
-from tasks.sampling.completions import PromptShard
-from tasks.sampling.grading import TooManyMasked
-
-
-class EpisodePlan(Frozen):
-    """The environment of a run, with the limits of an episode and the timeouts of the environment."""
-
-    environment: EnvironmentSpec
-    max_turns: int = Field(8, ge=1)
-    """Answers per episode."""
-    max_tokens: int | None = Field(None, ge=2)
-    """Tokens per segment: prompt, answers and the environment's turns. None: the model's context."""
-    episode_seconds: float | None = Field(None, gt=0)
-    """Seconds that the environment may take in an episode. A run in which this limit acts cannot be repeated byte for
-    byte."""
-    reaction_seconds: float = Field(60.0, gt=0)
-    """Seconds that one reaction of the environment may take; a longer one is a failure."""
-    concurrency: int = Field(64, ge=1)
-    """Environments that react concurrently."""
-    max_masked_fraction: float = Field(0.2, ge=0, le=1)
-    """The run fails if a larger fraction of a shard's episodes could not be played."""
+from tasks.task_runs import durable_task
 
 
 @lru_cache(maxsize=8)
@@ -57,7 +37,8 @@ def _factory(spec_json: str) -> EnvironmentFactory:
     return build(EnvironmentSpec.model_validate_json(spec_json))
 
 
-async def play_shard(
+@durable_task("rollout", "episodes-{step:06d}/{shard.index:02d}")
+async def play_episodes(
     workspace: Workspace,
     policy: PolicyRef,
     shard: PromptShard,
@@ -66,14 +47,31 @@ async def play_shard(
     *,
     step: int,
 ) -> ArtifactRef:
-    """Returns the committed trajectories of a shard, and plays its episodes first if there are none."""
-    store = workspace.open_store()
-    key = keys.step_artifact(policy.run, policy.stage, step, "trajectories", shard.index)
-    with timed("storage"):
-        committed = find_artifact(store, key, one_file=True)
-        if committed is not None:
-            return require_parent(committed, policy.uri)
+    """Episodes of `policy`, one per completion of the shard's prompts, as a committed `trajectories` table with the
+    grades of their turns.
 
+    A second call, even at the same time, returns the table that was committed first: a committed shard is not played
+    again. The seeds depend on the run's seed, the stage, the step, the prompt, the completion and the turn only.
+
+    Raises:
+        TooManyMasked: more than `plan.max_masked_fraction` of the shard's episodes could not be played.
+    """
+    key = keys.step_artifact(policy.run, policy.stage, step, "trajectories", shard.index)
+    return await commit_once(
+        workspace, key, lambda: _play_shard(workspace, policy, shard, sampling, plan, key, step), parent=policy.uri
+    )
+
+
+async def _play_shard(
+    workspace: Workspace,
+    policy: PolicyRef,
+    shard: PromptShard,
+    sampling: SamplingParams,
+    plan: EpisodePlan,
+    key: str,
+    step: int,
+) -> ArtifactRef:
+    """Plays the episodes of a shard and commits them."""
     # Play the episodes. Their seeds depend on the step, so that a repeated prompt is not the same episode again.
     seeds = (policy.stage, step)
     episodes = await play(workspace, policy, shard, sampling, plan, seeds=seeds, where=key)
@@ -81,8 +79,9 @@ async def play_shard(
 
     # Commit those whose first prompt was not too long.
     played = [episode for episode in episodes if episode.ending != "too_long"]
+    store = workspace.open_store()
     with timed("storage"):
-        committed = commit_table(
+        return commit_table(
             store,
             key,
             trajectory_table(renderer_of(store, shard.base), policy, played),
@@ -91,7 +90,6 @@ async def play_shard(
             provenance=workspace.provenance,
             extra=_counts(episodes, played),
         )
-    return require_parent(committed, policy.uri)
 
 
 async def play(

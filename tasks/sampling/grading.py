@@ -5,54 +5,47 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pyarrow as pa
-from pydantic import Field
 
 from engine.workspace import Workspace
-from storage.serialization import Frozen
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
+from storage.store.artifacts import ArtifactRef
 from storage.store.tables import commit_table, read_step_table, table_schema
 from storage.worklog import log_work
+from tasks.committed import commit_once
 from tasks.evaluation.validation_curve import sums_by_source
 from tasks.graders.running.crash_notes import note_grading
 from tasks.graders.running.grade_threads import GradeOutcome, grade_threads
 from tasks.graders.running.shared_graders import shared_grader
-from tasks.graders.spec import GraderSpec
+from tasks.plans import Grading, TooManyMasked
 from tasks.reports.clock import timed
 from tasks.sampling.completions import answered_threads
+from tasks.task_runs import durable_task
 
 GRADED_COLUMNS = ("prompt_index", "prompt_id", "completion", "text", "thread")
 """The columns of rollouts that grading reads."""
 
 
-class TooManyMasked(Exception):
-    """More completions could not be graded than the run allows."""
-
-
-class Grading(Frozen):
-    """The grader of a run, with its timeout, retries and concurrency."""
-
-    grader: GraderSpec
-    timeout_seconds: float = Field(60.0, gt=0)
-    """Seconds per grade and attempt, without the time in which a judge waits for its engine."""
-    retries: int = Field(2, ge=0)
-    concurrency: int = Field(32, ge=1)
-    max_masked_fraction: float = Field(0.2, ge=0, le=1)
-    """The run fails if a larger fraction of a shard's completions could not be graded."""
-    keep_answers: bool = Field(False, exclude_if=lambda value: not value)
-    """Whether the graded table has the answers that the grader extracted, as a majority vote needs them."""
-
-
-async def grade_shard(
+@durable_task("grade", "grade-{step:06d}/{shard:02d}")
+async def grade_rollouts(
     workspace: Workspace, rollouts: ArtifactRef, grading: Grading, *, stage: str, step: int, shard: int
 ) -> ArtifactRef:
-    """Returns the committed grades of a shard, and grades it first if there are none."""
-    store = workspace.open_store()
+    """The committed `graded` table of a shard. It has a row per completion: with a reward, or masked or ignored.
+
+    Raises:
+        TooManyMasked: more than `grading.max_masked_fraction` of the shard could not be graded.
+    """
     key = keys.step_artifact(workspace.run, stage, step, "graded", shard)
+    return await commit_once(
+        workspace, key, lambda: _grade(workspace, rollouts, grading, key, stage, step, shard), parent=rollouts.uri
+    )
+
+
+async def _grade(
+    workspace: Workspace, rollouts: ArtifactRef, grading: Grading, key: str, stage: str, step: int, shard: int
+) -> ArtifactRef:
+    """Grades a shard and commits the grades."""
+    store = workspace.open_store()
     with timed("storage"):
-        committed = find_artifact(store, key, one_file=True)
-        if committed is not None:
-            return require_parent(committed, rollouts.uri)
         rows = read_step_table(store, rollouts, GRADED_COLUMNS).to_pylist()
 
     # Grade them. A shard in which too many grades failed is not committed, so that it is graded again after a resume.
@@ -65,7 +58,7 @@ async def grade_shard(
     table = graded_table(rows, outcomes, with_answers=grading.keep_answers)
     by_source = sums_by_source([row["thread"] for row in rows], [outcome.reward for outcome in outcomes])
     with timed("storage"):
-        committed = commit_table(
+        return commit_table(
             store,
             key,
             table,
@@ -74,7 +67,6 @@ async def grade_shard(
             provenance=workspace.provenance,
             extra={"by_source": by_source},  # type: ignore[dict-item]
         )
-    return require_parent(committed, rollouts.uri)
 
 
 async def grade_texts(rows: list[dict[str, object]], grading: Grading, workspace: Workspace) -> list[GradeOutcome]:

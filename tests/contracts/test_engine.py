@@ -10,6 +10,7 @@ import pytest
 from engine.local.engine import LocalEngine
 from engine.protocol import Engine
 from tests.contracts.engine_fixtures import Connect
+from tests.contracts.engine_measuring import MeasuringContract
 from tests.contracts.engine_reading import ReadingContract
 from tests.contracts.engine_refusing import RefusingContract
 from tests.contracts.engine_scalar import ScalarContract
@@ -17,7 +18,7 @@ from tests.contracts.engine_writing import WritingContract
 from tests.fixtures.engines import DETERMINISTIC
 
 
-class EngineContract(ReadingContract, WritingContract, ScalarContract, RefusingContract):
+class EngineContract(ReadingContract, MeasuringContract, WritingContract, ScalarContract, RefusingContract):
     """All of it."""
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 from typer.main import get_command
 
+from flows.catalogue import TRAININGS
 from flows.cli.main import app
-from flows.cli.runner import CONFIGS
 from flows.configs.engine import load_engine
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.overrides import parse_config
@@ -18,7 +18,7 @@ from flows.configs.recurring import RecurringConfig
 from flows.configs.sweep import SweepConfig
 
 CONFIG_OF: dict[str, type[BaseModel]] = {
-    **{f"run {flow}": config for flow, config in CONFIGS.items()},
+    **{f"run {flow}": training.config for flow, training in TRAININGS.items()},
     "evaluate": EvaluationFlowConfig, "recurring": RecurringConfig, "sweep": SweepConfig,
 }  # fmt: skip
 """Config class of each command that runs a flow."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.cli.main import RUNS
+from flows.catalogue import TRAININGS
 from storage.chain.listing import run_chains
 from storage.chain.records import CommitRecord
 from storage.store.objects import open_store
@@ -101,7 +101,7 @@ def make_folder(flow: str, path: Path, tiny_folder: Path, server: str) -> Traine
 
 
 def test_every_training_flow_is_killed() -> None:
-    assert FIRST.keys() == RUNS.keys()
+    assert FIRST.keys() == TRAININGS.keys()
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from flows.env_gspo import ENVGSPO, env_gspo
 from flows.recipe import RecipeContext
 from storage.inspect.accounting import check_accounting, step_inputs
 from tasks.batches.episodes import NotOneGrade
+from tasks.plans import TooManyMasked
 from tasks.reports.flow_run_page import sample_rows
-from tasks.sampling.grading import TooManyMasked
 from tests.fixtures.engines import DETERMINISTIC
 from tests.fixtures.guessing import GuessFactory, guess_config
 from tests.fixtures.runs.flow_runs import FlowRuns

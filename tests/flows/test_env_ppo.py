@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import flows.env_ppo
+import flows.ppo
 from engine.handles import Model, TrainingModel
 from engine.text.threads import StringThread
 from flows.configs.env_ppo import ENVPPOConfig
@@ -132,7 +132,7 @@ def test_heldout_episodes_are_played_before_and_after(runs: FlowRuns) -> None:
 def test_a_run_that_ends_between_two_commits_resumes_to_the_same_bytes(
     runs: FlowRuns, monkeypatch: pytest.MonkeyPatch, task_name: str, step: int
 ) -> None:
-    assert_kill_changes_no_byte(runs, monkeypatch, flows.env_ppo, task_name, step)
+    assert_kill_changes_no_byte(runs, monkeypatch, flows.ppo, task_name, step)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 
 import flows.grpo
-import flows.training.shards
 from engine.connect import connect
 from engine.local.engine import LocalEngine
 from storage.chain.leases import is_held
@@ -68,8 +67,7 @@ def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     task_name: str, recovery_steps: int | None, restored: int, redone: list[int], shards_again: set[int],
 ) -> None:  # fmt: skip
     checkpoints = {"frequency": None, "recovery_steps": recovery_steps, "keep_last": 9}
-    module = flows.training.shards if task_name == "generate_rollouts" else flows.grpo
-    interrupt_at(monkeypatch, module, task_name, step=3)
+    interrupt_at(monkeypatch, flows.grpo, task_name, step=3)
     keep_leases(monkeypatch)
     with pytest.raises(Interrupted):
         runs.run("interrupted", algorithm__steps=5, checkpoints=checkpoints)

@@ -63,7 +63,7 @@ def test_the_config_has_the_same_defaults(tmp_path: Path, tiny_folder: Path) -> 
 )
 def test_what_it_cannot_do_is_said(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        GSPO([], MODEL, None, **arguments)  # type: ignore[arg-type]
+        GSPO([], MODEL, GRADER, **arguments)
 
 
 def test_a_mini_batch_above_the_batch_is_one_update() -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
-from flows.configs.common import SFTConfig
+from flows.catalogue import AnyTraining
+from flows.configs.common import SFTConfig, TrainingConfig
 from flows.configs.overrides import ConfigError
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
-from flows.configs.training import SFTToGSPOTraining, SFTTraining
-from flows.runs.child_runs import with_full_versions
 from flows.sft import sft
 from storage.chain.fork import fork_run
 from storage.chain.run_record import read_run
@@ -80,19 +80,23 @@ async def test_wrong_datasets_are_refused_before_a_model_loads(
     assert not list(store.list(keys.runs_prefix()))
 
 
+def chosen(config: TrainingConfig) -> AnyTraining:
+    return TypeAdapter(AnyTraining).validate_python({"kind": config.flow, "config": config})
+
+
 def test_child_runs_get_full_versions(tmp_path: Path, tiny_folder: Path) -> None:
     store = open_store(tmp_path / "data")
     prompts, answers = add(store, tmp_path, 8, "prompt"), add(store, tmp_path, 8)
     registered = {"kind": "registered", "key": "chats"}
     data = {"train": registered, "heldout": registered}
     config = registered_config(tmp_path, tiny_folder, data=data)
-    full: Any = with_full_versions(store, SFTTraining(config=config)).config.data
+    full: Any = chosen(config).with_full_versions(store).config.data
     expected = keys.dataset_of(answers.ref.key)[1]
     assert (full.train.version, full.heldout.version) == (expected, expected)
     # the prompts of the second stage are a version of another use
     body = toy_config(tmp_path, tiny_folder, data=data | {"prompts": registered})
     stages = {name: body[name] for name in ("model", "data", "grader")} | {"gspo": {"algorithm": {"steps": 1}}}
     two_stages = SFTToGSPOConfig.model_validate(stages)
-    full = with_full_versions(store, SFTToGSPOTraining(config=two_stages)).config.data
+    full = chosen(two_stages).with_full_versions(store).config.data
     assert full.train.version == expected
     assert full.prompts.version == full.heldout.version == keys.dataset_of(prompts.ref.key)[1]

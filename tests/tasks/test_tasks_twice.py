@@ -16,12 +16,12 @@ from storage.chain.run_record import create_or_check_run
 from storage.errors import StorageUnavailable
 from storage.store import keys
 from tasks.checkpoint import save_checkpoint
-from tasks.evaluate import evaluate_policy
+from tasks.evaluation.completions import evaluate_policy
 from tasks.load import load_prompts
 from tasks.publish import publish_model
 from tasks.report import write_report
 from tasks.retries import DURABLE
-from tasks.rollout import generate_rollouts
+from tasks.sampling.completions import generate_rollouts
 from tasks.task_runs import durable_task
 from tasks.train import take_gradient_step
 from tests.fixtures.runs.batch_workspace import STAGE

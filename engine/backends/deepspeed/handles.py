@@ -79,6 +79,12 @@ class DeepSpeedTrainer:
         check_gives("logprobs", scalar=self.scalar, name="the policy")
         return self._call_within_memory("logprobs", list(sequences), temperature, max_tokens=max_tokens)
 
+    def entropies(
+        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
+    ) -> list[list[float]]:
+        check_gives("logprobs", scalar=self.scalar, name="the policy")
+        return self._call_within_memory("entropies", list(sequences), temperature, max_tokens=max_tokens)
+
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
         check_gives("values", scalar=self.scalar, name="the policy")
         return self._call_within_memory("values", list(sequences), max_tokens=max_tokens)

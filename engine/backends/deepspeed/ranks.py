@@ -120,6 +120,11 @@ class RankTrainers:
     ) -> list[list[float]]:
         return self.trainer(number).logprobs(sequences, temperature=temperature, max_tokens=max_tokens)
 
+    def entropies(
+        self, number: int, sequences: Sequence[TokenSequence], temperature: float, max_tokens: int
+    ) -> list[list[float]]:
+        return self.trainer(number).entropies(sequences, temperature=temperature, max_tokens=max_tokens)
+
     def values(self, number: int, sequences: Sequence[TokenSequence], max_tokens: int) -> list[list[float]]:
         return self.trainer(number).values(sequences, max_tokens=max_tokens)
 

@@ -131,7 +131,8 @@ class ZeroTrainer:
         if not moved and not objective.skip_non_finite:
             raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
         return UpdateReport(
-            metrics=update_metrics(accumulated.sums, forward_samples=with_gradient, totals=totals, grad_norm=norm),
+            metrics=update_metrics(accumulated.sums, forward_samples=with_gradient, totals=totals)
+            | {"grad_norm": norm},
             skipped=not moved,
             micro_batches=accumulated.micro_batches,
             max_tokens=accumulated.max_tokens,
@@ -242,6 +243,17 @@ class ZeroTrainer:
         """Logprobs of every trained token in nats, per sequence, in the order of the sequences."""
         check_gives("logprobs", scalar=self.model.scalar, name=type(self.module).__name__)
         return self._read(sequences, lambda packed: self.sharded.logprobs(packed, temperature), max_tokens)
+
+    def entropies(
+        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
+    ) -> list[list[float]]:
+        """Entropies in nats before every trained token, per sequence, in the order of the sequences."""
+        check_gives("logprobs", scalar=self.model.scalar, name=type(self.module).__name__)
+
+        def forward(packed: Packed) -> torch.Tensor:
+            return self.sharded.evaluate(lambda model: model.logprobs_and_entropy(packed, temperature=temperature)[1])
+
+        return self._read(sequences, forward, max_tokens)
 
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
         """The scalar head's number before every trained token, per sequence, in the order of the sequences."""

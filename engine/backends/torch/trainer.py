@@ -150,7 +150,8 @@ class TorchTrainer:
             raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
         adamw.zero_grad(set_to_none=True)
         return UpdateReport(
-            metrics=update_metrics(accumulated.sums, forward_samples=with_gradient, totals=totals, grad_norm=norm),
+            metrics=update_metrics(accumulated.sums, forward_samples=with_gradient, totals=totals)
+            | {"grad_norm": norm},
             skipped=not isfinite(norm),
             micro_batches=accumulated.micro_batches,
             max_tokens=accumulated.max_tokens,
@@ -216,6 +217,15 @@ class TorchTrainer:
         check_gives("logprobs", scalar=self.scalar, name=type(self.model.module).__name__)
         return self._forward_per_sequence(
             sequences, lambda packed: self.model.logprobs(packed, temperature=temperature), max_tokens
+        )
+
+    def entropies(
+        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
+    ) -> list[list[float]]:
+        """Entropies in nats before every trained token, per sequence, in the order of the sequences."""
+        check_gives("logprobs", scalar=self.scalar, name=type(self.model.module).__name__)
+        return self._forward_per_sequence(
+            sequences, lambda packed: self.model.logprobs_and_entropy(packed, temperature=temperature)[1], max_tokens
         )
 
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:

@@ -19,7 +19,7 @@ from engine.backends.protocol import Objective
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.packing import Packed, pack
 from engine.errors import BadSpec, PermanentEngineError
-from engine.losses.base import LossNorm, NormalisedLossSpec, PairLoss
+from engine.losses.base import LossNorm, NormalisedLossSpec, PairLoss, TokenLoss
 from engine.losses.inputs import LossInputs, Outputs
 from engine.losses.normalisation import token_weights
 from engine.losses.spec import LossSpec
@@ -112,14 +112,25 @@ def micro_batch_loss(
     forward: Forward, samples: Sequence[Sample], objective: Objective, totals: Totals, *, device: torch.device
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(the part of the whole minibatch's loss that comes from these samples, with gradient; metrics as sums)."""
-    # The forward pass, then the loss of each token or pair.
-    outputs = forward(pack(samples, device=device))
+    loss, inputs = loss_of_outputs(forward(pack(samples, device=device)), samples, objective)
+    return normalised_loss(loss, inputs, objective.loss, totals), loss.sums
+
+
+def loss_of_outputs(
+    outputs: Outputs, samples: Sequence[Sample], objective: Objective
+) -> tuple[TokenLoss | PairLoss, LossInputs]:
+    """The loss of each token or pair, and what it was computed from."""
     inputs = _loss_inputs(outputs, samples, objective)
     loss = objective.loss.compute(inputs)
     if objective.old_logprobs == "forward" and inputs.old_N is not None and inputs.sampler_N is not None:
         loss.sums[GAP_SUM] = (inputs.sampler_N - inputs.old_N).abs().sum()
+    return loss, inputs
+
+
+def normalised_loss(loss: TokenLoss | PairLoss, inputs: LossInputs, spec: LossSpec, totals: Totals) -> Tensor:
+    """The part of the whole minibatch's loss that comes from these tokens or pairs."""
     if isinstance(loss, PairLoss):
-        return loss.values_P.sum() / totals.groups, loss.sums
+        return loss.values_P.sum() / totals.groups
     # The weights are those of the whole minibatch, so that the losses of its micro-batches add up.
     def normalised(values_N: Tensor, norm: LossNorm, constant: float | None) -> Tensor:
         weights_N = token_weights(
@@ -129,12 +140,12 @@ def micro_batch_loss(
             total_sequences=totals.sequences,
             constant=constant,
         )
-        return (values_N * weights_N.to(outputs.any_N)).sum()
+        return (values_N * weights_N.to(inputs.outputs.any_N)).sum()
 
-    total = normalised(loss.values_N, *_normalisation_of(objective.loss))
+    total = normalised(loss.values_N, *_normalisation_of(spec))
     if loss.terms is not None:
         total = total + normalised(*loss.terms, None)
-    return total, loss.sums
+    return total
 
 
 def check_policy_not_nan(sums: Mapping[str, float]) -> None:
@@ -215,9 +226,9 @@ def split_by_sequence(values_N: Tensor, packed: Packed) -> list[list[float]]:
 
 
 def update_metrics(
-    sums: Mapping[str, float], *, forward_samples: Sequence[Sample], totals: Totals, grad_norm: float
+    sums: Mapping[str, float], *, forward_samples: Sequence[Sample], totals: Totals
 ) -> dict[str, float]:
-    """The metrics of an update. `forward_samples` are the samples that had a forward pass.
+    """The metrics of an update, or of a measurement. `forward_samples` are the samples that had a forward pass.
 
     TokenLoss explains the names in `sums`."""
     # The ending of a sum's name says what it is a sum over, and thus which count makes it a mean.
@@ -227,7 +238,7 @@ def update_metrics(
         for ending, count in counts.items():
             if name.endswith(ending):
                 means[name.removesuffix(ending) + "_mean"] = value / count
-    return {**means, "loss": sums["loss"], "grad_norm": grad_norm, "tokens": float(totals.tokens)}
+    return {**means, "loss": sums["loss"], "tokens": float(totals.tokens)}
 
 
 def adamw_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, object]]:

@@ -31,8 +31,8 @@ ROUTES = [
     *(
         ("POST", f"/v1/{verb}")
         for verb in (
-            "import_model", "create_policy", "generate", "logprobs", "values", "take_gradient_step", "save_checkpoint",
-            "begin_checkpoint", "export_model", "release", "chat/completions", "completions",
+            "import_model", "create_policy", "generate", "logprobs", "values", "measure", "take_gradient_step",
+            "save_checkpoint", "begin_checkpoint", "export_model", "release", "chat/completions", "completions",
         )
     ),
 ]  # fmt: skip
@@ -100,6 +100,7 @@ def bodies_with(name: str) -> list[tuple[str, dict]]:
     # Valid parts, of which each body below replaces one name.
     policy, artifact = POLICY.model_dump(), {"kind": "k", "sha256": "0", "bytes": 1, "rows": None, "parents": []}
     step = {"batch": artifact | {"key": "k"}, "loss": {"kind": "cross_entropy"}, "optimizer": {"lr": 1.0}}
+    measure = {"policy": policy, "batch": artifact | {"key": "k"}, "loss": {"kind": "cross_entropy"}}
     root = {"base_digest": "d", "base": artifact | {"key": "k"}}
     spec = {"run": "r", "stage": "s", "model": "m", "root": root}
     bodies: list[tuple[str, dict]] = [
@@ -109,6 +110,7 @@ def bodies_with(name: str) -> list[tuple[str, dict]]:
         ("import_model", {"source": "m", "upload": name, "provenance": PROVENANCE_JSON}),
         ("create_policy", {"spec": spec | {"root": root | {"base": artifact | {"key": name}}}}),
         ("take_gradient_step", {"request": step | {"parent": policy, "batch": artifact | {"key": name}}}),
+        ("measure", {"request": measure | {"batch": artifact | {"key": name}}}),
         ("export_model", {"policy": policy, "model_name": name, "provenance": PROVENANCE_JSON}),
         ("save_checkpoint", {"policy": policy, "name": name, "provenance": PROVENANCE_JSON}),
         ("begin_checkpoint", {"policy": policy, "name": name, "provenance": PROVENANCE_JSON}),
@@ -122,6 +124,7 @@ def bodies_with(name: str) -> list[tuple[str, dict]]:
             ("create_policy", {"spec": spec | {"root": {"base_digest": "", "start": wrong}}}),
             ("take_gradient_step", {"request": step | {"parent": wrong}}),
             ("take_gradient_step", {"request": step | {"parent": policy, "reference": wrong}}),
+            ("measure", {"request": measure | {"policy": wrong}}),
             ("save_checkpoint", {"policy": wrong, "provenance": PROVENANCE_JSON}),
             ("begin_checkpoint", {"policy": wrong, "provenance": PROVENANCE_JSON}),
             ("export_model", {"policy": wrong, "model_name": "m", "provenance": PROVENANCE_JSON}),

@@ -38,6 +38,7 @@ OPERATIONS = [
     ("GET", "/metrics"),
     ("POST", "/v1/import_model"),
     ("POST", "/v1/create_policy"),
+    ("POST", "/v1/measure"),
     ("POST", "/v1/take_gradient_step"),
     ("POST", "/v1/begin_checkpoint"),
     ("POST", "/v1/save_checkpoint"),

@@ -59,7 +59,8 @@ def test_the_gradient_is_that_of_the_formula(setup: Any, spec: PolicyGradientSpe
         assert distance(gradient, expected) <= within
         assert report.metrics["loss"] == pytest.approx(loss, rel=within, abs=within)
         assert report.metrics["ratio_mean"] == pytest.approx(1, rel=1e-6)
-        assert report.metrics["clip_fraction_mean"] == 0
+        # SAPO has a gate in place of the clips
+        assert report.metrics.get("clip_fraction_mean") == (None if spec.kind == "sapo" else 0)
 
 
 @pytest.mark.parametrize("spec", [SPECS["grpo-all"], SPECS["gspo-all"], SPECS["cispo-all"]], ids=lambda s: s.kind)

@@ -66,6 +66,10 @@ def test_what_a_loss_says_about_itself() -> None:
     """docs/algorithms.md: which losses read a scalar head, and which are of pairs."""
     assert {spec.kind for spec in SPECS.values() if spec.reads == "values"} == {"ranking", "mse", "trust_region_mse"}
     assert {spec.kind for spec in SPECS.values() if spec.pairwise} == {"dpo", "ranking"}
+    at_one = {spec.kind for spec in SPECS.values() if not spec.uses_sampling_temperature}
+    assert at_one == {"cross_entropy", "ranking", "mse", "trust_region_mse"}
+    for spec in SPECS.values():
+        assert spec.needs_reference == (spec.kind == "dpo" or getattr(spec, "kl_beta", 0) > 0)
     assert {name for name, spec in SPECS.items() if spec.needs_entropy} == {
         "grpo-entropy", "grpo-all", "gspo-all", "cispo-all", "gmpo-all", "sapo-all",
     }  # fmt: skip

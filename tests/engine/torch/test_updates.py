@@ -281,7 +281,7 @@ def test_means_are_over_tokens_and_over_pairs() -> None:
     totals = count_totals(samples)
     assert (totals.tokens, totals.sequences, totals.groups) == (8, 4, 2)
     sums = {"kl_sum": 4.0, "accuracy_per_pair": 1.0, "loss": 0.25}
-    metrics = update_metrics(sums, forward_samples=samples, totals=totals, grad_norm=2.0)
+    metrics = update_metrics(sums, forward_samples=samples, totals=totals) | {"grad_norm": 2.0}
     assert metrics == {"kl_mean": 0.5, "accuracy_mean": 0.5, "loss": 0.25, "grad_norm": 2.0, "tokens": 8.0}
 
 

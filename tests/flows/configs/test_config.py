@@ -271,34 +271,34 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_key_of_an_unfinished_equal_run_is_used_again(here: Path) -> None:
     config = GRPOConfig.model_validate(changed(GRPO))
-    first, was_there = find_or_create_run_key("grpo", config, new=False)
+    first, was_there = find_or_create_run_key(config, new=False)
     assert not was_there and first.startswith("grpo-")
     equal = GRPOConfig.model_validate(changed(GRPO, checkpoints={"frequency": 0.5}, model__publish_as="other"))
-    assert find_or_create_run_key("grpo", equal, new=False) == (first, True)
+    assert find_or_create_run_key(equal, new=False) == (first, True)
 
 
 @pytest.mark.parametrize(
     "change", [{"optimizer__lr": 1e-3}, {"seed": 1}, {"storage": {"url": "elsewhere"}}, {"algorithm__steps": 5}]
 )
 def test_another_config_or_store_is_another_run(here: Path, change: dict[str, Any]) -> None:
-    first, _ = find_or_create_run_key("grpo", GRPOConfig.model_validate(changed(GRPO)), new=False)
-    other, was_there = find_or_create_run_key("grpo", GRPOConfig.model_validate(changed(GRPO, **change)), new=False)
+    first, _ = find_or_create_run_key(GRPOConfig.model_validate(changed(GRPO)), new=False)
+    other, was_there = find_or_create_run_key(GRPOConfig.model_validate(changed(GRPO, **change)), new=False)
     assert other != first and not was_there
 
 
 def test_new_starts_another_run_and_takes_its_place(here: Path) -> None:
     config = GRPOConfig.model_validate(changed(GRPO))
-    first, _ = find_or_create_run_key("grpo", config, new=False)
-    second, was_there = find_or_create_run_key("grpo", config, new=True)
+    first, _ = find_or_create_run_key(config, new=False)
+    second, was_there = find_or_create_run_key(config, new=True)
     assert second != first and not was_there
-    assert find_or_create_run_key("grpo", config, new=False) == (second, True)
+    assert find_or_create_run_key(config, new=False) == (second, True)
 
 
 def test_a_finished_run_is_forgotten_and_others_are_not(here: Path) -> None:
     config, other = (GRPOConfig.model_validate(changed(GRPO, seed=seed)) for seed in (0, 1))
-    first, _ = find_or_create_run_key("grpo", config, new=False)
-    key_of_other, _ = find_or_create_run_key("grpo", other, new=False)
-    forget_run_key("grpo", config)
-    again, was_there = find_or_create_run_key("grpo", config, new=False)
+    first, _ = find_or_create_run_key(config, new=False)
+    key_of_other, _ = find_or_create_run_key(other, new=False)
+    forget_run_key(config)
+    again, was_there = find_or_create_run_key(config, new=False)
     assert again != first and not was_there
-    assert find_or_create_run_key("grpo", other, new=False) == (key_of_other, True)
+    assert find_or_create_run_key(other, new=False) == (key_of_other, True)

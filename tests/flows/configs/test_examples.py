@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from flows.cli.runner import CONFIGS
+from flows.catalogue import TRAININGS
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.overrides import parse_config
 from flows.configs.recurring import RecurringConfig
@@ -21,7 +21,7 @@ from tasks.datasets.spec import FileDataset
 EXAMPLES = Path("examples")
 OF_COMMAND: dict[str, type[BaseModel]] = {
     "evaluate": EvaluationFlowConfig, "recurring": RecurringConfig, "sweep": SweepConfig,
-    **{f"run {flow}": config for flow, config in CONFIGS.items()},
+    **{f"run {flow}": training.config for flow, training in TRAININGS.items()},
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from pydantic import ValidationError
 from flows.configs.common import GRPOConfig, SFTConfig
 from flows.configs.optimizer import OptimizerConfig
 from flows.configs.ppo import PPOConfig
-from flows.training.optimizer import AdamW, optimizer_arguments, schedule_of
+from flows.dpo import DPO
+from flows.training.optimizer import AdamW, schedule_of
 from flows.training.schedules import (
     ConstantScheduler,
     CosineScheduler,
@@ -55,11 +57,11 @@ def test_every_setting_reaches_the_step() -> None:
         lr=1e-3, schedule="constant", weight_decay=0.1, weight_decay_schedule="linear", weight_decay_end=0.5,
         beta1=0.8, beta2=0.95, eps=1e-6, max_grad_norm=2.0, skip_nan_gradients=True,
     )  # fmt: skip
-    arguments = optimizer_arguments(config)
-    assert arguments.pop("skip_nan_gradients") is True
-    assert arguments["weight_decay"] == Ramp(0.1, 0.5, "linear")
-    schedule = arguments.pop("lr_scheduler")
-    steps = [AdamW(**arguments).at(step, 3, schedule) for step in range(3)]
+    model: Any = SimpleNamespace(name="policy")
+    trainer = DPO([], model, optimizer=config)
+    assert trainer.nan_policy == "skip"
+    assert trainer.optimizer.weight_decay == Ramp(0.1, 0.5, "linear")
+    steps = [trainer.optimizer.at(step, 3, trainer.schedule) for step in range(3)]
     fixed = {"lr": 1e-3, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "max_grad_norm": 2.0}
     assert [step.weight_decay for step in steps] == pytest.approx([0.1, 0.3, 0.5])
     assert steps == [OptimizerSpec(weight_decay=step.weight_decay, **fixed) for step in steps]
@@ -67,10 +69,8 @@ def test_every_setting_reaches_the_step() -> None:
 
 def test_the_defaults_make_the_request_they_made_before() -> None:
     """A chain's states hash it: lr, the betas and epsilon of AdamW, no decay, clipping at 1."""
-    arguments = optimizer_arguments(OptimizerConfig(lr=1.0))
-    del arguments["skip_nan_gradients"]
-    schedule = arguments.pop("lr_scheduler")
-    spec = AdamW(**arguments).at(0, 100, schedule)
+    config = OptimizerConfig(lr=1.0)
+    spec = AdamW.of(config).at(0, 100, schedule_of(config))
     assert spec.model_dump(mode="json") == {
         "lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-08, "weight_decay": 0.0, "max_grad_norm": 1.0
     }  # fmt: skip

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 STEPS = 90
-"""Steps of a run that is killed on its way. The run goes on while the server is away, at up to ten steps a second, and must
-not end before the supervisor has noticed the end of the worker."""
+"""Steps of a run that is killed on its way. The run goes on while the server is away, at up to ten steps a second, and
+must not end before the supervisor has noticed the end of the worker."""
 
 
 class Up(Deployed):

@@ -16,7 +16,7 @@ from flows.configs.overrides import parse_config
 from flows.configs.ppo import PPOConfig, ValueModelConfig
 from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.runs.durations import FIXED_START_SECONDS, TASK_SECONDS, Durations, StoreSpeed, measure_store
-from flows.runs.estimate import BYTES_PER_STORED_TOKEN, EFFICIENCY, GIB, Estimate, count_steps, estimate
+from flows.runs.estimate import BYTES_PER_STORED_TOKEN, EFFICIENCY, GIB, Estimate, estimate
 from flows.runs.expected_errors import DoesNotFit
 from flows.training.checkpointing import MIN_SECONDS, SAVES_BETWEEN
 from storage.chain.records import Numerics
@@ -58,55 +58,55 @@ async def test_memory_counts_weights_gradients_moments_and_the_reference(world: 
         parameters = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - not a dict
     assert parameter_count(store, base) == parameters
     # Weights, gradients and two moments in float32, the matrices that the sampler packs, and the reference.
-    with_reference = estimate(store, GRPOConfig.model_validate(config), base, data, info())
+    with_reference = estimate(store, GRPOConfig.model_validate(config), base, [data], info())
     assert with_reference.memory_bytes == parameters * 4 * 6
     config["algorithm"]["kl_beta"] = 0
-    assert estimate(store, GRPOConfig.model_validate(config), base, data, info()).memory_bytes == parameters * 4 * 5
+    assert estimate(store, GRPOConfig.model_validate(config), base, [data], info()).memory_bytes == parameters * 4 * 5
     # In bfloat16 the sampler has a copy of its own.
     halves = info(numerics=info().numerics.model_copy(update={"compute_dtype": "bfloat16"}))
-    sampled = estimate(store, GRPOConfig.model_validate(config), base, data, halves)
+    sampled = estimate(store, GRPOConfig.model_validate(config), base, [data], halves)
     assert sampled.memory_bytes == parameters * (4 * 4 + 2)  # the sampler's copy
     # A value model needs as much as the policy, and more disk and time.
     valued = PPOConfig.model_validate(config)
-    assert estimate(store, valued, base, data, info()).memory_bytes == parameters * 4 * (4 + 4 + 1)
-    assert estimate(store, valued, base, data, halves).memory_bytes == parameters * (4 * (4 + 4) + 2)  # one samples
+    assert estimate(store, valued, base, [data], info()).memory_bytes == parameters * 4 * (4 + 4 + 1)
+    assert estimate(store, valued, base, [data], halves).memory_bytes == parameters * (4 * (4 + 4) + 2)  # one samples
     named = valued.model_copy(update={"value_model": ValueModelConfig(key=str(tiny_folder))})
-    assert estimate(store, named, base, data, info()) == estimate(store, valued, base, data, info())
-    plain = estimate(store, GRPOConfig.model_validate(config), base, data, info())
-    with_values = estimate(store, valued, base, data, info())
+    assert estimate(store, named, base, [data], info()) == estimate(store, valued, base, [data], info())
+    plain = estimate(store, GRPOConfig.model_validate(config), base, [data], info())
+    with_values = estimate(store, valued, base, [data], info())
     assert with_values.disk_bytes is not None and plain.disk_bytes is not None
     assert with_values.disk_bytes > plain.disk_bytes
     assert with_values.durations is not None and plain.durations is not None
     assert with_values.durations.steps > 1.5 * plain.durations.steps
     # Adapters share the weights of their base.
     config["model"]["adapter"] = {}
-    adapter = estimate(store, GRPOConfig.model_validate(config), base, data, info()).memory_bytes
+    adapter = estimate(store, GRPOConfig.model_validate(config), base, [data], info()).memory_bytes
     assert adapter < 1.5 * parameters * 4
     both = PPOConfig.model_validate(config | {"value_model": {"adapter": {}}})
-    assert estimate(store, both, base, data, info()).memory_bytes < 2 * adapter - 0.9 * parameters * 4  # one base
+    assert estimate(store, both, base, [data], info()).memory_bytes < 2 * adapter - 0.9 * parameters * 4  # one base
     # A base in 4 bits is smaller, and another one than the plain base.
     config["model"]["adapter"] = {"load_in_4bit": True}
     in_4bit = base_nbytes(store, base, compute_bytes=4, master_bytes=4, load_in_4bit=True)
-    small = estimate(store, GRPOConfig.model_validate(config), base, data, info()).memory_bytes
+    small = estimate(store, GRPOConfig.model_validate(config), base, [data], info()).memory_bytes
     assert adapter - small == pytest.approx(parameters * 4 - in_4bit, abs=1)
     mixed = PPOConfig.model_validate(config | {"value_model": {"adapter": {}}})
-    assert estimate(store, mixed, base, data, info()).memory_bytes == small + adapter
+    assert estimate(store, mixed, base, [data], info()).memory_bytes == small + adapter
 
 
 async def test_time_is_steps_times_passes_over_tokens(world: Any) -> None:
     store, base, data, config = world
     config["algorithm"] |= {"kl_beta": 0.0, "old_logprobs": "sampler", "steps": 10}
-    first = estimate(store, GRPOConfig.model_validate(config), base, data, info())
+    first = estimate(store, GRPOConfig.model_validate(config), base, [data], info())
     # one read (2P) and one trained pass (6P) of each token; with a reference, one read (2P) more
     config["algorithm"] |= {"kl_beta": 0.1, "old_logprobs": "trainer"}
-    pulled = estimate(store, GRPOConfig.model_validate(config), base, data, info())
+    pulled = estimate(store, GRPOConfig.model_validate(config), base, [data], info())
     # with several updates, one read (2P) more for the trainer's old logprobs
     config["algorithm"] |= {"samples_per_mini_batch": config["algorithm"]["samples_per_batch"] // 2}
-    second = estimate(store, GRPOConfig.model_validate(config), base, data, info())
+    second = estimate(store, GRPOConfig.model_validate(config), base, [data], info())
     assert first.durations and pulled.durations and second.durations
     assert pulled.durations.steps / first.durations.steps == pytest.approx((2 + 2 + 6) / (2 + 6))
     assert second.durations.steps / first.durations.steps == pytest.approx((2 + 2 + 2 + 6) / (2 + 6))
-    faster = estimate(store, GRPOConfig.model_validate(config), base, data, info(operations_per_second=2e9)).durations
+    faster = estimate(store, GRPOConfig.model_validate(config), base, [data], info(operations_per_second=2e9)).durations
     assert faster is not None
     assert faster.steps == pytest.approx(second.durations.steps / 2)
 
@@ -114,7 +114,7 @@ async def test_time_is_steps_times_passes_over_tokens(world: Any) -> None:
 async def test_an_endless_run_has_no_length(world: Any) -> None:
     store, base, data, config = world
     config["algorithm"]["steps"] = None
-    endless = estimate(store, GRPOConfig.model_validate(config), base, data, info())
+    endless = estimate(store, GRPOConfig.model_validate(config), base, [data], info())
     assert (endless.durations, endless.disk_bytes) == (None, None)
 
 
@@ -129,7 +129,7 @@ async def test_time_counts_start_evaluations_checkpoints_and_storage(world: Any,
     run = GRPOConfig.model_validate(config)
     assert run.data.heldout is not None
     heldout = load_dataset(store, run.data.heldout, provenance=PROVENANCE)
-    durations = estimate(store, run, base, data, info(), heldout=heldout, speed=speed).durations
+    durations = estimate(store, run, base, [data], info(), heldout=heldout, speed=speed).durations
     assert durations is not None
 
     weights = 4 * parameter_count(store, base)
@@ -156,12 +156,12 @@ async def test_checkpoints_of_shares_that_would_be_seconds_apart_are_not_counted
 
     def written(operations_per_second: float) -> float:
         there = info(operations_per_second=operations_per_second)
-        durations = estimate(store, run, base, data, there, speed=speed).durations
+        durations = estimate(store, run, base, [data], there, speed=speed).durations
         assert durations is not None
         return (durations.checkpoints - weights / 1e6) / (3 * weights / 1e6)
 
     save_seconds = 3 * weights / 1e6
-    durations = estimate(store, run, base, data, info(operations_per_second=1.0), speed=speed).durations
+    durations = estimate(store, run, base, [data], info(operations_per_second=1.0), speed=speed).durations
     assert durations is not None
     operations = durations.steps
     # so slow that all nine and the last are written; four shares fit into five times the shortest distance less a bit
@@ -180,7 +180,7 @@ async def test_an_estimate_counts_what_is_left(world: Any) -> None:
     run, speed = GRPOConfig.model_validate(config), StoreSpeed(0.01, 1e6, 2e6)
 
     def durations(*committed: int) -> Durations:
-        expected = estimate(store, run, base, data, info(), heldout=data, speed=speed, committed=committed).durations
+        expected = estimate(store, run, base, [data], info(), heldout=data, speed=speed, committed=committed).durations
         assert expected is not None
         return expected
 
@@ -202,13 +202,12 @@ async def test_a_finished_stage_is_not_counted_again(world: Any, tiny_folder: Pa
     config = parse_config(SFTToGSPOConfig, Path("examples/sft_to_gspo.yaml"), [f"model.key={tiny_folder}"])
 
     def steps(*committed: int) -> float:
-        further = {"prompts": data}
-        expected = estimate(store, config, base, data, info(), further, committed=committed).durations
+        expected = estimate(store, config, base, [data, data], info(), committed=committed).durations
         assert expected is not None
         return expected.steps
 
-    of_first = count_steps(config.first, data.rows)
-    of_second = count_steps(config.second, data.rows)
+    of_first = config.first.count_steps(data.rows)
+    of_second = config.second.count_steps(data.rows)
     assert of_first and of_second
     second = steps(of_first, 0)
     assert 0 < second < steps()
@@ -232,7 +231,7 @@ async def test_disk_counts_only_the_named_checkpoints_that_are_kept(world: Any) 
 
     def disk(**checkpoints: Any) -> int:
         config["checkpoints"] = {"every_steps": 1} | checkpoints
-        disk_bytes = estimate(store, GRPOConfig.model_validate(config), base, data, info()).disk_bytes
+        disk_bytes = estimate(store, GRPOConfig.model_validate(config), base, [data], info()).disk_bytes
         assert disk_bytes is not None
         return disk_bytes
 

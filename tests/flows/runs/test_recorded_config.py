@@ -9,7 +9,7 @@ from typing import Any, Set  # noqa: UP035 - as recipes write it
 import pytest
 
 from engine.specs.engine import HttpEngineSpec
-from flows.cli.runner import CONFIGS
+from flows.catalogue import TRAININGS
 from flows.configs.common import FlowConfig, GRPOConfig
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.evaluation import semantic as evaluation_semantic
@@ -60,11 +60,12 @@ def written_and_read(store: ObjectStore, config: FlowConfig, folder: Path) -> tu
     return parse_config(type(config), path), path.read_text()
 
 
-@pytest.mark.parametrize("flow", sorted(CONFIGS))
+@pytest.mark.parametrize("flow", sorted(TRAININGS))
 def test_the_config_of_every_flow_is_read_back(flow: str, store: ObjectStore, tmp_path: Path) -> None:
     example = Path("examples/demo.yaml" if flow == "grpo" else f"examples/{flow}.yaml")
-    sets = SETS | (LIMITS if "grader" in CONFIGS[flow].model_fields else {})
-    config = parse_config(CONFIGS[flow], example, [f"{key}={value}" for key, value in {**sets, "run": "r"}.items()])
+    config_type = TRAININGS[flow].config
+    sets = SETS | (LIMITS if "grader" in config_type.model_fields else {})
+    config = parse_config(config_type, example, [f"{key}={value}" for key, value in {**sets, "run": "r"}.items()])
     record(store, flow, config)
     again, text = written_and_read(store, config, tmp_path)
     assert again == config

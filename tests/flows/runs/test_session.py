@@ -76,7 +76,7 @@ def no_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 async def opened(config: dict[str, Any]) -> list[str]:
     """Opens and closes the run, and returns what was noted."""
     notes = Notes()
-    async with open_run("grpo", GRPOConfig.model_validate(config), notes, use="prompt"):
+    async with open_run(GRPOConfig.model_validate(config), notes):
         pass
     return notes.lines
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from flows.training import shards as module
+from flows.training import rollout_sources as module
+from flows.training.rollout_collection import PromptShards, RolloutCollector
 
 
 def run(monkeypatch: pytest.MonkeyPatch, generate: Any, grade: Any) -> Any:
@@ -16,8 +17,10 @@ def run(monkeypatch: pytest.MonkeyPatch, generate: Any, grade: Any) -> Any:
     monkeypatch.setattr(module, "generate_rollouts", generate)
     monkeypatch.setattr(module, "grade_rollouts", grade)
     two: Any = [SimpleNamespace(index=0), SimpleNamespace(index=1)]
-    anything: Any = SimpleNamespace(stage="0-grpo")
-    call = module.sample_and_grade_shards(anything, anything, two, anything, anything, step=3)
+    anything: Any = SimpleNamespace(stage="0-grpo", workspace=None, sampling=None)
+    prompts: Any = PromptShards(anything, anything, 2, 1, 1, anything, None, "error")
+    collector = RolloutCollector(prompts, module.Completions(anything))
+    call = collector.sample_and_grade(anything, two, step=3)
     return asyncio.run(asyncio.wait_for(call, 10))
 
 

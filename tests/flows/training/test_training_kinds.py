@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from flows.cli.main import RUNS
-from flows.cli.runner import CONFIGS
+from flows.catalogue import TRAININGS, AnyTraining
 from flows.configs.recurring import RecurringConfig
 from flows.configs.sweep import SweepConfig
-from flows.configs.training import AnyTraining
 from flows.recurring import recurring
-from flows.runs.child_runs import import_flow, training_inputs
 from flows.sweep import sweep
 from storage.chain.records import Chain
 from storage.inspect.lineage import training_datasets
@@ -54,23 +51,25 @@ def a_recurrence(kind: str) -> RecurringConfig:
 
 
 def test_there_is_a_config_of_every_training_flow() -> None:
-    assert BODIES.keys() == RUNS.keys()
+    assert BODIES.keys() == TRAININGS.keys()
 
 
 @pytest.mark.parametrize("kind", sorted(BODIES))
 def test_a_sweep_takes_every_training_flow(kind: str) -> None:
     config = a_sweep(kind)
-    assert type(config.training.config) is CONFIGS[kind]
+    config_type = TRAININGS[kind].config
+    assert type(config.training.config) is config_type
     children = config.children()
-    assert [(type(child), child.seed) for _, child in children] == [(CONFIGS[kind], 0), (CONFIGS[kind], 1)]
-    assert import_flow(kind).name == kind
+    assert [(type(child), child.seed) for _, child in children] == [(config_type, 0), (config_type, 1)]
+    flow = TRAININGS[kind].import_flow()
+    assert flow.name == kind and get_type_hints(flow.fn)["config"] is config_type
     again = SweepConfig.model_validate(config.model_dump(mode="json"))
     assert [child.run for _, child in again.children()] == [child.run for _, child in children]
 
 
 @pytest.mark.parametrize("kind", sorted(BODIES.keys() - {"reward_model"}))
 def test_a_recurrence_takes_every_flow_whose_model_answers(kind: str) -> None:
-    assert type(a_recurrence(kind).training.config) is CONFIGS[kind]
+    assert type(a_recurrence(kind).training.config) is TRAININGS[kind].config
 
 
 def test_what_no_flow_takes_is_refused() -> None:
@@ -93,10 +92,10 @@ def test_what_no_flow_takes_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_what_a_flow_trains_on(kind: str, expected: dict[str, str]) -> None:
-    inputs = training_inputs(TypeAdapter(AnyTraining).validate_python(training(kind)))
+    inputs = TypeAdapter(AnyTraining).validate_python(training(kind)).config.data.inputs
     assert {name: use for name, (_, use) in inputs.items()} == expected
     rated = TypeAdapter(AnyTraining).validate_python(training("reward_model", data={"train": FILE, "use": "rating"}))
-    assert training_inputs(rated)["dataset"][1] == "rating"
+    assert rated.config.data.inputs["dataset"][1] == "rating"
 
 
 @pytest.mark.slow

@@ -10,9 +10,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from pydantic import ValidationError
 
-from engine.losses.pairs import DPOSpec
+from engine.losses.base import PairLoss, TokenLoss
+from engine.losses.inputs import LossInputs, Outputs
+from engine.losses.pairs import DPOSpec, RankingSpec
+from engine.losses.values import MSESpec
+from engine.protocol import Measurement
 from flows.configs.common import SFTConfig
 from flows.configs.preferences import DPOConfig, RewardModelConfig
 from flows.dpo import dpo
@@ -20,10 +25,36 @@ from flows.reward_model import reward_model
 from flows.sft import sft
 from storage.chain.records import Chain
 from storage.store.objects import open_store
-from tasks.evaluation.lm_validation import dpo_loss
-from tasks.evaluation.reward_validation import measure_ranking, measure_ratings
+from tasks.evaluation.lm_validation import measures_of
 from tasks.evaluation.validation_curve import Validation, read_validations
 from tests.fixtures.preferences import preference_config, write_ratings
+
+
+def f64(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def dpo_loss(loss: DPOSpec, gap: float) -> float:
+    """The loss of one pair, whose log-ratios to the reference differ by `gap`."""
+    inputs = LossInputs(
+        Outputs(logprobs_N=f64(gap, 0.0)), lengths_S=(1, 1), reference_N=f64(0.0, 0.0),
+        preferred_P=torch.tensor([0]), dispreferred_P=torch.tensor([1]),
+    )  # fmt: skip
+    return loss.compute(inputs).values_P.item()
+
+
+def measure_ranking(scores: list[tuple[float, float]]) -> PairLoss:
+    """The loss of pairs (score of the chosen answer, score of the rejected one)."""
+    members = torch.arange(2 * len(scores))
+    outputs = Outputs(values_N=f64(*[score for pair in scores for score in pair]))
+    lengths = (1,) * len(members)
+    return RankingSpec().compute(
+        LossInputs(outputs, lengths_S=lengths, preferred_P=members[::2], dispreferred_P=members[1::2])
+    )
+
+
+def measure_ratings(scores: list[float], ratings: list[float]) -> TokenLoss:
+    return MSESpec().compute(LossInputs(Outputs(values_N=f64(*scores)), returns_N=f64(*ratings)))
 
 
 @pytest.mark.parametrize(
@@ -46,14 +77,19 @@ def test_the_loss_of_a_pair(loss: DPOSpec, expected: float) -> None:
 
 def test_the_loss_of_scores() -> None:
     """By hand: -log σ(1) = 0.31326169, -log σ(-0.5) = 0.97407698; (1 - 3)² = 4, (0.5 - 0)² = 0.25."""
-    table, measures = measure_ranking([(2.0, 1.0), (-1.0, -0.5), (0.0, 0.0)])
-    assert [row["loss"] for row in table] == pytest.approx([0.31326169, 0.97407698, math.log(2)], abs=1e-8)
-    assert [row["margin"] for row in table] == [1.0, -0.5, 0.0]
+    ranking = measure_ranking([(2.0, 1.0), (-1.0, -0.5), (0.0, 0.0)])
+    losses, margins = tuple(ranking.values_P.tolist()), tuple(ranking.margin_P.tolist())
+    assert losses == pytest.approx([0.31326169, 0.97407698, math.log(2)], abs=1e-8)
+    assert margins == (1.0, -0.5, 0.0)
+    metrics = {"loss": math.fsum(losses) / 3}
+    measures = measures_of(Measurement(metrics=metrics, losses=losses, tokens=(2, 2, 2), margins=margins))
     assert measures["accuracy"] == pytest.approx(1 / 3)  # equal scores tell nothing apart
     assert measures["margin"] == pytest.approx(0.5 / 3)
     assert measures["loss"] == pytest.approx((0.31326169 + 0.97407698 + math.log(2)) / 3, abs=1e-8)
-    table, measures = measure_ratings([1.0, 0.5], [3.0, 0.0])
-    assert [row["loss"] for row in table] == [4.0, 0.25] and measures == {"loss": 2.125}
+    squared = tuple(measure_ratings([1.0, 0.5], [3.0, 0.0]).values_N.tolist())
+    assert squared == (4.0, 0.25)
+    measures = measures_of(Measurement(metrics={"loss": math.fsum(squared) / 2}, losses=squared, tokens=(1, 1)))
+    assert measures == {"loss": 2.125}
 
 
 @pytest.mark.parametrize("use", ["preference", pytest.param("rating", marks=pytest.mark.slow)])

@@ -507,3 +507,10 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert "none.yaml cannot be read" in done.stderr
     with pytest.raises(ConfigError):
         import_verl(tmp_path / "none.yaml")
+
+
+def test_a_refusal_does_not_print_a_value_of_any_length(tmp_path: Path) -> None:
+    for body in (LEAST | {"custom_reward_function": ["x"] * 5_000}, with_keys(algorithm__adv_estimator="x" * 50_000)):
+        with pytest.raises(VerlError) as refusal:
+            import_verl(write(tmp_path, body))
+        assert len(str(refusal.value)) < 2_000

@@ -18,11 +18,13 @@ from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread
 from engine.text.tokenizers import load_tokenizer
-from tasks.batches.rl import sft_batch
+from tasks.batches.rl import prepare_completions
 from tasks.datasets.errors import BadRow
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs
-from tasks.evaluation.lm_validation import ValidationLossPlan, validation_loss
-from tasks.sampling.completions import Truncation, render_prompts
+from tasks.evaluation.lm_validation import ValidationLossPlan, validate_loss
+from tasks.plans import Truncation
+from tasks.sampling.completions import render_prompts
+from tasks.task_runs import work_of
 from tests.fixtures.dataset_rows import read_threads
 from tests.fixtures.runs.batch_workspace import BatchWorkspace, spawned_model
 from tests.fixtures.vision import BLUE, RED, TOKENS, data_url
@@ -124,11 +126,11 @@ async def test_completions_carry_their_images(spawned: Spawned) -> None:
     batches, model = spawned
     threads = [SEEN.assistant("red"), PLAIN.assistant("5")]
     dataset = batches.load(InlineDataset.of(threads), "completion")
-    batch = await sft_batch(batches.workspace, batches.policy, model.base, dataset, [0, 1], step=0)
+    batch = await work_of(prepare_completions)(batches.workspace, batches.policy, model.base, dataset, [0, 1], step=0)
     _, images, _ = await model.serialize_thread(threads[0])
     assert batches.images(batch) == [images, ()]
     plan = ValidationLossPlan(base=model.base, dataset=dataset, loss=CrossEntropySpec())
-    losses = await validation_loss(batches.workspace, batches.policy, plan)
+    losses = await work_of(validate_loss)(batches.workspace, batches.policy, plan)
     expected = [-await model.logprobs(thread) for thread in threads]
     assert [row["loss"] for row in batches.rows(losses)] == pytest.approx(expected, rel=1e-5)
 

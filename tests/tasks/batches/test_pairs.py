@@ -67,7 +67,7 @@ async def test_it_is_prepared_once(batches: BatchWorkspace, monkeypatch: pytest.
     async def computed_again(*_: object) -> None:
         raise AssertionError("the reference was asked again")
 
-    monkeypatch.setattr(pairs, "_add_reference_logprobs", computed_again)
+    monkeypatch.setattr(pairs, "add_reference_logprobs", computed_again)
     assert await pairs_of(batches, [0, 1]) == first
     assert read_manifest(batches.store, first.key).extra["prompts"] == 2
 

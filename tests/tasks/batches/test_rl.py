@@ -20,12 +20,13 @@ from storage.store import keys
 from storage.store.artifacts import read_manifest
 from storage.store.tables import SCHEMAS, commit_table, read_table
 from tasks.batches.columns import group_advantages
-from tasks.batches.ppo import ValuePlan, value_batch
-from tasks.batches.rl import BatchPlan, rollout_batch
+from tasks.batches.ppo import prepare_ppo_batch
+from tasks.batches.rl import prepare_batch
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import FileDataset
-from tasks.sampling.grading import TooManyMasked
+from tasks.plans import BatchPlan, TooManyMasked, ValuePlan
 from tasks.sampling.long_prompts import rows_that_fit
+from tasks.task_runs import work_of
 from tests.fixtures.runs.batch_workspace import STAGE, BatchWorkspace
 
 
@@ -65,7 +66,7 @@ async def test_a_masked_row_leaves_the_loss(batches: BatchWorkspace) -> None:
     rollouts = await batches.sample()
     graded = batches.commit_grades(rollouts, [0.0, 1.0, None, 2.0, 1.0, 1.0, 3.0, 3.0])
     plan = BatchPlan(reference=batches.policy)
-    batch = await rollout_batch(batches.workspace, batches.policy, [rollouts], [graded], plan, step=0)
+    batch = await work_of(prepare_batch)(batches.workspace, batches.policy, [rollouts], [graded], plan, step=0)
     request = StepRequest(
         parent=batches.policy, batch=batch, reference=batches.policy, loss=GRPOSpec().model_dump(),
         optimizer=OptimizerSpec(lr=1e-3),
@@ -115,7 +116,7 @@ async def test_a_step_without_a_grade_has_an_empty_batch(batches: BatchWorkspace
     rollouts = await batches.sample()
     graded = batches.commit_grades(rollouts, [None] * 8)
     plan = BatchPlan(reference=batches.policy)
-    batch = await rollout_batch(batches.workspace, batches.policy, [rollouts], [graded], plan, step=0)
+    batch = await work_of(prepare_batch)(batches.workspace, batches.policy, [rollouts], [graded], plan, step=0)
     assert batch.rows == 0 and len(read_table(batches.workspace.open_store(), batch)) == 0
     assert read_manifest(batches.workspace.open_store(), batch.key).extra == {"prompts": 0, "logprob_gap": None}
 
@@ -124,7 +125,8 @@ async def test_a_step_of_ppo_without_a_grade_has_an_empty_batch(batches: BatchWo
     rollouts = await batches.sample()
     graded = batches.commit_grades(rollouts, [None] * 8)
     plan, values = BatchPlan(reference=batches.policy), ValuePlan(value=batches.policy)
-    batch = await value_batch(batches.workspace, batches.policy, [rollouts], [graded], plan, values, step=0)
+    prepare = work_of(prepare_ppo_batch)
+    batch = await prepare(batches.workspace, batches.policy, [rollouts], [graded], plan, values, step=0)
     assert batch.rows == 0
 
 
@@ -133,7 +135,7 @@ async def test_graded_completions_that_a_rule_leaves_out_are_refused(batches: Ba
     graded = batches.commit_grades(rollouts, [1.0] * 7 + [None])
     plan = BatchPlan(reference=None, drop_equal_groups=True)
     with pytest.raises(BadSpec, match="of 8 sampled completions 7 got a grade, and each of these is empty or left out"):
-        await rollout_batch(batches.workspace, batches.policy, [rollouts], [graded], plan, step=0)
+        await work_of(prepare_batch)(batches.workspace, batches.policy, [rollouts], [graded], plan, step=0)
 
 
 # -- odd groups --------------------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ async def test_equal_rewards_move_no_weight(batches: BatchWorkspace) -> None:
     rollouts = await batches.sample()
     graded = await batches.grade(rollouts, "tests.fixtures.grading:constant")
     plan = BatchPlan(reference=None)
-    batch = await rollout_batch(batches.workspace, batches.policy, [rollouts], [graded], plan, step=0)
+    batch = await work_of(prepare_batch)(batches.workspace, batches.policy, [rollouts], [graded], plan, step=0)
     assert advantages(batches.rows(batch)) == [0.0] * 8
     request = StepRequest(
         parent=batches.policy, batch=batch, loss=GRPOSpec(kl_beta=0.0).model_dump(), optimizer=OptimizerSpec(lr=1e-3)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.batches.rl import AdvantageEstimator
 from tasks.credit.advantages import ESTIMATORS, centred, group, group_sample_std, leave_one_out, raw
 from tasks.credit.rewards import BATCH_ESTIMATORS
+from tasks.plans import AdvantageEstimator
 
 
 @pytest.mark.parametrize(

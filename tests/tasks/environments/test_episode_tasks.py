@@ -14,13 +14,11 @@ from engine.text.threads import StringThread
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.tables import read_table
-from tasks.batches.rl import BatchPlan
+from tasks.batches.episodes import prepare_trajectories
 from tasks.environments.spec import environment_spec
-from tasks.evaluate import evaluate_in_environment
-from tasks.evaluation.episodes import EpisodeEvaluationPlan
-from tasks.prepare import prepare_trajectories
-from tasks.rollout import play_episodes
-from tasks.sampling.episodes import EpisodePlan
+from tasks.evaluation.episodes import evaluate_in_environment
+from tasks.plans import BatchPlan, EpisodeEvaluationPlan, EpisodePlan
+from tasks.sampling.episodes import play_episodes
 from tests.fixtures.runs.batch_workspace import STAGE
 from tests.fixtures.runs.task_calls import GREEDY, SAMPLING, TaskCalls, three_times
 from tests.fixtures.worklog import events

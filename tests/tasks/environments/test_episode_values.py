@@ -13,9 +13,8 @@ import pytest
 from storage.chain.records import PolicyRef
 from storage.store.tables import SCHEMAS
 from tasks.batches.episode_values import credited_episodes, grades_per_token
-from tasks.batches.ppo import ValuePlan
-from tasks.batches.rl import BatchPlan
 from tasks.credit.rewards import RewardKL
+from tasks.plans import BatchPlan, ValuePlan
 from tasks.sampling.trajectories import Trajectory
 
 VALUE = PolicyRef(run="r", stage="0-env_ppo", model="value", step=0, state="s")

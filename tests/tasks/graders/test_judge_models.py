@@ -27,7 +27,9 @@ from tasks.graders.running.grade_threads import grade_threads
 from tasks.graders.running.shared_graders import tear_down_idle_graders
 from tasks.graders.setting import grading_in
 from tasks.graders.spec import grader_spec
-from tasks.sampling.grading import Grading, grade_shard
+from tasks.plans import Grading
+from tasks.sampling.grading import grade_rollouts
+from tasks.task_runs import work_of
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE
 
 THREAD = StringThread(turns=[("user", "2+3?"), ("assistant", "It is 5.")], metadata={"documents": ["2+3=5"]})
@@ -123,7 +125,7 @@ async def test_the_grade_task_spawns_the_judges_that_a_spec_names(tmp_path: Path
         return commit_table(space.open_store(), key, table, kind="rollouts", parents=(), provenance=PROVENANCE)
 
     async def rewards(number: int) -> list[float]:
-        graded = await grade_shard(space, shard_of(number), grading, stage="0-grpo", step=0, shard=number)
+        graded = await work_of(grade_rollouts)(space, shard_of(number), grading, stage="0-grpo", step=0, shard=number)
         return read_table(space.open_store(), graded).column("reward").to_pylist()
 
     # A judge that is spawned again gives the same grades.

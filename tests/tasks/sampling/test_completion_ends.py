@@ -14,11 +14,11 @@ from engine.text.stored_models import renderer_of
 from storage.store.tables import read_table
 from tasks.datasets.spec import FileDataset
 from tasks.environments.spec import environment_spec
-from tasks.evaluation.completions import EvaluationPlan, evaluate
+from tasks.evaluation.completions import evaluate_policy
 from tasks.graders.spec import grader_spec
-from tasks.sampling.completions import PromptShard
-from tasks.sampling.episodes import EpisodePlan, play_shard
-from tasks.sampling.grading import Grading
+from tasks.plans import EpisodePlan, EvaluationPlan, Grading, PromptShard
+from tasks.sampling.episodes import play_episodes
+from tasks.task_runs import work_of
 from tests.contracts.completion_ends import with_other_end
 from tests.fixtures.runs.batch_workspace import BatchWorkspace
 
@@ -87,6 +87,7 @@ async def test_a_rollout_ends_where_the_template_ends_a_turn(tmp_path: Path, tin
 async def test_evaluations_are_cut_and_have_a_name_of_their_own(batches: BatchWorkspace) -> None:
     grading = Grading(grader=grader_spec("tests.fixtures.grading:even_share", None), retries=0)
     plan = EvaluationPlan(prompts=shard_of(batches), sampling=SamplingParams.model_validate(FREE), grading=grading)
+    evaluate = work_of(evaluate_policy)
     whole = read_table(batches.store, await evaluate(batches.workspace, batches.policy, plan)).to_pylist()
     text = whole[3]["text"]
     string = next(text[start] for start in range(4, len(text)) if text[start].isalpha() and text[start].isascii())
@@ -102,7 +103,7 @@ async def test_answers_of_episodes_are_cut(batches: BatchWorkspace) -> None:
     _, string = await free_rollouts(batches)
     plan = EpisodePlan(environment=environment_spec("tests.fixtures.guessing:SayAgain"), max_turns=2)
     sampling = SamplingParams(max_new_tokens=48, stop=(string[0],))
-    ref = await play_shard(batches.workspace, batches.policy, shard_of(batches), sampling, plan, step=0)
+    ref = await work_of(play_episodes)(batches.workspace, batches.policy, shard_of(batches), sampling, plan, step=0)
     answers = []
     for row in batches.rows(ref):
         turns = json.loads(row["thread"])["turns"]

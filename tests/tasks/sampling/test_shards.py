@@ -25,14 +25,16 @@ from storage.store.artifacts import ArtifactRef, Provenance, single_file_entry
 from storage.store.objects import ObjectStore, open_store
 from storage.store.recent_tables import RecentTables
 from storage.store.tables import SCHEMAS, commit_table, read_rows, read_table
-from tasks.batches.committed import find_batch
-from tasks.batches.episode_values import episode_value_batch
-from tasks.batches.episodes import trajectory_batch
-from tasks.batches.ppo import ValuePlan, value_batch
-from tasks.batches.rl import BatchPlan, rollout_batch
+from tasks.batches.episode_values import prepare_ppo_episode_batch
+from tasks.batches.episodes import prepare_trajectories
+from tasks.batches.ppo import prepare_ppo_batch
+from tasks.batches.rl import prepare_batch
+from tasks.committed import commit_once
 from tasks.credit.rewards import RewardKL
+from tasks.plans import BatchPlan, ValuePlan
 from tasks.reports.step_metrics import measure_step
 from tasks.sampling.shards import AHEAD, read_tables
+from tasks.task_runs import work_of
 
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
 POLICY = PolicyRef(run="r", stage="0-s", model="m", step=0, state="5" * 64)
@@ -148,14 +150,18 @@ def test_a_local_table_is_read_in_place(tmp_path: Path) -> None:
     assert read_rows(store, ref, [1])[0]["completion_ids"] == [11, 11]
 
 
-def test_looking_for_a_table_that_is_not_committed_is_one_request(
+async def test_looking_for_a_table_that_is_not_committed_is_one_request(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    get = store.get
+    get, key, ref = store.get, keys.step_artifact(POLICY.run, POLICY.stage, 0, "batch", 0), rollouts(store, 0, ["a"])
     monkeypatch.setattr(store, "get", lambda key: asked.append(key) or get(key))  # type: ignore[func-returns-value]
-    key, batch = find_batch(Scorer(store), POLICY, 0)  # type: ignore[arg-type]
-    assert batch is None and asked == [keys.manifest(key)]
+
+    async def build() -> ArtifactRef:
+        return ref
+
+    assert await commit_once(Scorer(store), key, build) == ref  # type: ignore[arg-type]
+    assert asked == [keys.manifest(key)]
 
 
 # -- the batch -----------------------------------------------------------------------------------------------------
@@ -172,7 +178,7 @@ async def test_a_batch_is_the_same_however_it_is_cut(
     grades = [graded(store, n, ref, given) for n, (ref, given) in enumerate(zip(refs, rewards, strict=True))]
     scorer = Scorer(store)
     plan = BatchPlan(reference=POLICY, advantage_estimator="centred")
-    batch = await rollout_batch(scorer, POLICY, refs, grades, plan, step=0)  # type: ignore[arg-type]
+    batch = await work_of(prepare_batch)(scorer, POLICY, refs, grades, plan, step=0)  # type: ignore[arg-type]
     rows = read_table(store, batch).to_pylist()
     # of a: 0, 1, 5 with mean 2; of b: 3, 5 with mean 4
     assert [(row["group"], row["completion"]) for row in rows] == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("a", 2)]
@@ -208,16 +214,16 @@ async def test_a_policy_whose_weights_overflowed_is_named(store: ObjectStore, al
     message = r"step 3: policy:r/0-s/m@0.* gives NaN or infinity for the logprobs .*Lower optimizer.lr"
     with pytest.raises(PermanentEngineError, match=message):
         if algorithm == "env_grpo":
-            await trajectory_batch(workspace, POLICY, [one_episode(store)], plan, step=2)
+            await work_of(prepare_trajectories)(workspace, POLICY, [one_episode(store)], plan, step=2)
         elif algorithm == "env_ppo":
-            await episode_value_batch(workspace, POLICY, [one_episode(store)], plan, values, step=2)
+            await work_of(prepare_ppo_episode_batch)(workspace, POLICY, [one_episode(store)], plan, values, step=2)
         else:
             ref = rollouts(store, 0, ["a"])
             grades = [graded(store, 0, ref, [0.0, 1.0])]
             if algorithm == "grpo":
-                await rollout_batch(workspace, POLICY, [ref], grades, plan, step=2)
+                await work_of(prepare_batch)(workspace, POLICY, [ref], grades, plan, step=2)
             else:
-                await value_batch(workspace, POLICY, [ref], grades, plan, values, step=2)
+                await work_of(prepare_ppo_batch)(workspace, POLICY, [ref], grades, plan, values, step=2)
 
 
 @pytest.mark.parametrize("old_logprobs", ["sampler", "forward"])
@@ -225,7 +231,7 @@ async def test_without_trainer_logprobs_the_engine_is_not_asked(store: ObjectSto
     ref = rollouts(store, 0, ["a"])
     scorer = Scorer(store)
     plan = BatchPlan(reference=None, old_logprobs=old_logprobs)
-    batch = await rollout_batch(scorer, POLICY, [ref], [graded(store, 0, ref, [0.0, 1.0])], plan, step=0)  # type: ignore[arg-type]
+    batch = await work_of(prepare_batch)(scorer, POLICY, [ref], [graded(store, 0, ref, [0.0, 1.0])], plan, step=0)  # type: ignore[arg-type]
     row = read_table(store, batch).to_pylist()[0]
     assert scorer.calls == [] and row["old_logprobs"] is None and row["sampler_logprobs"] == [-1.0]
 
@@ -244,7 +250,7 @@ async def test_metrics_are_the_same_from_manifests_and_from_tables(store: Object
     refs = [rollouts(store, n, [f"a{n}", f"b{n}"], extra=extra) for n in range(2)]
     grades = [graded(store, n, ref, [0.0, 1.0, None, 3.0]) for n, ref in enumerate(refs)]
     scorer = Scorer(store)
-    batch = await rollout_batch(scorer, POLICY, refs, grades, BatchPlan(reference=None), step=0)  # type: ignore[arg-type]
+    batch = await work_of(prepare_batch)(scorer, POLICY, refs, grades, BatchPlan(reference=None), step=0)  # type: ignore[arg-type]
     if hand_written:  # the manifest of such a batch has no counts
         table = read_table(store, batch)
         batch = commit(store, "batch", 1, table.to_pylist())

@@ -13,8 +13,12 @@ from pydantic import ValidationError
 from engine.handles import TrainingModel
 from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
+from flows.configs.common import GRPOAlgorithm
 from flows.configs.env_ppo import ENVPPOConfig
 from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig
+from flows.configs.optimizer import OptimizerConfig
+from flows.configs.ppo import CreditConfig, PPOAlgorithm, PPORegularisation
+from flows.configs.reinforcement import BatchRules, Regularisation
 from flows.env_grpo import ENVGRPO
 from flows.env_gspo import ENVGSPO
 from flows.env_ppo import ENVPPO
@@ -22,6 +26,7 @@ from flows.grpo import GRPO
 from flows.gspo import GSPO
 from flows.ppo import PPO
 from flows.training.options import NOT_OF_EPISODES
+from flows.training.schedules import ConstantScheduler
 from tasks.graders.spec import grader_spec
 from tests.fixtures.guessing import GuessFactory, guess_config
 
@@ -174,3 +179,32 @@ def test_options_without_a_meaning_in_an_environment_are_no_config(
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         config_of(flow, tmp_path, **groups)
+
+
+def test_groups_of_settings_are_taken_as_a_whole_and_checked_like_single_options() -> None:
+    algorithm, rules = PPOAlgorithm(steps=7, samples_per_batch=8, kl_beta=0.2), BatchRules(max_staleness=1)
+    regularisation, credit = PPORegularisation(importance_cap=2.0), CreditConfig(gae_lambda=0.5)
+    rates = OptimizerConfig(lr=1e-3, schedule="constant", beta1=0.5)
+    trainer = PPO(
+        PROMPTS, POLICY, VALUE, GRADER, algorithm=algorithm, regularisation=regularisation, rules=rules, credit=credit,
+        value_optimizer=rates,
+    )  # fmt: skip
+    groups = (trainer.algorithm, trainer.regularisation, trainer.rules, trainer.critic.credit)
+    assert groups == (algorithm, regularisation, rules, credit) and trainer.max_steps == 7
+    assert trainer.critic.schedule == ConstantScheduler(1e-3) and trainer.critic.optimizer.betas == (0.5, 0.999)
+    # single options change them
+    changed = PPO(PROMPTS, POLICY, VALUE, GRADER, algorithm=algorithm, credit=credit, kl_beta=0, gae_lambda=1)
+    assert changed.algorithm == PPOAlgorithm(steps=7, samples_per_batch=8, kl_beta=0)
+    assert changed.critic.credit == CreditConfig(gae_lambda=1)
+    with pytest.raises(ValueError, match="both steps=7 and epochs=1"):
+        PPO(PROMPTS, POLICY, VALUE, GRADER, algorithm=algorithm, epochs=1)
+    # what the class does not have is refused
+    with pytest.raises(TypeError, match="a GRPOAlgorithm was given as a group of settings; give a PPOAlgorithm"):
+        ppo(algorithm=GRPOAlgorithm())
+    with pytest.raises(ValueError, match="dynamic_sampling compares the completions of a group, and PPO has none"):
+        ppo(rules=BatchRules(dynamic_sampling=True))
+    for make in (env_grpo, env_gspo, env_ppo):
+        with pytest.raises(ValueError, match=r"\['dynamic_sampling'\] act on single answers"):
+            make(rules=BatchRules(dynamic_sampling=True))
+    with pytest.raises(ValueError, match="which GSPO does not have"):
+        gspo(regularisation=Regularisation(policy_loss="cispo"))

@@ -12,6 +12,7 @@ import pytest
 
 from flows.configs.common import GRPOAlgorithm, SFTAlgorithm
 from flows.configs.environments import EnvironmentConfig
+from flows.configs.optimizer import SFTOptimizer
 from flows.configs.ppo import CreditConfig
 from flows.configs.preferences import DPOAlgorithm
 from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
@@ -25,6 +26,9 @@ from flows.ppo import PPO
 from flows.reward_model import RewardModelling
 from flows.sft import SFT
 from flows.training import options
+from flows.training.optimizer import AdamW
+from flows.training.schedules import ConstantScheduler
+from storage.serialization import Frozen
 
 ROOT = Path(__file__).parents[4]
 
@@ -77,21 +81,41 @@ def test_a_constructor_lists_its_keywords(kind: type, expected: set[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("config", "typed"),
+    ("config", "base", "typed"),
     [
-        (GRPOAlgorithm, options.AlgorithmOptions),
-        (Regularisation, options.RegularisationOptions),
-        (BatchRules, options.PolicyOptions),
-        (RunRules, options.LoopOptions),
-        (SFTAlgorithm, options.SupervisedOptions),
-        (DPOAlgorithm, options.DPOOptions),
-        (CreditConfig, options.CriticOptions),
-        (EnvironmentConfig, options.EpisodeLimits),
+        (GRPOAlgorithm, Frozen, options.AlgorithmOptions),
+        (Regularisation, Frozen, options.RegularisationOptions),
+        (BatchRules, RunRules, options.BatchOptions),
+        (RunRules, Frozen, options.LoopOptions),
+        (SFTAlgorithm, Frozen, options.SupervisedOptions),
+        (DPOAlgorithm, SFTAlgorithm, options.DPOOptions),
+        (CreditConfig, Frozen, options.CriticOptions),
+        (EnvironmentConfig, Frozen, options.EpisodeLimits),
     ],
 )
-def test_every_field_of_a_config_is_an_option_of_its_class(config: Any, typed: Any) -> None:
+def test_every_field_of_a_config_is_an_option_of_its_class_and_declared_alike(
+    config: Any, base: Any, typed: Any
+) -> None:
     differently = {"steps", "path", "arguments"}  # the length and the environment are arguments of their own
-    assert set(config.model_fields) - differently <= set(get_type_hints(typed))
+    names = config.model_fields.keys() - base.model_fields.keys() - differently
+    expected = [f"    {name}: {config.__annotations__[name]}" for name in config.model_fields if name in names]
+    lines = inspect.getsource(typed).splitlines()
+    assert [line for line in lines if line in expected] == expected, "write these lines:\n" + "\n".join(expected)
+
+
+def test_a_group_is_taken_as_a_whole_and_single_options_change_it() -> None:
+    model: Any = type("Policy", (), {"name": "policy"})
+    algorithm = SFTAlgorithm(steps=5, samples_per_batch=4)
+    optimizer = SFTOptimizer(lr=1e-3, schedule="constant", beta1=0.5)
+    trainer = SFT([], model, algorithm=algorithm, optimizer=optimizer, rules=RunRules(max_idle_steps=7))
+    assert trainer.algorithm == algorithm and (trainer.max_steps, trainer.samples_per_batch) == (5, 4)
+    assert trainer.schedule == ConstantScheduler(1e-3) and trainer.optimizer == AdamW.of(optimizer)
+    assert trainer.rules.max_idle_steps == 7
+    changed = SFT([], model, algorithm=algorithm, optimizer=optimizer, max_steps=2, lr=0.1, betas=(0.6, 0.7))
+    assert changed.algorithm == SFTAlgorithm(steps=2, samples_per_batch=4)
+    assert changed.schedule == ConstantScheduler(0.1) and changed.optimizer.betas == (0.6, 0.7)
+    with pytest.raises(ValueError, match="samples_per_batch=0.5; give a whole number"):
+        SFT([], model, algorithm=algorithm, samples_per_batch=0.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KEYWORDS, ids=lambda kind: kind.__name__)

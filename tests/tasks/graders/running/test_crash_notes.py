@@ -15,7 +15,8 @@ import asyncio, sys
 from engine.workspace import Workspace
 from storage.store.artifacts import Provenance
 from tasks.graders.spec import grader_spec
-from tasks.sampling.grading import Grading, grade_texts
+from tasks.plans import Grading
+from tasks.sampling.grading import grade_texts
 
 provenance = Provenance(code_version="c", config_digest="0" * 64, seed=0)
 workspace = Workspace(store="memory://notes", run="noted", provenance=provenance)

@@ -18,12 +18,10 @@ from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
-from tasks.evaluation.completions import EvaluationPlan
 from tasks.graders.base import BaseGrader, GraderCrashed, GraderError
 from tasks.graders.running.grade_threads import grade_threads
 from tasks.graders.spec import GraderSpec, Workers, build, grader_spec
-from tasks.sampling.completions import PromptShard
-from tasks.sampling.grading import Grading
+from tasks.plans import EvaluationPlan, Grading, PromptShard
 from tests.fixtures.ray_nodes import ray_nodes
 from tests.fixtures.waiting import alive, wait_for_text, wait_until
 

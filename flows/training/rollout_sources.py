@@ -1,0 +1,188 @@
+"""Where a loop of reinforcement learning gets its rollouts from: completions with a grader, or episodes with an
+environment. Each shard is sampled, and each is graded, in a task run of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from engine.protocol import SamplingParams
+from engine.workspace import Workspace
+from flows.configs.common import GRPOConfig
+from flows.configs.environments import ENVGRPOConfig
+from flows.training.arguments import grading_of
+from flows.training.options import EpisodeLimits
+from storage.chain.records import PolicyRef
+from storage.store.artifacts import ArtifactRef
+from tasks.batches.episode_values import prepare_ppo_episode_batch
+from tasks.batches.episodes import prepare_trajectories
+from tasks.batches.ppo import prepare_ppo_batch
+from tasks.batches.rl import prepare_batch
+from tasks.environments.spec import environment_spec
+from tasks.evaluation.completions import evaluate_policy
+from tasks.evaluation.episodes import evaluate_in_environment
+from tasks.graders.base import BaseGrader
+from tasks.graders.spec import GraderSpec, grader_spec
+from tasks.plans import BatchPlan, EpisodeEvaluationPlan, EpisodePlan, EvaluationPlan, Grading, PromptShard, ValuePlan
+from tasks.sampling.completions import generate_rollouts
+from tasks.sampling.episodes import play_episodes
+from tasks.sampling.grading import grade_rollouts
+
+
+@runtime_checkable
+class RolloutSource(Protocol):
+    """The interface of a source of rollouts."""
+
+    prompts_are_rows: ClassVar[bool]
+    """Whether a row of the dataset is the whole prompt, so that its length is known before sampling."""
+    samples_again: ClassVar[bool]
+    """Whether a step in which no rollout got a grade samples its prompts once more."""
+
+    def arguments(self) -> dict[str, Any]:
+        """The argument of a training class that creates this source."""
+        ...
+
+    def longest_rollout(self, max_new_tokens: int) -> int:
+        """The largest number of tokens that the policy samples in one rollout."""
+        ...
+
+    async def sample_and_grade(
+        self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
+    ) -> tuple[ArtifactRef, ArtifactRef]:
+        """The committed rollouts of a shard, sampled from `policy`, and their grades."""
+        ...
+
+    async def prepare_batch(
+        self,
+        workspace: Workspace,
+        policy: PolicyRef,
+        rollouts: list[ArtifactRef],
+        graded: list[ArtifactRef],
+        plan: BatchPlan,
+        values: ValuePlan | None = None,
+        *,
+        step: int,
+    ) -> ArtifactRef:
+        """The committed batch of a step. With `values`, a value model gives the advantages and returns."""
+        ...
+
+    async def evaluate(
+        self, workspace: Workspace, policy: PolicyRef, prompts: PromptShard, sampling: SamplingParams
+    ) -> ArtifactRef:
+        """The committed evaluation of a policy on held-out prompts."""
+        ...
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Completions of the prompts, graded by a grader."""
+
+    grading: Grading
+    prompts_are_rows: ClassVar[bool] = True
+    samples_again: ClassVar[bool] = True
+
+    def arguments(self) -> dict[str, Any]:
+        return {"grader": self.grading}
+
+    def longest_rollout(self, max_new_tokens: int) -> int:
+        return max_new_tokens
+
+    async def sample_and_grade(
+        self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
+    ) -> tuple[ArtifactRef, ArtifactRef]:
+        rollouts = await generate_rollouts(workspace, policy, shard, sampling, step=step)
+        graded = await grade_rollouts(
+            workspace, rollouts, self.grading, stage=policy.stage, step=step, shard=shard.index
+        )
+        return rollouts, graded
+
+    async def prepare_batch(
+        self,
+        workspace: Workspace,
+        policy: PolicyRef,
+        rollouts: list[ArtifactRef],
+        graded: list[ArtifactRef],
+        plan: BatchPlan,
+        values: ValuePlan | None = None,
+        *,
+        step: int,
+    ) -> ArtifactRef:
+        if values is None:
+            return await prepare_batch(workspace, policy, rollouts, graded, plan, step=step)
+        return await prepare_ppo_batch(workspace, policy, rollouts, graded, plan, values, step=step)
+
+    async def evaluate(
+        self, workspace: Workspace, policy: PolicyRef, prompts: PromptShard, sampling: SamplingParams
+    ) -> ArtifactRef:
+        plan = EvaluationPlan(prompts=prompts, sampling=sampling, grading=self.grading)
+        return await evaluate_policy(workspace, policy, plan)
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Episodes that begin with the prompts, in an environment that grades their turns as they are played."""
+
+    plan: EpisodePlan
+    # the environment writes the prompt
+    prompts_are_rows: ClassVar[bool] = False
+    samples_again: ClassVar[bool] = False
+
+    def arguments(self) -> dict[str, Any]:
+        return {"environment_factory": self.plan}
+
+    def longest_rollout(self, max_new_tokens: int) -> int:
+        # every turn may have an answer of the maximum length
+        return max_new_tokens * self.plan.max_turns
+
+    async def sample_and_grade(
+        self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
+    ) -> tuple[ArtifactRef, ArtifactRef]:
+        episodes = await play_episodes(workspace, policy, shard, sampling, self.plan, step=step)
+        # the table of episodes has the grades of their turns
+        return episodes, episodes
+
+    async def prepare_batch(
+        self,
+        workspace: Workspace,
+        policy: PolicyRef,
+        rollouts: list[ArtifactRef],
+        graded: list[ArtifactRef],
+        plan: BatchPlan,
+        values: ValuePlan | None = None,
+        *,
+        step: int,
+    ) -> ArtifactRef:
+        if values is None:
+            return await prepare_trajectories(workspace, policy, rollouts, plan, step=step)
+        return await prepare_ppo_episode_batch(workspace, policy, rollouts, plan, values, step=step)
+
+    async def evaluate(
+        self, workspace: Workspace, policy: PolicyRef, prompts: PromptShard, sampling: SamplingParams
+    ) -> ArtifactRef:
+        plan = EpisodeEvaluationPlan(prompts=prompts, sampling=sampling, episodes=self.plan)
+        return await evaluate_in_environment(workspace, policy, plan)
+
+
+def source_of(grader: BaseGrader | GraderSpec | Grading | RolloutSource) -> RolloutSource:
+    """The source that a training class was given, or completions with the grader that it was given."""
+    if isinstance(grader, RolloutSource):
+        return grader
+    return Completions(grading_of(grader))
+
+
+def source_of_config(config: GRPOConfig | ENVGRPOConfig) -> RolloutSource:
+    """The source that a flow's config describes. Raises GraderSpecError or EnvironmentSpecError if it cannot be
+    created."""
+    if isinstance(config, GRPOConfig):
+        grader = config.grader
+        limits = grader.model_dump(exclude={"path", "arguments", "workers"})
+        return Completions(Grading(grader=grader_spec(grader.path, grader.arguments, workers=grader.workers), **limits))
+    environment = config.environment
+    limits = environment.model_dump(exclude={"path", "arguments"})
+    return Episodes(EpisodePlan(environment=environment_spec(environment.path, environment.arguments), **limits))
+
+
+def without_episode_limits(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a training class in environments that its base class has, too."""
+    return {name: value for name, value in options.items() if name not in EpisodeLimits.__annotations__}

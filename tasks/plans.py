@@ -1,0 +1,164 @@
+"""What a step or an evaluation is: prompts, graders, environments, batches. Configs and tasks share these classes, so
+this module imports no Prefect."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from engine.protocol import SamplingParams
+from storage.chain.records import PolicyRef, StepOldLogprobs
+from storage.serialization import Frozen, canonical_json, digest
+from storage.store.artifacts import ArtifactRef
+from tasks.credit.rewards import BATCH_ESTIMATORS, Overlong, RewardKL
+from tasks.environments.spec import EnvironmentSpec
+from tasks.graders.spec import GraderSpec
+
+Truncation = Literal["error", "left", "right", "drop"]
+AdvantageEstimator = Literal[
+    "group", "group_sample_std", "centred", "leave_one_out", "raw",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+]  # fmt: skip
+Returns = Literal["rewards", "advantages"]
+NO_EFFECT_ON_RESULT = {"reaction_seconds", "concurrency", "max_masked_fraction"}
+"""Fields of an EpisodePlan that are not part of an evaluation's key."""
+
+
+class TooManyMasked(Exception):
+    """More completions could not be graded than the run allows."""
+
+
+class PromptShard(Frozen):
+    """Some prompts of a step, by their rows in the dataset. A shard is sampled as one fixed batch."""
+
+    base: ArtifactRef
+    """The model whose tokenizer renders the prompts."""
+    dataset: ArtifactRef
+    index: int = Field(ge=0)
+    rows: tuple[int, ...]
+    completions: int = Field(ge=1)
+    """Completions per prompt."""
+    repetitions: tuple[int, ...] = ()
+    """How often each row occurred earlier in the same step, which happens when a batch reaches into the next epoch. The
+    completions of a repeated row are numbered on, so that no two of a step share a random stream. Empty: no row is
+    repeated."""
+    max_prompt_tokens: int | None = None
+    truncation: Truncation = "error"
+    resampled: bool = Field(False, exclude_if=lambda value: not value)
+    """Whether the step has sampled these prompts before, in shards of which no completion got a grade."""
+
+
+class Grading(Frozen):
+    """The grader of a run, with its timeout, retries and concurrency."""
+
+    grader: GraderSpec
+    timeout_seconds: float = Field(60.0, gt=0)
+    """Seconds per grade and attempt, without the time in which a judge waits for its engine."""
+    retries: int = Field(2, ge=0)
+    concurrency: int = Field(32, ge=1)
+    max_masked_fraction: float = Field(0.2, ge=0, le=1)
+    """The run fails if a larger fraction of a shard's completions could not be graded."""
+    keep_answers: bool = Field(False, exclude_if=lambda value: not value)
+    """Whether the graded table has the answers that the grader extracted, as a majority vote needs them."""
+
+
+class EpisodePlan(Frozen):
+    """The environment of a run, with the limits of an episode and the timeouts of the environment."""
+
+    environment: EnvironmentSpec
+    max_turns: int = Field(8, ge=1)
+    """Answers per episode."""
+    max_tokens: int | None = Field(None, ge=2)
+    """Tokens per segment: prompt, answers and the environment's turns. None: the model's context."""
+    episode_seconds: float | None = Field(None, gt=0)
+    """Seconds that the environment may take in an episode. A run in which this limit acts cannot be repeated byte for
+    byte."""
+    reaction_seconds: float = Field(60.0, gt=0)
+    """Seconds that one reaction of the environment may take; a longer one is a failure."""
+    concurrency: int = Field(64, ge=1)
+    """Environments that react concurrently."""
+    max_masked_fraction: float = Field(0.2, ge=0, le=1)
+    """The run fails if a larger fraction of a shard's episodes could not be played."""
+
+
+class BatchPlan(Frozen):
+    """Settings of an RL batch: how rewards become advantages, and which logprobs its rows have."""
+
+    reference: PolicyRef | None
+    """The policy whose logprobs the KL term compares with; None if the coefficient of the KL term is 0."""
+    advantage_estimator: AdvantageEstimator = "group"
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount factor of later rewards, per token. Only "reinforce_plus_plus" reads it."""
+    old_logprobs: StepOldLogprobs = "trainer"
+    """Where the step takes the old logprobs from. Only with "trainer", the engine computes them for the batch."""
+    temperature: float = 1.0
+    reward_kl: RewardKL | None = None
+    """A KL penalty that is subtracted from the reward; it needs `reference`."""
+    overlong: Overlong | None = None
+    mask_truncated: bool = False
+    """Leaves truncated answers out of the loss. Their rewards still count in the statistics of their groups."""
+    drop_equal_groups: bool = False
+    max_staleness: int = 0
+    """How many steps older than the trained policy the sampling policy may be."""
+    per_trajectory: bool = False
+    """Gives every token of an episode the advantage of its one grade; otherwise each turn has an advantage of its
+    own."""
+
+    @model_validator(mode="after")
+    def _penalty_has_logprobs(self) -> Self:
+        if self.reward_kl is not None and self.old_logprobs == "forward":
+            raise ValueError("reward_kl needs the old logprobs before the step; use old_logprobs='trainer'")
+        return self
+
+    @property
+    def rules(self) -> dict[str, JsonValue]:
+        """The manifest's entry `rules`. It tells why completions are missing or the sampling policy is older."""
+        names = {"mask_truncated", "drop_equal_groups", "max_staleness"}
+        rules = self.model_dump(include=names, exclude_defaults=True)
+        return {"rules": rules} if rules else {}
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether the advantages depend on logprobs or on the whole batch, which is then held in memory."""
+        return self.reward_kl is not None or self.advantage_estimator in BATCH_ESTIMATORS
+
+
+class ValuePlan(Frozen):
+    """Settings of the advantages and returns of a batch (GAE, arXiv:1506.02438)."""
+
+    value: PolicyRef
+    """The value model."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    lam: float = Field(0.95, ge=0, le=1)
+    returns: Returns = "rewards"
+    """The target of the value model: the discounted sum of the rewards, or the advantage plus the value."""
+    whiten_advantages: bool = False
+    """Normalises the advantages over all tokens of the batch to mean 0 and standard deviation 1."""
+
+
+class EvaluationPlan(Frozen):
+    """Prompts, sampling and grader of an evaluation. Equal plans of one policy give one artifact."""
+
+    prompts: PromptShard
+    sampling: SamplingParams
+    grading: Grading
+    label: str = "held-out"
+    """Name for readers. It is not part of the artifact's key."""
+
+    def name(self, policy: PolicyRef) -> str:
+        # Neither the label nor the place where the grader runs changes the result.
+        body = self.model_dump(mode="json", exclude={"label": True, "grading": {"grader": {"workers"}}})
+        return f"{policy.step:06d}-{digest(canonical_json(body))[:12]}"
+
+
+class EpisodeEvaluationPlan(Frozen):
+    """Prompts, sampling and environment of an evaluation. Equal plans of one policy give one artifact."""
+
+    prompts: PromptShard
+    sampling: SamplingParams
+    episodes: EpisodePlan
+
+    def name(self, policy: PolicyRef) -> str:
+        body = self.model_dump(mode="json", exclude={"episodes": NO_EFFECT_ON_RESULT})
+        return f"{policy.step:06d}-{digest(canonical_json(body))[:12]}"

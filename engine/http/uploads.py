@@ -36,9 +36,8 @@ def stage_upload(store: ObjectStore, folder: ModelFolder, digest: str, *, proven
     return commit_files(store, key, folder.files, kind="upload", provenance=provenance, move=False)
 
 
-def published_upload(store: ObjectStore, name: str, digest: str) -> ArtifactRef | None:
-    """Returns the model that was published from an upload, or None. If there is one, the rest of the upload is
-    deleted."""
+def drop_published_upload(store: ObjectStore, name: str, digest: str) -> ArtifactRef | None:
+    """Deletes what is left of an upload that was published, and returns the model. None: it was not published."""
     ref = find_published(store, name, registry_version(digest))
     if ref is None or ref.sha256 != digest:
         return None
@@ -76,7 +75,7 @@ async def import_upload(
 
     Raises ObjectNotFound when neither the upload nor the model published from it exists.
     """
-    published = await asyncio.to_thread(published_upload, store, name, digest)
+    published = await asyncio.to_thread(drop_published_upload, store, name, digest)
     if published is not None:
         return published
     with tempfile.TemporaryDirectory(prefix="upload-", dir=process_folder()) as scratch:
@@ -85,7 +84,7 @@ async def import_upload(
             ref = await engine.import_folder(folder, provenance=provenance)
         except (StorageError, OSError, ValueError):
             # Another call or server may have published the model and deleted the files in the meantime.
-            published = await asyncio.to_thread(published_upload, store, name, digest)
+            published = await asyncio.to_thread(drop_published_upload, store, name, digest)
             if published is None:
                 raise
             return published

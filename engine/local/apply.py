@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import isfinite, isnan
 
 import numpy as np
 import pyarrow as pa
@@ -14,12 +15,14 @@ from engine.backends.protocol import Objective, Trainer, UpdateReport
 from engine.errors import BadSpec, NonFiniteGradient, StepConflict
 from engine.losses.spec import LossSpec, parse_loss
 from engine.models.images import check_images_accepted
-from engine.models.samples import Sample, minibatches, samples_from_table
-from storage.chain.records import CommitRecord, StepRequest
+from engine.models.samples import PER_TOKEN, Sample, minibatches, samples_from_table
+from storage.chain.records import CommitRecord, SkippedUpdate, StepRequest
 from storage.failpoints import failpoint
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -30,7 +33,7 @@ class StepEffect:
     """`informative_fraction` is the fraction of the samples that have an advantage other than 0; only for a batch with
     advantages. The others are means over the updates."""
     updates: int = 0
-    skipped: int = 0
+    skipped: list[SkippedUpdate] = field(default_factory=list)
     micro_batches: int = 0
     max_tokens: tuple[int, ...] = ()
     """The limit of packed tokens per forward pass in each update."""
@@ -65,6 +68,7 @@ def apply_request(
     # Read the batch. A sample without trained tokens, such as an empty completion, must not count in the loss's mean.
     # A pair keeps it, since both members are needed.
     samples = samples_from_table(read(store, request.batch))
+    row_of_sample = {id(sample): row for row, sample in enumerate(samples)}
     check_images_accepted(trainer, (sample.images for sample in samples), f"rows of the batch {request.batch.key}")
     if not loss.pairwise:
         samples = [sample for sample in samples if sample.trained]
@@ -83,13 +87,22 @@ def apply_request(
                 minibatch, objective, request.optimizer, max_tokens=limit, on_micro_batch=after_micro_batch
             )
         except NonFiniteGradient as error:
+            bad = _first_bad_row(minibatch, row_of_sample)
+            rows = "the rows" if bad is None else f"row {bad}, the first one that is not finite,"
             raise NonFiniteGradient(
-                f"step {request.parent.step + 1}: {error}; look at the rows of its batch (the key {request.batch.key} "
+                f"step {request.parent.step + 1}: {error}; look at {rows} of its batch (the key {request.batch.key} "
                 "counts steps from 0), lower the learning rate, or set skip_nan_gradients=true to leave such updates "
                 "out"
             ) from error
         reports.append(report)
     effect = _combined_effect(reports)
+    for number, (minibatch, report) in enumerate(zip(updates, reports, strict=True), start=1):
+        if report.skipped:
+            norm = "nan" if isnan(report.metrics["grad_norm"]) else "inf"
+            bad = _first_bad_row(minibatch, row_of_sample)
+            effect.skipped.append(SkippedUpdate(update=number, grad_norm=norm, row=bad))
+    for update in effect.skipped:
+        log.warning("step %d of %s: %s of %s", request.parent.step + 1, request.parent.run, update, request.batch.key)
     if updates and all(sample.advantages is not None for sample in samples):
         informative = sum(bool(np.any(sample.advantages)) for sample in samples)
         effect.metrics["informative_fraction"] = informative / len(samples)
@@ -145,14 +158,22 @@ def _combined_effect(reports: list[UpdateReport]) -> StepEffect:
     if reports:
         effect.metrics["tokens"] = sum(report.metrics["tokens"] for report in reports)
 
-    # A skipped update changed no weights, so it is counted apart from the others.
+    # A skipped update changed no weights, so it is no update of the step.
     for report in reports:
         effect.micro_batches += report.micro_batches
-        if report.skipped:
-            effect.skipped += 1
-        else:
-            effect.updates += 1
+        effect.updates += not report.skipped
     return effect
+
+
+def _first_bad_row(minibatch: Sequence[Sample], row_of_sample: Mapping[int, int]) -> int | None:
+    """The first row of the batch's table, among those of the minibatch, with NaN or infinity in a column. `None`: there
+    is none."""
+    bad_rows = []
+    for sample in minibatch:
+        columns = [getattr(sample, name) for name in PER_TOKEN]
+        if not all(column is None or np.isfinite(column).all() for column in columns):
+            bad_rows.append(row_of_sample[id(sample)])
+    return min(bad_rows, default=None)
 
 
 def require_same_request(committed: CommitRecord, request: StepRequest) -> CommitRecord:

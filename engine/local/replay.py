@@ -94,7 +94,7 @@ def replay_step(
             committed=record.metrics,
             replayed=effect.metrics,
             updates=effect.updates,
-            skipped=effect.skipped,
+            skipped=len(effect.skipped),
             committed_digest=record.weights_digest,
             replayed_digest=digest,
             first_tensor=first_tensor,

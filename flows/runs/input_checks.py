@@ -60,13 +60,13 @@ def check_inputs(config: BaseModel, store: ObjectStore, commits: Mapping[str, st
             raise ConfigError("\n".join(problems))
 
 
-def check_new_run(config: TrainingConfig) -> None:
-    """Raises ConfigError for settings of a new run that cannot be meant. A run that began with them may continue."""
+def check_warmup(config: TrainingConfig) -> None:
+    """Raises ConfigError for a warm-up that is longer than the run. A run that began with one may continue."""
     for name, stage in config.stages.items():
         prefix, steps = f"{name}." if name else "", stage.algorithm.steps
-        _check_warmup(prefix, "optimizer", stage.optimizer, steps)
+        _check_warmup_of(prefix, "optimizer", stage.optimizer, steps)
         if stage.critic is not None:
-            _check_warmup(prefix, "value_model.optimizer", stage.critic.optimizer_over(stage.optimizer), steps)
+            _check_warmup_of(prefix, "value_model.optimizer", stage.critic.optimizer_over(stage.optimizer), steps)
 
 
 def check_length(config: TrainingConfig, *rows: int) -> None:
@@ -78,7 +78,7 @@ def check_length(config: TrainingConfig, *rows: int) -> None:
             raise ConfigError(str(error)) from error
 
 
-def _check_warmup(stage: str, field: str, optimizer: OptimizerConfig, steps: int | None) -> None:
+def _check_warmup_of(stage: str, field: str, optimizer: OptimizerConfig, steps: int | None) -> None:
     warmup = optimizer.warmup_steps
     if steps is not None and warmup is not None and warmup > steps:
         raise ConfigError(

@@ -31,7 +31,7 @@ from flows.runs.durations import measure_store
 from flows.runs.estimate import estimate
 from flows.runs.events import announce_dataset
 from flows.runs.hub_commits import commits_entry, hub_commits
-from flows.runs.input_checks import check_inputs, check_length, check_new_run
+from flows.runs.input_checks import check_inputs, check_length, check_warmup
 from flows.runs.recorded_config import FLOW
 from flows.training.watch import announce_pause
 from storage.chain.fork import check_fork
@@ -201,7 +201,7 @@ def _check_config(workspace: Workspace, config: TrainingConfig, *, resumed: bool
     """Raises ConfigError if something that the config names is not there, and DatasetError if the held-out data is a
     registered dataset of another use."""
     if not resumed:
-        check_new_run(config)
+        check_warmup(config)
     check_inputs(config, workspace.open_store(), workspace.hub)
     _heldout_source(workspace, config)
 

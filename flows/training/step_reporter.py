@@ -107,6 +107,8 @@ class StepReporter:
         self.time_left.finish_step()
         seconds_left = self.time_left.remaining_seconds(policy.step)
         self.logger.step(metrics, seconds_left=seconds_left)
+        for line in metrics.skipped_lines():
+            self.logger.note(line)
         self.page.add_step(metrics, rollouts, graded, seconds_left=seconds_left)
         self.loggers.step(metrics)
         self._notify(policy.step)

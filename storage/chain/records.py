@@ -166,6 +166,22 @@ class RebaseMark(Frozen):
     attempt: str
 
 
+class SkippedUpdate(Frozen):
+    """An optimizer update that was skipped because its gradient was not finite (nan_policy = "skip")."""
+
+    update: int = Field(ge=1)
+    """The number of the update in its step, from 1."""
+    grad_norm: Literal["nan", "inf"]
+    """The norm of the gradient. It is text, since JSON has neither number."""
+    row: int | None = None
+    """The first row of the update with NaN or infinity in its columns, counted from 0 in the table of the batch. None:
+    all columns are finite, and the gradient overflowed."""
+
+    def __str__(self) -> str:
+        where = "all its rows are finite" if self.row is None else f"row {self.row} is not finite (rows count from 0)"
+        return f"update {self.update} had a gradient of norm {self.grad_norm}, and {where}"
+
+
 class CommitRecord(Frozen):
     """The commit of one gradient step."""
 
@@ -180,6 +196,8 @@ class CommitRecord(Frozen):
     """Optimizer updates made by this step."""
     skipped: int = 0
     """Updates that were skipped because of a non-finite gradient (nan_policy = "skip")."""
+    skipped_updates: tuple[SkippedUpdate, ...] = Field((), exclude_if=lambda updates: not updates)
+    """Why each of them was skipped. Empty in records of before this field."""
     # what the bits of the weights depend on
     numerics: Numerics
     rebase: RebaseMark | None = None

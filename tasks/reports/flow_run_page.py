@@ -26,6 +26,8 @@ SAMPLES_SHOWN = 8
 PROMPT_SHOWN = 200
 TEXT_SHOWN = 600
 """Characters of a completion, or of a grader's reason."""
+SKIPPED_SHOWN = 10
+"""Number of skipped updates that the page lists."""
 
 
 def run_markdown(
@@ -53,6 +55,7 @@ def run_markdown(
         _heldout_table(heldout),
         picture,
         _summary_table(steps),
+        _skipped_list(steps),
         _time_table(steps),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -193,6 +196,12 @@ def _summary_table(steps: Sequence[StepMetrics]) -> str:
             cells = [f"{value:.4g}" for value in (finite[0], finite[-1], min(finite), max(finite))]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _skipped_list(steps: Sequence[StepMetrics]) -> str:
+    """A Markdown list of the last updates that were skipped, and why. Empty if there are none."""
+    lines = [line for step in steps for line in step.skipped_lines()]
+    return "\n".join(["**skipped updates**", "", *(f"- {line}" for line in lines[-SKIPPED_SHOWN:])]) if lines else ""
 
 
 def _time_table(steps: Sequence[StepMetrics]) -> str:

@@ -84,6 +84,7 @@ def render_report(data: ReportData) -> str:
         groups=_fact_groups(data.facts),
         resumed=[step.step + 1 for step in data.steps if step.resumed],
         masked=sum(step.masked for step in data.steps),
+        skipped=[line for step in data.steps for line in step.skipped_lines()],
     )
 
 

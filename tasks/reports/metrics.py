@@ -59,6 +59,12 @@ class StepMetrics(Frozen):
     """Prompts that were dropped because they were too long (truncation = drop)."""
     skipped_updates: int = 0
     """Optimizer updates that were skipped because their gradient was not finite."""
+    skipped_reasons: tuple[str, ...] = Field((), exclude_if=lambda reasons: not reasons)
+    """Why each of them was skipped: the norm of its gradient, its batch, and the first row that is not finite."""
+
+    def skipped_lines(self) -> list[str]:
+        """The reasons of the step's skipped updates, each with the number of the step from 1."""
+        return [f"step {self.step + 1}: {reason}" for reason in self.skipped_reasons]
     skipped: bool = False
     """Whether the step made no update because no completion got a grade."""
     entropy: float | None = None

@@ -73,6 +73,7 @@ def measure_step(
         masked=masked,
         dropped=dropped_rows + sum(shard.dropped for shard in shards),
         skipped_updates=record.skipped,
+        skipped_reasons=tuple(f"{update} (batch {record.request.batch.key})" for update in record.skipped_updates),
         skipped=bool(rollouts) and record.request.batch.rows == 0,
         logprob_gap=record.metrics.get("logprob_gap_mean", gap),
         tokens_per_second=tokens / wall_seconds if wall_seconds else 0.0,

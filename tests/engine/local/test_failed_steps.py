@@ -69,7 +69,7 @@ async def test_a_step_that_dies_between_two_updates_leaves_no_moved_weights(
 
 
 async def test_an_update_that_is_not_finite_is_skipped_and_counted_when_asked(
-    engine: LocalEngine, chain: Chain, store: ObjectStore
+    engine: LocalEngine, chain: Chain, store: ObjectStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = request_after(
         chain.head(),
@@ -80,6 +80,9 @@ async def test_an_update_that_is_not_finite_is_skipped_and_counted_when_asked(
     )
     record = await engine.take_gradient_step(request)
     assert (record.updates, record.skipped) == (1, 1)
+    (skipped,) = record.skipped_updates
+    assert skipped.update in (1, 2) and skipped.row == 1 and skipped.grad_norm in ("inf", "nan")
+    assert record.request.batch.key in caplog.text and str(skipped) in caplog.text
     assert record.metrics["grad_norm"] > 0  # of the update that was not skipped
     assert record.weights_digest != committed_digest(chain, STEPS)
     # A redo skips the same update.
@@ -94,6 +97,7 @@ async def test_a_step_of_which_all_was_skipped_keeps_the_weights(
     assert (record.updates, record.skipped) == (0, 1)
     assert record.weights_digest == committed_digest(chain, STEPS)
     assert record.policy.step == STEPS + 1
+    assert "skipped_updates" not in chain.committed_record(STEPS).model_dump()  # records of other steps stay equal
 
 
 async def test_a_lease_taken_over_during_the_gradient_stops_the_commit(

@@ -20,7 +20,7 @@ from flows.configs.sweep import SweepConfig
 from flows.evaluation import evaluation
 from flows.grpo import grpo
 from flows.recurring import recurring
-from flows.runs.input_checks import check_inputs, check_length, check_new_run
+from flows.runs.input_checks import check_inputs, check_length, check_warmup
 from flows.sweep import sweep
 from storage.store.objects import open_store
 from tests.fixtures.configs import with_changes
@@ -78,10 +78,10 @@ def test_an_environment_is_imported(tmp_path: Path, tiny_folder: Path) -> None:
 
 def test_a_new_run_has_no_warm_up_longer_than_itself(tmp_path: Path, tiny_folder: Path) -> None:
     body = toy_config(tmp_path, tiny_folder, optimizer__warmup_steps=4)
-    check_new_run(GRPOConfig.model_validate(body))
+    check_warmup(GRPOConfig.model_validate(body))
     body["optimizer"]["warmup_steps"] = 5
     with pytest.raises(ConfigError, match=r"optimizer.warmup_steps=5 is more than algorithm.steps=4, .*lower"):
-        check_new_run(GRPOConfig.model_validate(body))
+        check_warmup(GRPOConfig.model_validate(body))
 
 
 def test_a_run_that_trains_only_the_value_model_is_refused_with_its_config(tmp_path: Path, tiny_folder: Path) -> None:

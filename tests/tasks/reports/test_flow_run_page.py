@@ -11,6 +11,7 @@ import re
 import matplotlib.image
 
 from engine.text.threads import StringThread
+from storage.chain.records import SkippedUpdate
 from storage.store import keys
 from storage.store.artifacts import find_artifact
 from storage.store.tables import read_table
@@ -125,3 +126,11 @@ def test_a_sample_shows_the_text_of_its_prompt_cut_short() -> None:
         "grade": "failed: no number",
         "stopped by": "stop",
     }
+
+
+def test_the_page_says_why_updates_were_skipped() -> None:
+    reasons = tuple(str(SkippedUpdate(update=number, grad_norm="inf", row=3)) for number in (1, 2))
+    page = run_markdown("r/1", [rl_step(0), rl_step(1, skipped_updates=2, skipped_reasons=reasons)], links={})
+    assert "- step 2: update 1 had a gradient of norm inf, and row 3 is not finite (rows count from 0)" in page
+    assert "skipped updates" not in run_markdown("r/1", [rl_step(0)], links={})
+    assert "skipped_reasons" not in rl_step(0).model_dump()

@@ -191,3 +191,11 @@ def test_every_sample_that_was_asked_for_is_shown() -> None:
     samples = tuple(SampleRollout(prompt=f"prompt {n}.", completion="c", reward=None) for n in range(12))
     page = Page(render_report(report(samples_before=samples, samples_after=samples)))
     assert all(sample.prompt in page.text for sample in samples)
+
+
+def test_the_report_says_why_updates_were_skipped() -> None:
+    reasons = tuple(f"update {number} had a gradient of norm nan" for number in range(1, 13))
+    steps = (rl_step(0), rl_step(1, skipped_updates=12, skipped_reasons=reasons))
+    text = " ".join(Page(render_report(report(steps=steps))).text.split())
+    assert "Updates that were skipped: step 2: update 1 had a gradient of norm nan; step 2: update 2" in text
+    assert "update 10 had a gradient of norm nan; and 2 more." in text

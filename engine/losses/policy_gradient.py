@@ -1,7 +1,8 @@
 """Policy-gradient losses per token, and the terms that each of them may add.
 
 A new policy loss is a subclass of `BasePolicyGradientSpec` with a `kind`, its own settings and `compute`, and one more
-member of the union `PolicyGradientSpec` at the end of this module.
+member of the union `PolicyGradientSpec` at the end of this module. A loss outside this repository is a subclass of
+`OwnLossSpec`.
 
 l is the logprob of a token under the weights in training, o under the old policy, A the advantage; ρ = exp(l - o).
 
@@ -10,10 +11,13 @@ Axes: N trained token · S sequence
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from functools import cache
+from inspect import isabstract, isclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
+from engine import import_paths
 from engine.losses.base import LossNorm, NormalisedLossSpec, TermsNorm, TokenLoss
 from engine.losses.kl import KL_ESTIMATORS, KLEstimator
 from storage.number_types import MAX_COEFFICIENT, Coefficient, Positive
@@ -252,12 +256,58 @@ class SAPOSpec(BasePolicyGradientSpec):
         return self._add_terms(-gate_N * advantages_N, ratio_N, {"ratio_sum": ratio_N.detach().sum()}, inputs)
 
 
-PolicyGradientSpec = GRPOSpec | GSPOSpec | CISPOSpec | GMPOSpec | SAPOSpec
+class OwnLossSpec(BasePolicyGradientSpec):
+    """Base class of a policy-gradient loss of one's own, which configs and requests name by its import path.
+
+    A subclass has its settings as fields, and `compute`. A step request has the path, the settings and the digest of
+    the source file, so that all of them decide the state after the step."""
+
+    kind: Literal["own"] = "own"
+    path: str = Field(pattern=import_paths.PATTERN)
+    """The subclass as package.module:name. Every process that computes the loss must be able to import it."""
+    source_digest: str | None = None
+    """sha256 of the module's source file when the step was requested. None: the module has no source file."""
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        return False  # a subclass whose loss is 0 for advantages of 0 may override this, which saves forward passes
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _as_the_class_at_the_path(cls, settings: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Validates settings as those of the class that `path` names. Raises ValueError if its source has changed."""
+        path = settings.get("path") if isinstance(settings, dict) else None
+        if cls is not OwnLossSpec or not isinstance(path, str):
+            return validate(settings)
+        loss_type, digest = load_own_loss(path)
+        given = settings.get("source_digest")
+        if given != digest:
+            raise ValueError(
+                f"the source file of {path!r} was changed: the step was requested with sha256 {str(given)[:12]}, and "
+                f"this process has {str(digest)[:12]}; restore the file as it was, or fork the run from a step before"
+            )
+        return loss_type.model_validate(settings)  # type: ignore[return-value]
+
+
+@cache
+def load_own_loss(path: str) -> tuple[type[OwnLossSpec], str | None]:
+    """The loss at an import path, and the digest of its source file as this process first loaded it. Raises ValueError
+    if there is no subclass of OwnLossSpec at the path."""
+    try:
+        digest, target = import_paths.source_digest(path), import_paths.load_object(path)
+    except import_paths.ImportPathError as error:
+        raise ValueError(f"policy loss {error}") from error
+    if not isclass(target) or not issubclass(target, OwnLossSpec) or isabstract(target):
+        raise ValueError(f"policy loss {path!r}: given {target!r:.60}; expected a subclass of OwnLossSpec with compute")
+    return target, digest
+
+
+PolicyGradientSpec = GRPOSpec | GSPOSpec | CISPOSpec | GMPOSpec | SAPOSpec | OwnLossSpec
 """Every loss of this module. A new one is added here."""
 
 PolicyLoss = Literal["clip", "cispo", "gmpo", "sapo"]
-"""The names of the losses that a config of GRPO or PPO chooses from."""
-POLICY_LOSSES: dict[PolicyLoss, type[PolicyGradientSpec]] = {
+"""The names of the built-in losses that a config of GRPO or PPO chooses from."""
+POLICY_LOSSES: dict[str, type[PolicyGradientSpec]] = {
     "clip": GRPOSpec, "cispo": CISPOSpec, "gmpo": GMPOSpec, "sapo": SAPOSpec,
 }  # fmt: skip
 """The loss of each name. A config of GSPO has no choice: its loss is GSPOSpec."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from engine import import_paths
 from engine.losses.base import LossNorm
 from engine.losses.kl import KLEstimator
 from engine.losses.policy_gradient import GRPOSpec
@@ -32,7 +33,6 @@ from storage.errors import InvalidKey
 from storage.number_types import Coefficient, Positive
 from storage.serialization import Frozen, left_out
 from storage.store.keys import validate_name, validate_run
-from tasks import import_paths
 from tasks.batches.truncation import Cut, LengthPlan
 from tasks.datasets.spec import DatasetUse, HeldoutSource, MixtureDataset, TrainingSource
 from tasks.graders.spec import Workers

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from engine import import_paths
 from engine.protocol import SamplingParams
 from flows.configs.common import (
     EvaluationConfig,
@@ -20,7 +21,6 @@ from flows.configs.gspo import GSPOAlgorithm, check_has_gspo
 from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
 from storage.number_types import Coefficient, Divisor, Positive
 from storage.serialization import Frozen
-from tasks import import_paths
 from tasks.plans import EpisodePlan
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 
 from engine.losses.base import LossNorm
-from engine.losses.policy_gradient import GSPOSpec, PolicyLoss
+from engine.losses.policy_gradient import GSPOSpec
 from flows.configs.common import GRPOAlgorithm, GRPOConfig
 from flows.configs.defaults import default_of
 
@@ -30,7 +30,7 @@ class GSPOAlgorithm(GRPOAlgorithm):
         return self
 
 
-def check_has_gspo(dual_clip: float | None, policy_loss: PolicyLoss = "clip") -> None:
+def check_has_gspo(dual_clip: float | None, policy_loss: str = "clip") -> None:
     """Raises ValueError for settings of GRPO that GSPO does not have."""
     if dual_clip is not None:
         raise ValueError(f"dual_clip={dual_clip} bounds a ratio per token, which GSPO does not have; leave it out")

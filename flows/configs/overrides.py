@@ -19,10 +19,10 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from engine import import_paths
 from engine.validation_messages import field_keys
 from flows.configs.forms import FURTHER, merge_further
 from storage.secrets import SecretInURL, refuse_secrets
-from tasks import import_paths
 
 Model = TypeVar("Model", bound=BaseModel)
 

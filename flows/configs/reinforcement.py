@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
+from engine import import_paths
 from engine.losses.base import TermsNorm
-from engine.losses.policy_gradient import GRPOSpec, PolicyLoss, SAPOSpec
+from engine.losses.policy_gradient import POLICY_LOSSES, GRPOSpec, PolicyLoss, SAPOSpec
 from engine.protocol import SamplingParams
 from flows.configs.defaults import default_of
 from storage.chain.records import OldLogprobs, StepOldLogprobs
@@ -20,6 +21,7 @@ from tasks.plans import BatchPlan
 if TYPE_CHECKING:
     from flows.configs.common import GRPOAlgorithm
 
+ImportPath = Annotated[str, Field(pattern=import_paths.PATTERN)]
 KLPlace = Literal["loss", "reward"]
 KLControl = Literal["fixed", "adaptive"]
 RefillEnd = Literal["short", "fail"]
@@ -76,12 +78,15 @@ TAU_POSITIVE, TAU_NEGATIVE = default_of(SAPOSpec, "tau_positive"), default_of(SA
 class Regularisation(Frozen):
     """Further terms and variants of the policy loss."""
 
-    policy_loss: PolicyLoss = "clip"
+    policy_loss: PolicyLoss | ImportPath = "clip"
     """Policy loss. clip: the clipped ratio times the advantage. cispo: the clipped ratio, held constant, times the
     advantage and the log-probability (arXiv:2506.13585). gmpo: the geometric mean of a completion's ratios, whose
     logarithms are clipped at -clip_range and clip_range_high, times the advantage (arXiv:2507.20673). sapo: a smooth
     function of the ratio, without clips, times the advantage (arXiv:2511.20347). Both papers use
-    loss_norm=sequence_mean."""
+    loss_norm=sequence_mean. Or a loss of your own: the import path package.module:name of a subclass of
+    engine.losses.policy_gradient.OwnLossSpec."""
+    policy_loss_arguments: dict[str, JsonValue] = Field({}, exclude_if=lambda arguments: not arguments)
+    """Settings of a loss of your own, by name."""
     tau_positive: Positive = Field(TAU_POSITIVE, exclude_if=lambda tau: tau == TAU_POSITIVE)
     """Temperature of policy_loss=sapo for tokens with an advantage above 0. A larger one acts earlier."""
     tau_negative: Positive = Field(TAU_NEGATIVE, exclude_if=lambda tau: tau == TAU_NEGATIVE)
@@ -113,6 +118,11 @@ class Regularisation(Frozen):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
+        if self.policy_loss_arguments and self.policy_loss in POLICY_LOSSES:
+            raise ValueError(
+                f"policy_loss_arguments are settings of a loss of your own, and policy_loss is {self.policy_loss!r}; "
+                "give its import path as policy_loss, or leave them out"
+            )
         adaptive = _changed(self, "kl_target", "kl_horizon")
         if adaptive and self.kl_controller != "adaptive":
             raise ValueError(f"{adaptive} act only with kl_controller='adaptive'; set it, or leave them out")

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from engine.errors import BadModelFolder
+from engine.import_paths import ImportPathError
 from engine.models.folder import ModelFolder, local_folder, registered_model
 from engine.models.hub import check_hub_model, hub_repo_of_key
 from engine.models.openai_model import SCHEME
@@ -27,7 +28,6 @@ from tasks.datasets.errors import DatasetError
 from tasks.datasets.spec import DeclaredDataset, MixtureDataset
 from tasks.environments.spec import EnvironmentSpecError, environment_spec
 from tasks.graders.spec import GraderSpecError, grader_spec
-from tasks.import_paths import ImportPathError
 
 IMPORTED = (GraderConfig, EnvironmentConfig, Grader)
 """Parts that name code, besides datasets."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypedDict, TypeVar
 
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from engine.losses.base import LossNorm, TermsNorm
 from engine.losses.kl import KLEstimator
@@ -23,7 +23,7 @@ from flows.configs.defaults import default_of
 from flows.configs.optimizer import OptimizerConfig
 from flows.configs.overrides import ConfigError, describe_validation
 from flows.configs.ppo import CreditConfig
-from flows.configs.reinforcement import BatchRules, KLControl, KLPlace, RefillEnd, Regularisation, RunRules
+from flows.configs.reinforcement import BatchRules, ImportPath, KLControl, KLPlace, RefillEnd, Regularisation, RunRules
 from flows.display.terminal import TerminalProgress
 from flows.loggers import StageNotifier
 from flows.training.checkpointing import CheckpointSchedule
@@ -107,7 +107,8 @@ class AlgorithmOptions(TypedDict, total=False):
 class RegularisationOptions(TypedDict, total=False):
     """Fields of flows.configs.reinforcement.Regularisation."""
 
-    policy_loss: PolicyLoss
+    policy_loss: PolicyLoss | ImportPath
+    policy_loss_arguments: dict[str, JsonValue]
     tau_positive: Positive
     tau_negative: Positive
     entropy_coef: Coefficient

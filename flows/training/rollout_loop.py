@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from pydantic import JsonValue
 
 from engine.handles import TrainingModel
-from engine.losses.policy_gradient import POLICY_LOSSES, PolicyGradientSpec, PolicyLoss
+from engine.losses.policy_gradient import POLICY_LOSSES, PolicyGradientSpec, load_own_loss
 from engine.text.threads import StringThread
 from flows.configs.common import GRPOAlgorithm, PromptDataConfig
 from flows.configs.defaults import default_of
@@ -64,7 +64,7 @@ class RolloutLoop(TrainingLoop):
     """Holds the defaults and the bounds of the algorithm's options."""
     regularisation_type: ClassVar[type[Regularisation]] = Regularisation
     """Holds the defaults and the bounds of the loss's further terms."""
-    policy_losses: ClassVar[Mapping[PolicyLoss, type[PolicyGradientSpec]]] = POLICY_LOSSES
+    policy_losses: ClassVar[Mapping[str, type[PolicyGradientSpec]]] = POLICY_LOSSES
     options_type = PolicyOptions
     per_trajectory: ClassVar[bool] = False
     """Whether every token of an episode has the advantage of its one grade."""
@@ -315,13 +315,22 @@ def _algorithm(
 
 
 def policy_loss(
-    losses: Mapping[PolicyLoss, type[PolicyGradientSpec]],
+    losses: Mapping[str, type[PolicyGradientSpec]],
     algorithm: GRPOAlgorithm,
     regularisation: Regularisation,
 ) -> PolicyGradientSpec:
-    """The loss of the policy that these settings describe. Raises ValueError for a loss that is not among `losses`."""
-    if regularisation.policy_loss not in losses:
-        check_has_gspo(None, regularisation.policy_loss)
+    """The loss of the policy that these settings describe. Raises ValueError for a loss that the class does not have,
+    and for a loss of one's own that cannot be loaded or has other settings."""
+    name = regularisation.policy_loss
+    arguments: dict[str, Any] = regularisation.policy_loss_arguments
+    if losses is not POLICY_LOSSES:
+        check_has_gspo(None, name)
+    loss_type: type[PolicyGradientSpec]
+    if name in losses:
+        loss_type = losses[name]
+    else:
+        loss_type, source = load_own_loss(name)
+        arguments = {"path": name, "source_digest": source, **arguments}
     terms: dict[str, Any] = {
         "kl_beta": algorithm.kl_beta if regularisation.kl_in == "loss" else 0.0,
         "kl_estimator": algorithm.kl_estimator,
@@ -329,15 +338,17 @@ def policy_loss(
     }
     if algorithm.dual_clip:
         terms["dual_clip"] = algorithm.dual_clip
-    named = {"entropy_coef", "importance_cap", "norm_constant", "kl_importance", "terms_norm"}
-    if regularisation.policy_loss == "sapo":
-        named |= {"tau_positive", "tau_negative"}
-    else:
+    if "clip_low" in loss_type.model_fields:
         # equal clips on both sides, unless the upper one is given
         high = algorithm.clip_range if algorithm.clip_range_high is None else algorithm.clip_range_high
         terms |= {"clip_low": algorithm.clip_range, "clip_high": high}
-    further = regularisation.model_dump(include=named)
-    return losses[regularisation.policy_loss](**terms, **further)
+    elif algorithm.clip_range != default_of(type(algorithm), "clip_range") or algorithm.clip_range_high:
+        raise ValueError(f"clip_range has no effect with policy_loss={name!r}, which has no clip_low; leave it out")
+    terms |= regularisation.model_dump(include=set(loss_type.model_fields))
+    twice = sorted(terms.keys() & arguments.keys())
+    if twice:
+        raise ValueError(f"policy_loss_arguments has {twice}, which other settings of the config give; leave them out")
+    return loss_type(**terms, **arguments)
 
 
 def kl_controller(regularisation: Regularisation, beta: float) -> FixedKL | AdaptiveKL:

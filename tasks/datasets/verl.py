@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.import_paths import load_from_file
 from tasks.datasets.errors import DatasetError
-from tasks.import_paths import load_from_file
 
 ROWS = "tasks.datasets.verl:rows"
 """The `path` of the PythonDataset that calls `rows`."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import Field, JsonValue
 
+from engine import import_paths
 from storage.serialization import Frozen
-from tasks import import_paths
 from tasks.environments.base import Environment, EnvironmentFactory
 
 logger = logging.getLogger("ostinato.environments")

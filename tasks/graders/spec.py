@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field, JsonValue
 
+from engine import import_paths
 from storage.serialization import Frozen, digest
-from tasks import import_paths
 from tasks.graders.base import BaseGrader, FunctionGrader
 from tasks.graders.isolated import IsolatedGrader
 

@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from engine.import_paths import load_from_file
 from engine.text.threads import StringThread
 from tasks.graders.base import BaseGrader, Grade, GraderError, as_number, in_thread
 from tasks.graders.rules import from_metadata
-from tasks.import_paths import load_from_file
 
 
 class VerlReward(BaseGrader):

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from engine import import_paths
+from engine.import_paths import ImportPathError, load_object, source_digest
 from storage.registry.hub import (
     SCHEME,
     HubError,
@@ -22,14 +24,12 @@ from storage.registry.hub import (
 from storage.serialization import digest
 from storage.store.artifacts import Provenance
 from storage.store.objects import ObjectStore
-from tasks import import_paths
 from tasks.datasets import known_files
 from tasks.datasets.convert import RowLocation
 from tasks.datasets.errors import DatasetError, DatasetNotFound, ExtraNotInstalled
 from tasks.datasets.load import DatasetUse, LoadedDataset, OnProgress, OrderedDataset, ReadPosition
 from tasks.datasets.read import RowsDataset, allowed_name
 from tasks.datasets.sources.file_formats import checked_columns
-from tasks.import_paths import ImportPathError, load_object, source_digest
 
 BATCH_ROWS = 512
 """Rows that are in memory at a time."""

@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue
 
+from engine import import_paths
+from engine.import_paths import ImportPathError, load_object
 from storage.store.objects import ObjectStore
-from tasks import import_paths
 from tasks.datasets.convert import RowLocation
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.load import DatasetUse, ReadPosition
 from tasks.datasets.read import RowsDataset
-from tasks.import_paths import ImportPathError, load_object
 
 
 class PythonDataset(RowsDataset):

@@ -16,7 +16,7 @@ from engine.losses.inputs import LossInputs, Outputs
 from engine.losses.kl import KL_ESTIMATORS, KLEstimator
 from engine.losses.likelihood import CrossEntropySpec
 from engine.losses.pairs import DPOSpec
-from engine.losses.policy_gradient import CISPOSpec, GRPOSpec, GSPOSpec
+from engine.losses.policy_gradient import CISPOSpec, GRPOSpec, GSPOSpec, OwnLossSpec
 from engine.losses.spec import LossSpec
 from engine.losses.values import MSESpec
 from storage.serialization import canonical_json
@@ -26,6 +26,8 @@ SPEC = TypeAdapter(LossSpec)
 
 
 def concrete_subclasses(base: type[BaseLossSpec]) -> set[type[BaseLossSpec]]:
+    if base is OwnLossSpec:  # its subclasses are anybody's
+        return {base}
     below = set[type[BaseLossSpec]]()
     for child in base.__subclasses__():
         below |= concrete_subclasses(child)

@@ -14,7 +14,7 @@ from storage.store.artifacts import Provenance
 from storage.store.objects import ObjectStore, open_store
 from tasks.datasets import known_files
 from tasks.datasets.load import LoadedDataset, load_dataset
-from tasks.datasets.spec import FileDataset, RowsDataset
+from tasks.datasets.spec import DatasetUse, FileDataset, RowsDataset
 
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
 PIXEL = (
@@ -65,9 +65,9 @@ def write(file: Path, *prompts: str) -> Path:
     return file
 
 
-def load(store: ObjectStore, *paths: Path, kind: Any = "prompt", **fields: Any) -> LoadedDataset:
+def load(store: ObjectStore, *paths: Path, use: DatasetUse = "prompt", **fields: Any) -> LoadedDataset:
     spec = FileDataset(path=str(paths[0]), further_paths=tuple(map(str, paths[1:])), **fields)
-    return load_dataset(store, spec, use=kind, provenance=PROVENANCE)
+    return load_dataset(store, spec, use=use, provenance=PROVENANCE)
 
 
 def test_an_unchanged_file_is_not_read_again(store: ObjectStore, tmp_path: Path, counted: Counted) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.text.threads import StringThread
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.evaluation import evaluation
-from tasks.graders.base import Grade
+from tasks.graders import Grade
 
 # prompt, capital, answers of the two systems
 EXPORT = [

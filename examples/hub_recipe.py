@@ -8,11 +8,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from flows.grpo import GRPO
-from flows.loggers import get_prod_logger
-from flows.parameters import Dataset, Model, dataset_kinds
-from flows.recipe import InputConfig, RecipeContext, recipe_main
-from tasks.graders.rules import LastNumber
+from flows import GRPO, Dataset, InputConfig, Model, RecipeContext, dataset_kinds, get_prod_logger, recipe_main
+from tasks.graders import LastNumber
 
 GSM8K = {
     "kind": "hub",

@@ -10,10 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from engine.text.threads import StringThread
-from flows.loggers import get_prod_logger
-from flows.parameters import Dataset, Model, dataset_kinds
-from flows.recipe import InputConfig, RecipeContext, recipe_main
-from flows.sft import SFT
+from flows import SFT, Dataset, InputConfig, Model, RecipeContext, dataset_kinds, get_prod_logger, recipe_main
 
 
 class Config(InputConfig):

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from flows.parameters import Dataset, Model, dataset_kinds
-from flows.recipe import InputConfig, RecipeContext, recipe_main
-from flows.sft import SFT
+from flows import SFT, Dataset, InputConfig, Model, RecipeContext, dataset_kinds, recipe_main
 
 
 class Config(InputConfig):

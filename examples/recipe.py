@@ -11,9 +11,8 @@ from prefect import flow
 
 from engine.handles import Model
 from engine.text.threads import StringThread
-from flows.grpo import GRPO
-from flows.recipe import RecipeContext
-from tasks.graders.base import BaseGrader
+from flows import GRPO, RecipeContext
+from tasks.graders import BaseGrader
 
 THINGS = ("a book", "the time", "a glass of water", "some advice", "a pen", "help", "the bill", "a ticket")
 

@@ -51,8 +51,8 @@ class ENVGRPO(GRPO):
         max_num_grpo_steps: int | None = None,
         **options: Unpack[EpisodeOptions],
     ) -> None:
-        check_names(type(self).__name__, options, self.options_type.__annotations__)
         check_episode_options(options)
+        check_names(type(self).__name__, options, self.options_type.__annotations__)
         check_turn_options(options)
         self.episodes = episode_plan(environment_factory, options)
         shared = without_episode_limits(options)

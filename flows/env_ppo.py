@@ -52,8 +52,8 @@ class ENVPPO(PPO):
         max_num_ppo_steps: int | None = None,
         **options: Unpack[EpisodePPOOptions],
     ) -> None:
-        check_names(type(self).__name__, options, self.options_type.__annotations__)
         check_episode_options(options)
+        check_names(type(self).__name__, options, self.options_type.__annotations__)
         self.episodes = episode_plan(environment_factory, options)
         source, shared = Episodes(self.episodes), without_episode_limits(options)
         super().__init__(dataset, model, value_model, source, max_num_ppo_steps=max_num_ppo_steps, **shared)

@@ -96,17 +96,26 @@ def apply_request(
             ) from error
         reports.append(report)
     effect = _combined_effect(reports)
-    for number, (minibatch, report) in enumerate(zip(updates, reports, strict=True), start=1):
-        if report.skipped:
-            norm = "nan" if isnan(report.metrics["grad_norm"]) else "inf"
-            bad = _first_bad_row(minibatch, row_of_sample)
-            effect.skipped.append(SkippedUpdate(update=number, grad_norm=norm, row=bad))
+    effect.skipped += _skipped_updates(updates, reports, row_of_sample)
     for update in effect.skipped:
         log.warning("step %d of %s: %s of %s", request.parent.step + 1, request.parent.run, update, request.batch.key)
     if updates and all(sample.advantages is not None for sample in samples):
         informative = sum(bool(np.any(sample.advantages)) for sample in samples)
         effect.metrics["informative_fraction"] = informative / len(samples)
     return effect
+
+
+def _skipped_updates(
+    updates: Sequence[Sequence[Sample]], reports: Sequence[UpdateReport], row_of_sample: dict[int, int]
+) -> list[SkippedUpdate]:
+    """The updates that were skipped, each with the norm of its gradient and its first bad row."""
+    skipped = []
+    for number, (minibatch, report) in enumerate(zip(updates, reports, strict=True), start=1):
+        if report.skipped:
+            norm = "nan" if isnan(report.metrics["grad_norm"]) else "inf"
+            bad = _first_bad_row(minibatch, row_of_sample)
+            skipped.append(SkippedUpdate(update=number, grad_norm=norm, row=bad))
+    return skipped
 
 
 def _updates(samples: Sequence[Sample], request: StepRequest, loss: LossSpec) -> list[list[Sample]]:

@@ -117,6 +117,7 @@ def test_a_curriculum_in_a_mixture_of_a_million_rows_is_not_in_memory(tmp_path: 
 import resource
 from storage.store.artifacts import Provenance
 from storage.store.objects import open_store
+from tasks.datasets.load import load_dataset
 from tasks.datasets.load_order import load_order
 from tasks.datasets.order import DataCursor
 from tasks.datasets.spec import MixtureDataset

@@ -15,16 +15,12 @@ from flows.training.arguments import grading_of
 from flows.training.options import EpisodeLimits
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
-from tasks.batches.episode_values import prepare_ppo_episode_batch
-from tasks.batches.episodes import prepare_trajectories
-from tasks.batches.ppo import prepare_ppo_batch
-from tasks.batches.rl import prepare_batch
 from tasks.environments.spec import environment_spec
 from tasks.evaluation.completions import evaluate_policy
 from tasks.evaluation.episodes import evaluate_in_environment
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec, grader_spec
-from tasks.plans import BatchPlan, EpisodeEvaluationPlan, EpisodePlan, EvaluationPlan, Grading, PromptShard, ValuePlan
+from tasks.plans import EpisodeEvaluationPlan, EpisodePlan, EvaluationPlan, Grading, PromptShard
 from tasks.sampling.completions import generate_rollouts
 from tasks.sampling.episodes import play_episodes
 from tasks.sampling.grading import grade_rollouts
@@ -51,20 +47,6 @@ class RolloutSource(Protocol):
         self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
     ) -> tuple[ArtifactRef, ArtifactRef]:
         """The committed rollouts of a shard, sampled from `policy`, and their grades."""
-        ...
-
-    async def prepare_batch(
-        self,
-        workspace: Workspace,
-        policy: PolicyRef,
-        rollouts: list[ArtifactRef],
-        graded: list[ArtifactRef],
-        plan: BatchPlan,
-        values: ValuePlan | None = None,
-        *,
-        step: int,
-    ) -> ArtifactRef:
-        """The committed batch of a step. With `values`, a value model gives the advantages and returns."""
         ...
 
     async def evaluate(
@@ -97,21 +79,6 @@ class Completions:
         )
         return rollouts, graded
 
-    async def prepare_batch(
-        self,
-        workspace: Workspace,
-        policy: PolicyRef,
-        rollouts: list[ArtifactRef],
-        graded: list[ArtifactRef],
-        plan: BatchPlan,
-        values: ValuePlan | None = None,
-        *,
-        step: int,
-    ) -> ArtifactRef:
-        if values is None:
-            return await prepare_batch(workspace, policy, rollouts, graded, plan, step=step)
-        return await prepare_ppo_batch(workspace, policy, rollouts, graded, plan, values, step=step)
-
     async def evaluate(
         self, workspace: Workspace, policy: PolicyRef, prompts: PromptShard, sampling: SamplingParams
     ) -> ArtifactRef:
@@ -141,21 +108,6 @@ class Episodes:
         episodes = await play_episodes(workspace, policy, shard, sampling, self.plan, step=step)
         # the table of episodes has the grades of their turns
         return episodes, episodes
-
-    async def prepare_batch(
-        self,
-        workspace: Workspace,
-        policy: PolicyRef,
-        rollouts: list[ArtifactRef],
-        graded: list[ArtifactRef],
-        plan: BatchPlan,
-        values: ValuePlan | None = None,
-        *,
-        step: int,
-    ) -> ArtifactRef:
-        if values is None:
-            return await prepare_trajectories(workspace, policy, rollouts, plan, step=step)
-        return await prepare_ppo_episode_batch(workspace, policy, rollouts, plan, values, step=step)
 
     async def evaluate(
         self, workspace: Workspace, policy: PolicyRef, prompts: PromptShard, sampling: SamplingParams

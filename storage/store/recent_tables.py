@@ -20,7 +20,7 @@ MAX_BYTES = 128 << 20
 MAX_TABLES = 64
 """Number of tables that are kept. Besides its bytes, a table takes some 10 kB for its schema, columns and buffers. For
 a small table that is more than its content."""
-KINDS = frozenset({"rollouts", "trajectories", "graded", "batch"})
+KINDS = frozenset({"rollouts", "graded", "batch"})
 """Kinds of tables that one task of a step writes and another reads."""
 
 TableKey = tuple[str, str, str]

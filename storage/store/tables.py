@@ -238,6 +238,8 @@ def _with_schema(table: pa.Table, schema: pa.Schema, kind: str) -> pa.Table:
     for field in schema:
         if field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    if set(table.column_names) == set(schema.names):
+        table = table.select(schema.names)
     if table.schema != schema:
         raise SchemaMismatch(f"rows of a {kind} table have {table.column_names}, those before them {schema.names}")
     return table

@@ -16,7 +16,7 @@ from storage.chain.run_record import create_or_check_run
 from storage.errors import StorageUnavailable
 from storage.store import keys
 from tasks.checkpoint import save_checkpoint
-from tasks.evaluation.completions import evaluate_policy
+from tasks.evaluation.heldout import evaluate_policy
 from tasks.load import load_prompts
 from tasks.publish import publish_model
 from tasks.report import write_report

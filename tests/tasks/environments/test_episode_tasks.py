@@ -16,8 +16,8 @@ from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.tables import read_table
 from tasks.batches.rl import prepare_batch
 from tasks.environments.spec import environment_spec
-from tasks.evaluation.episodes import evaluate_in_environment
-from tasks.plans import BatchPlan, EpisodeEvaluationPlan, EpisodePlan
+from tasks.evaluation.heldout import evaluate_policy
+from tasks.plans import BatchPlan, EpisodePlan, EvaluationPlan
 from tasks.sampling.episodes import play_episodes
 from tests.fixtures.runs.batch_workspace import STAGE
 from tests.fixtures.runs.task_calls import GREEDY, SAMPLING, TaskCalls, three_times
@@ -64,18 +64,18 @@ async def test_prepare_batch(calls: TaskCalls) -> None:
         assert trained == 12 == len(row["advantages"]) == len(row["reference_logprobs"])
 
 
-async def test_evaluate_in_environment(calls: TaskCalls) -> None:
+async def test_evaluate_policy(calls: TaskCalls) -> None:
     prompts = calls.shard.model_copy(update={"completions": 1})
-    plan = EpisodeEvaluationPlan(prompts=prompts, sampling=GREEDY, episodes=PLAN)
-    ref = await three_times(lambda: evaluate_in_environment(calls.workspace, calls.policy, plan))
+    plan = EvaluationPlan(prompts=prompts, sampling=GREEDY, source=PLAN)
+    ref = await three_times(lambda: evaluate_policy(calls.workspace, calls.policy, plan))
     rows = read_table(calls.store, ref).to_pylist()
     assert len(rows) == 2
     for row in rows:
         assert row["status"] == "ok" and 0 <= row["reward"] <= 2
         assert row["text"].startswith("assistant: ") and "\nuser: again\nassistant: " in row["text"]
     # patience is not what an evaluation is of
-    patient = plan.model_copy(update={"episodes": PLAN.model_copy(update={"reaction_seconds": 5.0})})
-    assert await evaluate_in_environment(calls.workspace, calls.policy, patient) == ref
+    patient = plan.model_copy(update={"source": PLAN.model_copy(update={"reaction_seconds": 5.0})})
+    assert await evaluate_policy(calls.workspace, calls.policy, patient) == ref
 
 
 async def test_a_long_prompt_is_dropped_and_counted_or_an_error(calls: TaskCalls) -> None:

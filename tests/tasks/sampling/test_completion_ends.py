@@ -14,7 +14,7 @@ from engine.text.stored_models import renderer_of
 from storage.store.tables import read_table
 from tasks.datasets.spec import FileDataset
 from tasks.environments.spec import environment_spec
-from tasks.evaluation.completions import evaluate_policy
+from tasks.evaluation.heldout import evaluate_policy
 from tasks.graders.spec import grader_spec
 from tasks.plans import EpisodePlan, EvaluationPlan, Grading, PromptShard
 from tasks.sampling.episodes import play_episodes
@@ -86,7 +86,7 @@ async def test_a_rollout_ends_where_the_template_ends_a_turn(tmp_path: Path, tin
 
 async def test_evaluations_are_cut_and_have_a_name_of_their_own(batches: BatchWorkspace) -> None:
     grading = Grading(grader=grader_spec("tests.fixtures.grading:even_share", None), retries=0)
-    plan = EvaluationPlan(prompts=shard_of(batches), sampling=SamplingParams.model_validate(FREE), grading=grading)
+    plan = EvaluationPlan(prompts=shard_of(batches), sampling=SamplingParams.model_validate(FREE), source=grading)
     evaluate = work_of(evaluate_policy)
     whole = read_table(batches.store, await evaluate(batches.workspace, batches.policy, plan)).to_pylist()
     text = whole[3]["text"]

@@ -24,7 +24,7 @@ from flows.training.aliases import accept_aliases
 from flows.training.options import SupervisedOptions
 from flows.training.supervised_flow import train_on_dataset
 from flows.training.supervised_loop import SupervisedLoop
-from storage.number_types import Divisor
+from storage.serialization import Divisor
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlinePairs
 from tasks.load import load_prompts

@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 from storage.chain.records import CommitRecord
-from storage.number_types import Coefficient, Divisor, Positive
-from storage.serialization import Frozen
+from storage.serialization import Coefficient, Divisor, Frozen, Positive
 
 STATE = "kl_beta"
 """Key of a step's coefficient in `StepRequest.controllers_in`."""

@@ -8,7 +8,7 @@ from typing import Any
 from engine.text.threads import StringThread
 from storage.chain.records import Chain, PolicyRef
 from storage.chain.run_record import read_run
-from storage.inspect.run_summary import fork_origin
+from storage.inspect.run_details import fork_origin
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore

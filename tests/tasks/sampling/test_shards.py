@@ -23,8 +23,7 @@ from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, single_file_entry
 from storage.store.objects import ObjectStore, open_store
-from storage.store.recent_tables import RecentTables
-from storage.store.tables import SCHEMAS, commit_table, read_rows, read_table
+from storage.store.tables import SCHEMAS, RecentTables, commit_table, read_rows, read_table
 from tasks.batches.episode_values import prepare_ppo_episode_batch
 from tasks.batches.episodes import prepare_trajectories
 from tasks.batches.ppo import prepare_ppo_batch

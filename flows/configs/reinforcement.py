@@ -13,8 +13,7 @@ from engine.protocol import SamplingParams
 from flows.configs.defaults import default_of
 from storage.chain.records import OldLogprobs, StepOldLogprobs
 from storage.serialization import Coefficient, Divisor, Frozen, Positive
-from tasks.credit.kl_controllers import AdaptiveKL
-from tasks.credit.rewards import Overlong
+from tasks.batches.advantages import AdaptiveKL, Overlong
 from tasks.plans import BatchPlan
 
 if TYPE_CHECKING:

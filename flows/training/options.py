@@ -30,8 +30,8 @@ from flows.training.checkpointing import CheckpointSchedule
 from flows.training.schedules import Schedule
 from storage.chain.records import OldLogprobs
 from storage.serialization import Coefficient, Divisor, Frozen, Positive
+from tasks.batches.advantages import ESTIMATORS
 from tasks.batches.truncation import Cut
-from tasks.credit.advantages import ESTIMATORS
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec, in_process_spec
 from tasks.plans import AdvantageEstimator, EpisodePlan, Returns, Truncation

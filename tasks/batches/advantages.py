@@ -2,8 +2,8 @@
 (GAE); and the penalties on rewards, with the KL controllers that choose their coefficient.
 
 Estimators of one group take plain lists without padding. The reward of a masked grade is None: it does not count in the
-statistics, and its advantage is None. They compute in float32, the type of advantages in a batch; those of a whole batch
-compute in float64.
+statistics, and its advantage is None. They compute in float32, the type of advantages in a batch; those of a whole
+batch compute in float64.
 
 Axes: G completion of one prompt · N completion of a step · T token of all completions, one after the other
 """

@@ -21,9 +21,7 @@ from engine.errors import BadSpec
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import table_schema
-from tasks.credit.advantages import ESTIMATORS, Rewards
-from tasks.credit.gae import discounted
-from tasks.credit.rewards import subtract_group_mean
+from tasks.batches.advantages import ESTIMATORS, Rewards, discounted, subtract_group_mean
 from tasks.sampling.shards import read_tables
 
 _GRADES_OF_GRADER = ("prompt_id", "completion", "reward", "status")

@@ -28,6 +28,7 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import SCHEMAS, TableWriter, commit_table, read_rows, table_schema
+from tasks.batches.advantages import KL_OF_GAP, RewardKL, advantages_and_returns, reinforce_plus_plus, whiten
 from tasks.batches.columns import (
     Grades,
     LogprobGap,
@@ -40,8 +41,6 @@ from tasks.batches.columns import (
 )
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, cut
 from tasks.committed import commit_once
-from tasks.credit.gae import advantages_and_returns
-from tasks.credit.rewards import KL_OF_GAP, RewardKL, reinforce_plus_plus, whiten
 from tasks.datasets.naming import row_name
 from tasks.plans import BatchPlan, ValuePlan
 from tasks.reports.clock import timed

@@ -12,9 +12,9 @@ import pytest
 
 from storage.chain.records import PolicyRef
 from storage.store.tables import SCHEMAS
+from tasks.batches.advantages import RewardKL
 from tasks.batches.columns import TrainedRows
 from tasks.batches.rl import credited
-from tasks.credit.rewards import RewardKL
 from tasks.plans import BatchPlan, ValuePlan
 from tests.fixtures.episode_grades import grades_of
 

@@ -203,8 +203,8 @@ def _checkpoint_saved(loop: TrainingLoop, time_left: TimeLeft, policy: PolicyRef
     """Records how long a checkpoint took, and says what a kill would cost from now on."""
     time_left.record(LAST_CHECKPOINT, seconds)
     loop.logger.note(
-        f"checkpoint of step {policy.step} of {policy.model} saved in {format_duration(seconds)}; until the next one, a "
-        f"kill repeats up to about {format_duration(loop.checkpoints.longest_redo)} of training"
+        f"checkpoint of step {policy.step} of {policy.model} saved in {format_duration(seconds)}; until the next one, "
+        f"a kill repeats up to about {format_duration(loop.checkpoints.longest_redo)} of training"
     )
 
 

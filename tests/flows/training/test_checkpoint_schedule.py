@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
 from typing import Any
 
 import pytest
@@ -136,24 +137,31 @@ WORKSPACE = Workspace(
 )
 
 
+class VirtualSelector(selectors.SelectSelector):
+    """Moves the clock of the loop on instead of waiting."""
+
+    now = 1000.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            return super().select()
+        self.now += max(0.0, timeout)
+        return super().select(0)
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock jumps to the next timer when nothing else is to be done."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.now = 1000.0
+        self._clock = VirtualSelector()
+        super().__init__(self._clock)
 
     def time(self) -> float:
-        return self.now
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:
-            self.now = max(self.now, self._scheduled[0]._when)
-        super()._run_once()
+        return self._clock.now
 
 
 class SlowSaves:
-    """A run on a virtual clock, with the real classes: a copy of the weights stops the training, the upload does not."""
+    """A run on a virtual clock with the real classes: a copy of the weights stops the training, an upload does not."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, copy: float, upload: float) -> None:
         self.loop = VirtualLoop()

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonVal
 from engine.errors import BadSpec
 from engine.models.images import Images, check_images
 from engine.models.token_arrays import LossMask, TokenArray, as_loss_mask, as_token_ids
+from engine.specs.engine import LocalEngineSpec
 from storage.chain.records import CommitRecord, Numerics, PolicyRef, Root, StepOldLogprobs, StepRequest
 from storage.number_types import MAX_TEMPERATURE, MIN_TEMPERATURE, Temperature
 from storage.serialization import Frozen
@@ -293,6 +294,8 @@ class EngineInfo(Frozen):
     """Number of GPUs that train, or that sample if more do. Without GPUs, each machine counts as one."""
     cluster: ClusterInfo | None = None
     """None while the engine is not connected to Ray."""
+    spec: LocalEngineSpec = LocalEngineSpec()
+    """The engine's config, with the device, the precision and the number of ranks that it uses in place of "auto"."""
 
 
 class Engine(Protocol):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.backends.factory import create_sampler_backend, create_trainer_backend
 from engine.backends.protocol import OnToken
@@ -48,6 +48,7 @@ from engine.protocol import (
 )
 from engine.specs.adapters import parse_trainable
 from engine.specs.engine import LocalEngineSpec
+from engine.specs.trainer import DeepSpeedSpec
 from engine.text.tokenizers import check_can_end_turns
 from storage.chain.leases import current_epoch
 from storage.chain.records import Chain, CommitRecord, PolicyRef, StepRequest
@@ -389,7 +390,16 @@ class LocalEngine:
             operations_per_second=self._speed,
             devices=self.devices,
             cluster=await asyncio.to_thread(cluster_info, self.backend.actors, self.samplers.actors),
+            spec=self._resolved_spec(),
         )
+
+    def _resolved_spec(self) -> LocalEngineSpec:
+        """The config, with what the backend uses in place of "auto"."""
+        dtype = self.backend.numerics().compute_dtype
+        resolved: dict[str, Any] = {"device": self.backend.device.type, "compute_dtype": dtype}
+        if isinstance(self.spec.trainer, DeepSpeedSpec) and self.spec.trainer.ranks == "auto":
+            resolved["trainer"] = self.spec.trainer.model_copy(update={"ranks": self.backend.devices})
+        return self.spec.model_copy(update=resolved)
 
     async def close(self, *, checkpoint: bool = True) -> None:
         """Stops the engine.

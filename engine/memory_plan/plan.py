@@ -44,17 +44,11 @@ def plan_memory(spec: LocalEngineSpec, work: Workload, machine: Machine) -> Memo
     # Decide what runs where.
     setup = setup_of(spec, machine)
     machines = place_processes(spec, machine)
-    vllm = spec.sampler if isinstance(spec.sampler, VllmSpec) else None
     colocated = any(use.training_gpus & use.sampling_gpus for use in machines)
 
     # Compute what each process holds.
     trainer = trainer_memory(spec, work, machine, setup)
-    if work.shape.scalar:
-        sampler = SamplerMemory(ProcessMemory((), ()))  # a scalar head gives values, and nothing is sampled
-    elif vllm is None:
-        sampler = torch_sampler(spec, work, machine, setup)
-    else:
-        sampler = vllm_sampler(vllm, spec, work, machine, setup, colocated=colocated)
+    sampler = _sampler_memory(spec, work, machine, setup, colocated=colocated)
 
     # Add up the processes that share a memory. On the CPU all of them share the machine's.
     if machine.device == "cpu":
@@ -72,6 +66,33 @@ def plan_memory(spec: LocalEngineSpec, work: Workload, machine: Machine) -> Memo
         copies = sum(use.samplers for use in machines)
         sequences = copies * count_sequences(work, sampler.kv_bytes, setup.compute_bytes)
     return MemoryPlan(tuple(_without_empty_parts(pool) for pool in pools), machines, tuple(problems), sequences)
+
+
+def budgeted_bytes(spec: LocalEngineSpec, work: Workload, machine: Machine, *, own_base: bool = True) -> int:
+    """Returns the bytes that count against `memory_gib`: those of one policy in training, its frozen policies and its
+    sampler, over all ranks. Without `own_base`, the base of its adapter belongs to another policy.
+
+    The engine counts each kind at its largest, in whatever phase that is."""
+    setup = setup_of(spec, machine)
+    keys = [key for key in BUDGETED if own_base or key != "base"]
+
+    def largest(parts: Sequence[MemoryPart]) -> float:
+        return sum(max(part.bytes.values(), default=0.0) for part in parts if part.key in keys)
+
+    trainer = trainer_memory(spec, work, machine, setup)
+    on_host = trainer.host if machine.device == "cpu" else ()
+    sampler = _sampler_memory(spec, work, machine, setup, colocated=False)
+    return int(setup.ranks * largest([*trainer.device, *on_host]) + largest(sampler.process.device))
+
+
+def _sampler_memory(
+    spec: LocalEngineSpec, work: Workload, machine: Machine, setup: TrainingSetup, *, colocated: bool
+) -> SamplerMemory:
+    if work.shape.scalar:
+        return SamplerMemory(ProcessMemory((), ()))  # a scalar head gives values, and nothing is sampled
+    if isinstance(spec.sampler, VllmSpec):
+        return vllm_sampler(spec.sampler, spec, work, machine, setup, colocated=colocated)
+    return torch_sampler(spec, work, machine, setup)
 
 
 def setup_of(spec: LocalEngineSpec, machine: Machine) -> TrainingSetup:
@@ -194,7 +215,7 @@ class _Problems:
 
     def find(self, first_pool: MemoryPool) -> list[str]:
         """Returns the problems. `first_pool` is the memory of the first device that trains."""
-        checks = [self._context(), self._kv_cache(), self._vllm_share(first_pool), self._budget(first_pool)]
+        checks = [self._context(), self._kv_cache(), self._vllm_share(first_pool), self._budget()]
         return [problem for problem in checks if problem]
 
     def _context(self) -> str:
@@ -221,19 +242,17 @@ class _Problems:
             return "vLLM refuses to start where less than gpu_share of the GPU is free"
         return ""
 
-    def _budget(self, pool: MemoryPool) -> str:
-        """What the engine admits in one memory. `memory_gib` is the budget of all ranks together."""
+    def _budget(self) -> str:
+        """What the engine admits, over all ranks."""
         if self.spec.memory_gib == "auto":
-            budget = BUDGET[self.machine.device] * self.machine.device_bytes
-        else:
             memories = self.setup.ranks if self.machine.device == "cuda" else 1
-            budget = self.spec.memory_gib * GIB / memories
-        # The engine counts each kind at its largest, in whatever phase that is.
-        budgeted = [part for part in pool.parts if part.key in BUDGETED]
-        needed = sum(max(part.bytes.values(), default=0.0) for part in budgeted)
+            budget = memories * BUDGET[self.machine.device] * self.machine.device_bytes
+        else:
+            budget = self.spec.memory_gib * GIB
+        needed = budgeted_bytes(self.spec, self.work, self.machine)
         if needed <= budget:
             return ""
         return (
             f"weights, gradients, moments and copies take {needed / GIB:.1f} GiB, and "
-            f"memory_gib={self.spec.memory_gib} admits {budget / GIB:.1f} GiB of them there"
+            f"memory_gib={self.spec.memory_gib} admits {budget / GIB:.1f} GiB of them"
         )

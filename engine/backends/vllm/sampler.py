@@ -1,7 +1,7 @@
 """The vLLM sampler. It returns completions of a trainer's weights only after four proofs:
 
-- delivery: every tensor arrived with the trainer's name, shape and bytes (`weight_sync.extension`, at each sync);
-- readback: slices of the live layers equal these tensors, bit by bit (`weight_sync.readback`, at each sync);
+- delivery: every tensor arrived with the trainer's name, shape and bytes (`extension`, at each sync);
+- readback: slices of the live layers equal these tensors, bit by bit (`readback`, at each sync);
 - gap: the logprobs of probe sequences equal the trainer's up to a tolerance (`logprob_gap`, at each sync);
 - check: the same processes still hold the same slices (at each call, after sampling).
 
@@ -21,11 +21,11 @@ from torch import Tensor
 from engine.backends.logprob_gap import LogprobGap, allowed_gap, check_logprob_gap, probe_sequences
 from engine.backends.prompt_checks import check_prompts
 from engine.backends.protocol import OnToken, Trainer, is_sampled_on_base
+from engine.backends.replicas.load_proofs import digest_of, manifest_of, manifest_of_files
+from engine.backends.replicas.runtime import LoadProof, Manifest, Source
 from engine.backends.torch.lora import ADAPTER_FILE, PEFT_PREFIX
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.vllm.serving.runtime import LoadProof, Manifest, Source
 from engine.backends.vllm.shared_runtime import SharedRuntime
-from engine.backends.vllm.weight_sync.manifest import digest_of, manifest_of, manifest_of_files
 from engine.backends.weight_files.staging import staging_folder
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, TokenIds

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.vllm.weight_sync.extension import Extension
+from engine.backends.vllm.extension import Extension
 from engine.errors import SamplerOutOfSync
 from engine.protocol import SamplingParams, TokenSequence
 from engine.specs.engine import LocalEngineSpec

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends.replicas.broadcast import select_backend, source_address
+from engine.backends.replicas.delivery import LoadRequest
 from engine.backends.vllm.backend import VllmSamplers
-from engine.backends.vllm.weight_sync.broadcast import select_backend, source_address
-from engine.backends.vllm.weight_sync.load_request import LoadRequest
 from engine.errors import BadSpec
 from engine.specs.cluster import ClusterSpec
 from engine.specs.sampler import VllmSpec

@@ -1,5 +1,5 @@
-"""The interface of a running vLLM, as `VllmSampler` uses it: one engine in this process (vllm_api.InProcessRuntime), or
-a pool of replicas (pool.VllmPool).
+"""The interface of a running sampler that proves its weights, as `VllmSampler` uses it: one engine in this process
+(vllm_api.InProcessRuntime), or a pool of replicas (pool.ReplicaPool).
 
 A runtime loads weights, samples tokens, and proves which weights it holds. The sampler decides when to load weights.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,44 +17,12 @@ from engine.backends.protocol import OnToken
 from engine.protocol import Completion, SamplingParams, TokenIds
 from engine.text.stops import StopStrings
 
-EXTENSION = "engine.backends.vllm.weight_sync.extension.Extension"
-"""Import path of the class that runs inside vLLM's workers: it loads weights, and reads them back from live layers."""
-
 Manifest = dict[str, tuple[str, tuple[int, ...], str]]
 """The weights that the trainer staged. By tensor name: (dtype as in str(torch.dtype), shape, sha256 of the row-major
 bytes). In JSON the tuples are lists; both are accepted."""
 
 Source = Sequence[Path] | Mapping[str, Tensor]
 """Weights to load: safetensors files that the workers can open, or the tensors themselves (same process only)."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How vLLM is built for one architecture. Derived from a `VllmSpec` and a trainer."""
-
-    dtype: Literal["float32", "bfloat16"]
-    max_context: int
-    """Longest prompt and completion together, tokens."""
-    vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()
-    tensor_parallel: int = 1
-    kv_cache_bytes: int | None = None
-    """Bytes of the KV cache. None: what `gpu_share` leaves."""
-    gpu_share: float = 0.9
-    """Part of a GPU's memory that vLLM may take, weights and KV cache."""
-    eager: bool = True
-    """Whether vLLM runs without compilation and CUDA graphs."""
-    max_lora_rank: int | None = None
-    """Highest rank of a LoRA adapter. None: built without LoRA, which costs a third of the decoding speed."""
-    lora_targets: tuple[str, ...] = ()
-    """Last parts of the names of the layers that adapters may change. Never the head, with which vLLM cannot score
-    prompts."""
-    sleep: bool = False
-    """Whether `sleep` frees memory."""
-    max_rows: int = 256
-    """Completions that decode together, at most."""
-    extension: str = EXTENSION
-    """Import path of the class that runs inside vLLM's workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +41,8 @@ class LoadProof:
 
 
 class Runtime(Protocol):
-    """A running vLLM. Every method raises WorkerDied if one of its processes is gone, and SamplerOutOfSync if it holds
-    other weights than expected."""
+    """A running sampler. Every method raises WorkerDied if one of its processes is gone, and SamplerOutOfSync if it
+    holds other weights than expected."""
 
     accepts_tensors: bool
     """Whether `load` accepts tensors. Otherwise it needs files."""

@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.backends.vllm.weight_sync import lora_adapters, readback
-from engine.backends.vllm.weight_sync.broadcast import (
+from engine.backends.replicas.broadcast import (
     BroadcastAborted,
     BroadcastGroup,
     GroupMember,
     device_info,
     receive,
 )
+from engine.backends.vllm import lora_adapters, readback
 from engine.backends.weight_files.tensor_files import read_tensors, tensor_bytes
 from engine.errors import BadSpec
 

@@ -1,5 +1,5 @@
 """The catalogue of the training flows. What needs a list of them derives it from here: the commands of `ostinato run`,
-the configs of `recurring` and `sweep`, child runs, recorded configs, and the test of the deployments.
+the configs of `recurring` and `sweep`, child runs, recorded configs, and the deployments (prefect.yaml).
 
 What a training reads, computes and measures is said by methods of its config class (flows.configs.common).
 """
@@ -63,7 +63,9 @@ class Training:
     config: type[TrainingConfig]
     """Its config class, which has the flow's name."""
     summary: str
-    """What it does: the help of its command, and the description of its choice in a form."""
+    """What it does: the help of its command, and the description of its deployment and of its choice in a form."""
+    tag: str
+    """The tag of its deployment besides "ostinato" and "training"."""
 
     @property
     def name(self) -> str:
@@ -82,16 +84,16 @@ class Training:
 
 
 _TRAININGS = (
-    Training(GRPOConfig, "Reinforcement learning from graded rollouts (GRPO)."),
-    Training(SFTConfig, "Supervised fine-tuning on conversations (SFT)."),
-    Training(DPOConfig, "Direct preference optimisation on pairs of answers (DPO)."),
-    Training(GSPOConfig, "Reinforcement learning from graded rollouts, one ratio per completion (GSPO)."),
-    Training(PPOConfig, "Reinforcement learning from graded rollouts with a value model (PPO)."),
-    Training(SFTToGSPOConfig, "SFT, then GSPO, on one model in one run."),
-    Training(ENVGRPOConfig, "Reinforcement learning from episodes with an environment (GRPO)."),
-    Training(ENVGSPOConfig, "Reinforcement learning from episodes with an environment (GSPO)."),
-    Training(ENVPPOConfig, "Reinforcement learning from episodes with an environment and a value model (PPO)."),
-    Training(RewardModelConfig, "A model that scores conversations, from preferences or ratings."),
+    Training(GRPOConfig, "Reinforcement learning from graded rollouts (GRPO).", "rl"),
+    Training(SFTConfig, "Supervised fine-tuning on conversations (SFT).", "sft"),
+    Training(DPOConfig, "Direct preference optimisation on pairs of answers (DPO).", "preference"),
+    Training(GSPOConfig, "Reinforcement learning from graded rollouts, one ratio per completion (GSPO).", "rl"),
+    Training(PPOConfig, "Reinforcement learning from graded rollouts with a value model (PPO).", "rl"),
+    Training(SFTToGSPOConfig, "SFT, then GSPO, on one model in one run.", "rl"),
+    Training(ENVGRPOConfig, "Reinforcement learning from episodes with an environment (GRPO).", "rl"),
+    Training(ENVGSPOConfig, "Reinforcement learning from episodes with an environment (GSPO).", "rl"),
+    Training(ENVPPOConfig, "Reinforcement learning from episodes with an environment and a value model (PPO).", "rl"),
+    Training(RewardModelConfig, "A model that scores conversations, from preferences or ratings.", "preference"),
 )
 TRAININGS = {training.name: training for training in _TRAININGS}
 """Every training flow, by its name."""

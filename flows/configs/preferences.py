@@ -12,7 +12,7 @@ from flows.configs.defaults import default_of
 from flows.configs.reinforcement import RunRules
 from flows.configs.titles import training_title
 from flows.configs.validation import ValidationConfig
-from storage.number_types import MAX_RATE, Divisor
+from storage.serialization import MAX_RATE, Divisor
 from tasks.batches.truncation import check_uncut
 from tasks.datasets.spec import DatasetUse, HeldoutRowsSource, RowsTrainingSource, TrainingSource
 

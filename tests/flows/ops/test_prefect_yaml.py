@@ -1,9 +1,14 @@
-"""Tests of prefect.yaml: every entrypoint is a flow, every schedule is paused, and the automations use every tag."""
+"""Tests of prefect.yaml: it has the trainings of the catalogue, every entrypoint is a flow, every schedule is paused,
+and the automations use every tag.
+
+`python -m tests.flows.ops.test_prefect_yaml` writes the deployments of the trainings into prefect.yaml.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,6 +32,36 @@ from flows.runs.checked_flow import InvalidConfig
 
 FILE = find_prefect_yaml()
 ENTRIES = deployments_in(FILE)
+FIRST, LAST = "deployments:\n", "  - name: evaluation\n"
+"""The lines of the file between which the deployments of the trainings are."""
+ENTRY = """\
+  - name: {name}
+    entrypoint: flows.{name}.{name}
+    description: >-
+{description}
+    tags: [ostinato, training, {tag}]
+    concurrency_limit: *limit
+    work_pool: *work_pool
+    schedules: []
+
+"""
+
+
+def with_trainings(text: str) -> str:
+    """The text of prefect.yaml with the deployments of the trainings as the catalogue has them."""
+    head, _, rest = text.partition(FIRST)
+    entries = ""
+    for training in TRAININGS.values():
+        sentences = "Publishes the model and reports. The same run key goes on where the run stands."
+        text = f"      {training.summary} {sentences}"
+        description = textwrap.fill(text, 120, subsequent_indent=6 * " ")
+        entries += ENTRY.format(name=training.name, description=description, tag=training.tag)
+    return head + FIRST + entries + LAST + rest.partition(LAST)[2]
+
+
+def test_the_file_has_the_trainings_of_the_catalogue() -> None:
+    text = FILE.read_text()
+    assert text == with_trainings(text), "stale: run python -m tests.flows.ops.test_prefect_yaml"
 
 
 def flow_of(entry: dict[str, Any]) -> Flow[..., Any]:
@@ -147,3 +182,7 @@ def test_a_file_that_is_missing_or_no_prefect_yaml_is_said(tmp_path: Path) -> No
     (tmp_path / "prefect.yaml").write_text("deployments: {a: b}")
     with pytest.raises(ConfigError, match="no list of deployments"):
         deployments_in(tmp_path / "prefect.yaml")
+
+
+if __name__ == "__main__":
+    FILE.write_text(with_trainings(FILE.read_text()))

@@ -9,16 +9,19 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
+from engine.errors import BadSpec
 from engine.losses.spec import LossSpec
 from engine.models.samples import Sample
 from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, TokenIds, TokenSequence
 from engine.specs.adapters import Head, LoraSpec
 from engine.text.tokenizers import Tokenizer
 from storage.chain.records import Numerics, OptimizerSpec, StepOldLogprobs
+
+UPDATE_REFUSED = "the frozen base of adapters cannot be updated; train an adapter on it instead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,3 +326,25 @@ class SamplerBackend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class ReadOnlyPolicy:
+    """Mixin of a trainer that is the frozen base of adapters itself, which can only be read: logprobs, digest and
+    export. Every call that would change or save it raises BadSpec."""
+
+    def update(
+        self,
+        samples: Sequence[Sample],
+        objective: Objective,
+        optimizer: OptimizerSpec,
+        *,
+        max_tokens: int,
+        on_micro_batch: Callable[[], None] = lambda: None,
+    ) -> NoReturn:
+        raise BadSpec(UPDATE_REFUSED)
+
+    def write_checkpoint(self, folder: Path) -> NoReturn:
+        raise BadSpec("the frozen base of adapters has no checkpoint; it is a registered model: use that")
+
+    def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> NoReturn:
+        raise BadSpec("a checkpoint cannot be read into the frozen base of adapters; read it into an adapter")

@@ -26,7 +26,7 @@ from typing import Any
 
 from engine.environment_variables import set_environment_variables
 from engine.errors import BadSpec, EngineUnreachable
-from engine.specs.cluster import ADDRESS, ClusterSpec
+from engine.specs.engine import ADDRESS, ClusterSpec
 from storage.temporary import mark_in_use, sweep_unused
 
 log = logging.getLogger(__name__)

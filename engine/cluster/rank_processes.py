@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.cluster.actors import ProcessLocation
-from engine.cluster.hang_detector import HangDetector, HungRank
 from engine.cluster.placement import Placement
+from engine.cluster.rank_progress import HangDetector, HungRank
 from engine.errors import EngineError, WorkerDied
 
 log = logging.getLogger(__name__)

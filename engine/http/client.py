@@ -22,9 +22,9 @@ from engine.http.bodies import (
     SaveCheckpointBody,
     ServerInfo,
     StepBody,
+    stage_upload,
 )
 from engine.http.transport import CallRequest, Transport, TransportFactory
-from engine.http.uploads import stage_upload
 from engine.models.folder import ModelFolder, local_folder, split_key
 from engine.models.hub import hub_repo_of_key, import_from_hub
 from engine.protocol import (

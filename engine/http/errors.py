@@ -13,8 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine import errors as engine_errors
 from engine.errors import BadSpec, EngineError, PermanentEngineError, TransientEngineError
-from engine.text import errors as text_errors
-from engine.text.errors import TextError
 from storage import errors as storage_errors
 from storage.errors import StorageError, TransientStorageError
 
@@ -102,7 +100,6 @@ ERROR_CLASSES: dict[str, type[Exception]] = dict(
     [
         *_classes(engine_errors, EngineError),
         *_classes(storage_errors, StorageError),
-        *_classes(text_errors, TextError),
         *((cls.__name__, cls) for cls in _HTTP_ERRORS),
     ]
 )

@@ -18,22 +18,19 @@ from typing import Any, TypeVar
 
 from engine.backends.factory import create_sampler_backend, create_trainer_backend
 from engine.backends.protocol import OnToken
+from engine.backends.weight_files.tensor_files import checked_parameter_count
 from engine.cluster.connection import require_ray
 from engine.cluster.inventory import cluster_info
 from engine.errors import EngineBusy, EngineError, Fenced
-from engine.local.apply import apply_request, require_same_request
+from engine.local.apply import apply_request, require_same_request, step_record
 from engine.local.chains import check_committed, create_chain
-from engine.local.export import publish_policy
 from engine.local.generation_batcher import GenerationBatcher, PendingGeneration, sample_completions
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy, NoRoomYet
 from engine.local.materialise import Materialiser
 from engine.local.measure import measure_batch, read_values
 from engine.local.queue import FairQueue
 from engine.local.rebase import Rebaser
-from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint
-from engine.local.scratch import scratch_folder
-from engine.local.step_record import step_record
-from engine.local.weights import checked_parameter_count
+from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint, publish_policy, scratch_folder
 from engine.models.folder import ModelFolder, local_folder, registered_model, registry_version
 from engine.models.hub import hub_repo_of_key, import_from_hub
 from engine.models.images import check_images_accepted
@@ -47,8 +44,7 @@ from engine.protocol import (
     PolicySpec,
 )
 from engine.specs.adapters import parse_trainable
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 from engine.text.tokenizers import check_can_end_turns
 from storage.chain.leases import current_epoch
 from storage.chain.records import Chain, CommitRecord, PolicyRef, StepRequest

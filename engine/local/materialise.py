@@ -17,8 +17,8 @@ from engine.local.apply import apply_request
 from engine.local.chains import check_committed, check_same_trainable
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy
 from engine.local.rebase import Rebaser, RedoStatus
-from engine.local.scratch import scratch
-from engine.models.size import base_nbytes, parameter_count
+from engine.local.saving import scratch
+from engine.models.folder import base_nbytes, parameter_count
 from engine.specs.adapters import LoraSpec, parse_trainable
 from engine.text.stored_models import tokenizer_of
 from storage.chain.rebase import checkpoints_up_to, rebase_in_effect, step_of_checkpoint

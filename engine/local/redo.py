@@ -19,8 +19,7 @@ from engine.backends.protocol import Trainer, TrainerBackend
 from engine.errors import UnknownPolicy
 from engine.local.apply import StepEffect, apply_request
 from engine.specs.adapters import LoraSpec, parse_trainable
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.trainer import TorchTrainerSpec, TrainerSpec, spec_of_layout
+from engine.specs.engine import LocalEngineSpec, TorchTrainerSpec, TrainerSpec, spec_of_layout
 from storage.chain.rebase import (
     Rebase,
     checkpoints_up_to,

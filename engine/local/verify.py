@@ -25,6 +25,7 @@ from safetensors import safe_open
 from engine.backends.protocol import Trainer, TrainerBackend
 from engine.backends.weight_files.tensor_files import shapes_of, tensor_bytes
 from engine.errors import BadSpec, EngineError, PermanentEngineError
+from engine.local.apply import TENSOR_DIGITS
 from engine.local.redo import (
     PolicyRebuilder,
     chain_title,
@@ -33,7 +34,6 @@ from engine.local.redo import (
     clean_backend,
     numerics_notes,
 )
-from engine.local.step_record import TENSOR_DIGITS
 from storage.chain.listing import run_chains
 from storage.chain.rebase import Rebase, rebase_manifest, rebases_in_effect
 from storage.chain.records import Chain, CommitRecord

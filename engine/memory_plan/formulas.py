@@ -94,7 +94,7 @@ def head_activations(shape: ModelShape, tokens: int, *, compute: int, trained: b
     """Bytes of the logits and their gradient at the start of the backward pass, if every token is trained.
 
     At most CHUNK_BYTES of logits are held at once; more are computed chunk by chunk. A logit and its gradient are held
-    in the compute dtype (engine.backends.torch.token_logprobs). A `trained` head adds its gradient in the compute
+    in the compute dtype (engine.backends.torch.causal_lm). A `trained` head adds its gradient in the compute
     dtype, in float32 too where that dtype is lower, and the float32 sum over the chunks. A scalar head has no logits:
     it saves its input, gathered and in its own precision. """
     if shape.scalar:

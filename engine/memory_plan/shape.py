@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadSpec
-from engine.models.folder import SCALAR_ARCHITECTURE, context_length_in, experts_in, stored_config
-from engine.models.size import folder_parameter_count, parameter_count
+from engine.models.folder import (
+    SCALAR_ARCHITECTURE,
+    context_length_in,
+    experts_in,
+    folder_parameter_count,
+    parameter_count,
+    stored_config,
+)
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from engine.backends.deepspeed.memory import StateBytes, adapter_bytes, state_bytes
 from engine.memory_plan.formulas import MASTER_BYTES, activations, autocast_weights, head_activations, torch_states
 from engine.memory_plan.records import PHASES, Machine, MemoryPart, Phase, ProcessMemory, Workload
-from engine.models.size import BYTES_IN_4BIT
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.models.folder import BYTES_IN_4BIT
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 
 MIB = 1 << 20
 CPU_PROCESS = 500 * MIB

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import ThreadError, TokenizerMissing, UnsupportedFragment
 from engine.models.images import MAX_IMAGE_BYTES, PlacedImage
-from engine.text.errors import ThreadError, TokenizerMissing, UnsupportedFragment
 from engine.text.fragments import ImageFragment
 from engine.text.turns import fragments_of
 

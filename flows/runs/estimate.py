@@ -16,8 +16,7 @@ from engine.errors import BadSpec
 from engine.memory_plan.plan import budgeted_bytes
 from engine.memory_plan.records import Machine, Workload
 from engine.memory_plan.shape import ModelShape, read_shape, stored_shape
-from engine.models.folder import local_folder, registered_model
-from engine.models.size import parameter_count
+from engine.models.folder import local_folder, parameter_count, registered_model
 from engine.protocol import EngineInfo
 from flows.callbacks import Cadence
 from flows.configs.common import CheckpointConfig, ModelConfig, StageConfig, TrainingConfig

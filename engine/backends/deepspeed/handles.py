@@ -11,8 +11,7 @@ import torch
 
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
 from engine.backends.deepspeed.memory import adapter_bytes, state_bytes
-from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.read_only import ReadOnlyPolicy
+from engine.backends.protocol import Objective, ReadOnlyPolicy, UpdateReport
 from engine.backends.torch.batch_checks import check_gives
 from engine.errors import WorkerDied
 from engine.models.samples import Sample

@@ -32,8 +32,13 @@ from engine.backends.torch.lora import (
 from engine.backends.torch.sampler import TorchSampler
 from engine.backends.torch.shared_base import SharedTrainer
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.weight_files.staging import staging_folder
-from engine.backends.weight_files.tensor_files import check_shapes, read_into, shapes_of, shapes_of_tensors
+from engine.backends.weight_files.tensor_files import (
+    check_shapes,
+    read_into,
+    shapes_of,
+    shapes_of_tensors,
+    staging_folder,
+)
 from engine.errors import BadSpec, SamplerOutOfSync
 from engine.models.images import Images
 from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, TokenIds

@@ -1,7 +1,8 @@
 """The parts of one optimizer update that all trainers share: which samples need a forward pass, the loss of a
-micro-batch, AdamW's parameter groups, and the metrics of the report. The trainers differ in where gradients are stored.
+micro-batch, its normalisation, which does not depend on the micro-batches, AdamW's parameter groups, and the metrics of
+the report. The trainers differ in where gradients are stored.
 
-Axes: N trained token · P pair
+Axes: N trained token · S sequence · P pair
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from engine.backends.torch.packing import Packed, pack
 from engine.errors import BadSpec, PermanentEngineError
 from engine.losses.base import LossNorm, NormalisedLossSpec, PairLoss, TokenLoss
 from engine.losses.inputs import LossInputs, Outputs
-from engine.losses.normalisation import token_weights
 from engine.losses.spec import LossSpec
 from engine.models.samples import Sample
 from storage.chain.records import OptimizerSpec
@@ -262,3 +262,40 @@ def set_adamw(groups: Iterable[dict[str, object]], spec: OptimizerSpec) -> None:
             eps=spec.eps,
             weight_decay=spec.weight_decay if index == 0 else 0.0,
         )
+
+
+def token_weights(
+    lengths_S: Sequence[int],
+    *,
+    norm: LossNorm,
+    total_tokens: int,
+    total_sequences: int,
+    constant: float | None = None,
+) -> Tensor:
+    """Weight of each trained token (N,), in float64, with which the loss is Σ value·weight over *all* micro-batches.
+
+    token_mean: 1 / total_tokens. sequence_mean: 1 / (total_sequences · length of the token's sequence). token_sum: 1.
+    constant: 1 / (total_sequences · constant), as Dr. GRPO (arXiv:2503.20783) divides. The totals are those of the
+    whole minibatch.
+
+    Raises ValueError when the totals are smaller than those of this micro-batch alone, or the constant is missing.
+    """
+    if total_tokens < max(1, sum(lengths_S)) or total_sequences < max(1, len(lengths_S)):
+        raise ValueError(
+            f"totals of {total_tokens} tokens and {total_sequences} sequences, but this micro-batch has "
+            f"{sum(lengths_S)} and {len(lengths_S)}; give the totals of the whole minibatch"
+        )
+    # float64, since the inverse of a large total loses digits in float32. Each token has the weight of its sequence.
+    lengths = torch.tensor(list(lengths_S), dtype=torch.long)
+    if norm == "token_mean":
+        weights_S = torch.full((len(lengths),), 1 / total_tokens, dtype=torch.float64)
+    elif norm == "sequence_mean":
+        # A sequence without trained tokens has no weights, so its length of 0 must not divide.
+        weights_S = 1 / (total_sequences * lengths.clamp(min=1).double())
+    elif norm == "token_sum":
+        weights_S = torch.ones(len(lengths), dtype=torch.float64)
+    else:
+        if constant is None:
+            raise ValueError("norm='constant' needs the constant it divides by")
+        weights_S = torch.full((len(lengths),), 1 / (total_sequences * constant), dtype=torch.float64)
+    return weights_S.repeat_interleave(lengths)

@@ -26,9 +26,7 @@ from engine.backends.vllm.vllm_api import CPU_KV_CACHE_BYTES, InProcessRuntime
 from engine.cluster.placement import Placement
 from engine.errors import BadSpec
 from engine.protocol import ActorCount
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.sampler import VllmSpec
-from engine.specs.trainer import TorchTrainerSpec
+from engine.specs.engine import LocalEngineSpec, TorchTrainerSpec, VllmSpec
 from engine.text.tokenizers import Tokenizer
 from storage.temporary import process_folder
 

@@ -20,8 +20,7 @@ from engine.cluster.connection import Cluster, connect
 from engine.cluster.inventory import take_inventory
 from engine.cluster.placement import SHARED_GPU, Bundle, Placement
 from engine.errors import BadSpec, WorkerDied
-from engine.specs.cluster import ClusterSpec
-from engine.specs.sampler import VllmSpec
+from engine.specs.engine import ClusterSpec, VllmSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from engine.errors import Fenced, OutOfMemory, PermanentEngineError, SampleTooLong, TransientEngineError, UnknownPolicy
+from engine.errors import (
+    Fenced,
+    OutOfMemory,
+    PermanentEngineError,
+    SampleTooLong,
+    TextError,
+    TransientEngineError,
+    UnknownPolicy,
+)
 from engine.http.errors import http_status, wire_name
 from engine.protocol import MOST_STOP_STRINGS, SamplingTemperature, StopString
-from engine.text.errors import TextError
 from engine.validation_messages import describe_errors, field_path
 from storage.chain.records import PolicyRef
 from storage.errors import InvalidKey, ObjectNotFound, StorageError

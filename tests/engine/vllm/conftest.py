@@ -18,8 +18,7 @@ from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.vllm.pool_builder import open_pool
 from engine.cluster.connection import Cluster, connect
 from engine.protocol import Completion
-from engine.specs.cluster import ClusterSpec
-from engine.specs.sampler import VllmSpec
+from engine.specs.engine import ClusterSpec, VllmSpec
 from tests.engine.vllm.gating import move, spec_of
 from tests.engine.vllm.planted import FOLDER_ENV
 from tests.engine.vllm.pools import (

@@ -11,7 +11,7 @@ from engine.local.engine import LocalEngine
 from engine.memory_plan.plan import plan_memory
 from engine.memory_plan.records import Machine, Workload
 from engine.memory_plan.shape import read_shape
-from engine.models.size import base_nbytes, parameter_count
+from engine.models.folder import base_nbytes, parameter_count
 from engine.protocol import EngineInfo
 from engine.specs.engine import LocalEngineSpec
 from flows.configs.common import GRPOConfig

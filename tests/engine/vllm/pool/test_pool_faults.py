@@ -109,7 +109,7 @@ import time
 from pathlib import Path
 from engine.backends.vllm.pool_builder import open_pool
 from engine.backends.vllm.architecture import EngineOptions
-from engine.specs.sampler import VllmSpec
+from engine.specs.engine import VllmSpec
 options = EngineOptions(dtype="float32", max_context=512, vocab_size=259, kv_cache_bytes=128 << 20)
 pool = open_pool(VllmSpec(replicas=1), Path({str(weights[0].files[0].parent)!r}), options)
 print(pool.replicas[0].actor.process.pid, flush=True)

@@ -15,8 +15,7 @@ from engine.backends.vllm.pool_builder import open_pool
 from engine.backends.vllm.replica_actor import ReplicaActor
 from engine.backends.weight_files.tensor_files import write_tensors
 from engine.protocol import TokenIds
-from engine.specs.cluster import ClusterSpec
-from engine.specs.sampler import VllmSpec
+from engine.specs.engine import ClusterSpec, VllmSpec
 from tests.engine.vllm.pools import OPTIONS, ROOT, until
 from tests.fixtures.ray_nodes import ray_nodes
 

@@ -11,7 +11,7 @@ from engine.backends.replicas.pool import ReplicaPool
 from engine.backends.vllm.pool_builder import open_pool
 from engine.cluster.connection import Cluster
 from engine.protocol import Completion
-from engine.specs.sampler import VllmSpec
+from engine.specs.engine import VllmSpec
 from tests.engine.vllm.pools import OPTIONS, PROMPTS, SEEDS, SHORT, WeightFiles, load, named, same, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

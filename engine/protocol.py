@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonVal
 
 from engine.errors import BadSpec
 from engine.models.images import Images, check_images
-from engine.models.token_arrays import LossMask, TokenArray, as_loss_mask, as_token_ids
+from engine.models.samples import LossMask, TokenArray, as_loss_mask, as_token_ids
 from engine.specs.engine import LocalEngineSpec
 from storage.chain.records import CommitRecord, Numerics, PolicyRef, Root, StepOldLogprobs, StepRequest
 from storage.serialization import MAX_TEMPERATURE, MIN_TEMPERATURE, Frozen, Temperature

@@ -23,12 +23,10 @@ from engine.cluster.connection import require_ray
 from engine.cluster.inventory import cluster_info
 from engine.errors import EngineBusy, EngineError, Fenced
 from engine.local.apply import apply_request, require_same_request, step_record
-from engine.local.chains import check_committed, create_chain
-from engine.local.generation_batcher import GenerationBatcher, PendingGeneration, sample_completions
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy, NoRoomYet
-from engine.local.materialise import Materialiser
+from engine.local.materialise import Materialiser, check_committed, create_chain
 from engine.local.measure import measure_batch, read_values
-from engine.local.queue import FairQueue
+from engine.local.queue import FairQueue, GenerationBatcher, PendingGeneration, sample_completions
 from engine.local.rebase import Rebaser
 from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint, publish_policy, scratch_folder
 from engine.models.folder import ModelFolder, local_folder, registered_model, registry_version

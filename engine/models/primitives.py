@@ -21,9 +21,9 @@ import numpy as np
 from engine.errors import BadSpec, SampleTooLong, UnsupportedFragment
 from engine.losses.spec import parse_loss
 from engine.models.images import check_images_accepted
+from engine.models.samples import as_token_ids
 from engine.models.scores import last_token_sequence
 from engine.models.tape import Enqueued, Loss, Tape, per_token, spread_sum
-from engine.models.token_arrays import as_token_ids
 from engine.protocol import TokenSequence
 from engine.specs.adapters import parse_trainable
 from engine.text.rendering import Renderer

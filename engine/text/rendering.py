@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import ChatTemplateMissing, ThreadError, UnsupportedFragment
-from engine.models.token_arrays import as_loss_mask, as_token_ids
+from engine.models.samples import as_loss_mask, as_token_ids
 from engine.protocol import TokenSequence
 from engine.text.images import embed_images, images_in, placed_images
 from engine.text.template import TurnText, generation_header, template_text, turn_texts

@@ -16,7 +16,7 @@ from engine.backends.replicas.broadcast import (
     select_backend,
     send,
 )
-from engine.backends.replicas.load_proofs import manifest_of
+from engine.backends.replicas.runtime import manifest_of
 
 pytestmark = pytest.mark.gpu
 

@@ -28,7 +28,6 @@ from engine.backends.deepspeed.shards import Shards
 from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.batch_checks import check_gives, check_loss_fits_head, check_sequences, validate_batch
-from engine.backends.torch.out_of_memory import is_out_of_memory, retry_on_out_of_memory
 from engine.backends.torch.packing import Packable, Packed, micro_batches, pack
 from engine.backends.torch.updates import (
     Accumulated,
@@ -36,7 +35,9 @@ from engine.backends.torch.updates import (
     check_policy_not_nan,
     count_totals,
     has_gradient,
+    is_out_of_memory,
     micro_batch_loss,
+    retry_on_out_of_memory,
     split_by_sequence,
     update_metrics,
 )

@@ -43,9 +43,8 @@ from engine.backends.replicas.broadcast import (
     select_backend,
     send,
 )
-from engine.backends.replicas.load_proofs import check_replies, worker_ids_of
 from engine.backends.replicas.replica import Replica
-from engine.backends.replicas.runtime import LoadProof, Manifest, Source
+from engine.backends.replicas.runtime import LoadProof, Manifest, Source, check_replies, worker_ids_of
 from engine.backends.weight_files.tensor_files import read_tensors
 from engine.cluster.actors import ActorHandle
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied

@@ -24,7 +24,6 @@ from engine.backends.protocol import OnToken
 from engine.backends.replicas import partial_completions
 from engine.backends.replicas.delivery import FILE_DELIVERY, LoadRequest, WeightDelivery
 from engine.backends.replicas.dispatch import WorkItem, affinity_key, dispatch_work
-from engine.backends.replicas.load_proofs import any_broken, check_replies, merge_proofs, proof_from_replies
 from engine.backends.replicas.partial_completions import PartialCompletion, TokenQueue
 from engine.backends.replicas.replica import (
     POLL_INTERVAL,
@@ -37,7 +36,15 @@ from engine.backends.replicas.replica import (
     replicas_up,
     wait_until,
 )
-from engine.backends.replicas.runtime import LoadProof, Manifest, Source
+from engine.backends.replicas.runtime import (
+    LoadProof,
+    Manifest,
+    Source,
+    any_broken,
+    check_replies,
+    merge_proofs,
+    proof_from_replies,
+)
 from engine.cluster.actors import ActorHandle
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, TokenIds

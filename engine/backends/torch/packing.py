@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.errors import SampleTooLong
 from engine.models.images import Images, PlacedImage, common_prefix_length
-from engine.models.token_arrays import LossMask, TokenArray
+from engine.models.samples import LossMask, TokenArray
 
 
 class Packable(Protocol):

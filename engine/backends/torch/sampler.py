@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.backends.prompt_checks import check_prompts
+from engine.backends.protocol import check_prompts
 from engine.backends.torch.attention import PrefillLayout
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.decoding.drawing import NoiseStream, draw_tokens

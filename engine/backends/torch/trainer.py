@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from engine.backends.protocol import FrozenBase, Objective, UpdateReport
 from engine.backends.torch.batch_checks import check_gives, check_loss_fits_head, check_sequences, validate_batch
 from engine.backends.torch.causal_lm import CausalLM
-from engine.backends.torch.out_of_memory import is_out_of_memory, retry_on_out_of_memory
 from engine.backends.torch.packing import Packable, Packed, micro_batches, pack
 from engine.backends.torch.updates import (
     Accumulated,
@@ -23,8 +22,10 @@ from engine.backends.torch.updates import (
     check_policy_not_nan,
     count_totals,
     has_gradient,
+    is_out_of_memory,
     make_forward,
     micro_batch_loss,
+    retry_on_out_of_memory,
     set_adamw,
     split_by_sequence,
     update_metrics,

@@ -18,8 +18,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from engine.backends.replicas.load_proofs import any_broken
 from engine.backends.replicas.partial_completions import Chunk
+from engine.backends.replicas.runtime import any_broken
 from engine.backends.vllm import vllm_api
 from engine.backends.vllm.architecture import EngineOptions
 from engine.cluster.actors import ActorBase

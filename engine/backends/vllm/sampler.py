@@ -22,10 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.prompt_checks import check_prompts
-from engine.backends.protocol import OnToken, Trainer, is_sampled_on_base
-from engine.backends.replicas.load_proofs import digest_of, manifest_of, manifest_of_files
-from engine.backends.replicas.runtime import LoadProof, Manifest, Source
+from engine.backends.protocol import OnToken, Trainer, check_prompts, is_sampled_on_base
+from engine.backends.replicas.runtime import LoadProof, Manifest, Source, digest_of, manifest_of, manifest_of_files
 from engine.backends.torch.lora import ADAPTER_FILE, PEFT_PREFIX
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.vllm.shared_runtime import SharedRuntime

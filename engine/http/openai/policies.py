@@ -18,9 +18,8 @@ from collections.abc import Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from engine.http.openai.models import ApiError, ModelCard
-from engine.models.served_policy import DEFAULT_CHAIN, served_policy
 from engine.protocol import Engine
-from engine.text.stored_models import context_length_of
+from engine.text.stored_models import DEFAULT_CHAIN, context_length_of, served_policy
 from storage.chain.leases import current_epoch
 from storage.chain.listing import SERVED, is_auxiliary
 from storage.chain.records import Chain, PolicyRef, base_model_of

@@ -15,7 +15,7 @@ from engine.errors import BadModelFolder, BadSpec, TextError, ThreadError, Token
 from engine.handles import Model, TrainingModel
 from engine.http.client import EngineClient
 from engine.local.engine import LocalEngine
-from engine.local.generation_batcher import GenerationBatcher, PendingGeneration
+from engine.local.queue import GenerationBatcher, PendingGeneration
 from engine.models.images import Images, PlacedImage, common_prefix_length, images_to_rows
 from engine.models.openai_model import OpenAIModel
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, OnToken, SamplingParams, TokenSequence

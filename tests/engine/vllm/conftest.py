@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.replicas.load_proofs import manifest_of_files
 from engine.backends.replicas.pool import ReplicaPool
+from engine.backends.replicas.runtime import manifest_of_files
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.tiny import build_tiny_model
 from engine.backends.torch.trainer import TorchTrainer

@@ -26,8 +26,7 @@ from engine.backends.replicas.broadcast import (
     send,
 )
 from engine.backends.replicas.delivery import BroadcastDelivery, LoadRequest
-from engine.backends.replicas.load_proofs import manifest_of
-from engine.backends.replicas.runtime import LoadProof
+from engine.backends.replicas.runtime import LoadProof, manifest_of
 from engine.backends.vllm.extension import Extension
 from engine.errors import SamplerOutOfSync, WorkerDied
 from tests.engine.vllm.pools import ROOT

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.replicas.load_proofs import manifest_of_files
+from engine.backends.replicas.runtime import manifest_of_files
 from engine.backends.vllm.pool_builder import open_pool
 from engine.backends.vllm.replica_actor import ReplicaActor
 from engine.backends.weight_files.tensor_files import write_tensors

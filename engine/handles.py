@@ -28,15 +28,7 @@ from storage.chain.records import Root
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 
-__all__ = [
-    "HasWorkspace",
-    "InferenceModel",
-    "MalformedAnswer",
-    "Model",
-    "ModelBuilder",
-    "OpenAIModel",
-    "TrainingModel",
-]
+__all__ = ["HasWorkspace", "InferenceModel", "MalformedAnswer", "Model", "ModelBuilder", "OpenAIModel", "TrainingModel"]
 
 
 log = logging.getLogger(__name__)
@@ -55,11 +47,7 @@ class Model:
     key: str
 
     def to_builder(
-        self,
-        ctx: HasWorkspace,
-        tp: int | None = None,
-        kv_cache_len: int | None = None,
-        tokens_to_generate: int = 2048,
+        self, ctx: HasWorkspace, tp: int | None = None, kv_cache_len: int | None = None, tokens_to_generate: int = 2048
     ) -> ModelBuilder:
         """Returns a builder for this model in the workspace of `ctx`.
 

@@ -55,8 +55,7 @@ def _validate_stop_string(text: str) -> str:
 
 StopString = Annotated[str, Field(max_length=1000), AfterValidator(_validate_stop_string)]
 StopStringTuple = Annotated[
-    tuple[StopString, ...],
-    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    tuple[StopString, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 ]
 """A single string is one stop string."""
 MOST_STOP_STRINGS = 16
@@ -231,8 +230,7 @@ class MeasureRequest(Frozen):
 
 
 class Measurement(Frozen):
-    """A loss of a batch. A unit is a pair, or for other losses a row of the batch. Units are in the order of the batch.
-    """
+    """A loss of a batch. A unit is a pair, or for other losses a row of the batch. Units are in the order of the batch."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")  # a loss may overflow
 

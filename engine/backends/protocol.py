@@ -106,9 +106,7 @@ class Trainer(Protocol):
         """
         ...
 
-    def logprobs(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[list[float]]:
         """Returns, for each sequence, the logprob in nats of each trained token."""
         ...
 
@@ -200,11 +198,7 @@ class Sampler(Protocol):
         ...
 
     def sample(
-        self,
-        prompts: Sequence[TokenIds],
-        seeds: Sequence[int],
-        params: SamplingParams,
-        on_token: OnToken | None = None,
+        self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams, on_token: OnToken | None = None
     ) -> list[Completion]:
         """Returns one completion per prompt. engine.text.stops.CompletionEnd defines where each of them ends.
 
@@ -305,8 +299,7 @@ class SamplerBackend(Protocol):
 
     @property
     def tensor_parallel_from_config(self) -> bool:
-        """Whether the config alone decides over how many devices a model is split. `tp(n)` of a call cannot change it.
-        """
+        """Whether the config alone decides over how many devices a model is split. `tp(n)` of a call cannot change it."""
         ...
 
     def added_bytes(self, trainer: Trainer) -> int:

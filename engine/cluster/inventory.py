@@ -113,11 +113,7 @@ def cluster_info(ranks: ActorCount, replicas: ActorCount) -> ClusterInfo | None:
     if inventory is None:
         return None
     return ClusterInfo(
-        nodes=len(inventory.nodes),
-        gpus=inventory.gpus,
-        free_gpus=inventory.free_gpus,
-        ranks=ranks,
-        replicas=replicas,
+        nodes=len(inventory.nodes), gpus=inventory.gpus, free_gpus=inventory.free_gpus, ranks=ranks, replicas=replicas
     )
 
 

@@ -178,9 +178,7 @@ def _policy_routes(service: EngineService) -> APIRouter:
         return await call(request, lambda: engine.create_policy(body.spec), wait=wait, run=body.spec.run)
 
     @router.post("/measure", response_model=Measurement, responses=not_finished())
-    async def measure(
-        body: MeasureBody, request: Request, wait: Wait = 10, request_id: RequestId = None
-    ) -> Response:
+    async def measure(body: MeasureBody, request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
         """Computes a loss of a committed batch under a policy, without a gradient."""
         work = partial(engine.measure, body.request, epoch=body.epoch)
         return await call(request, work, wait=wait, run=body.request.policy.run)
@@ -225,9 +223,7 @@ def _checkpoint_routes(service: EngineService) -> APIRouter:
         """Saves weights and optimizer of a policy in the store."""
         return await call(
             request,
-            lambda: engine.save_checkpoint(
-                body.policy, provenance=body.provenance, name=body.name, epoch=body.epoch
-            ),
+            lambda: engine.save_checkpoint(body.policy, provenance=body.provenance, name=body.name, epoch=body.epoch),
             wait=wait,
             run=body.policy.run,
         )
@@ -239,9 +235,7 @@ def _checkpoint_routes(service: EngineService) -> APIRouter:
         """Publishes the policy in the registry as a plain Hugging Face folder."""
         return await call(
             request,
-            lambda: engine.export_model(
-                body.policy, body.model_name, provenance=body.provenance, epoch=body.epoch
-            ),
+            lambda: engine.export_model(body.policy, body.model_name, provenance=body.provenance, epoch=body.epoch),
             wait=wait,
             run=body.policy.run,
         )
@@ -254,9 +248,7 @@ def _run_routes(service: EngineService) -> APIRouter:
     router, call, engine = v1_router(service), _json_submitter(service), service.engine
 
     @router.post("/release", response_model=Acknowledged, responses=not_finished())
-    async def release(
-        body: ReleaseBody, request: Request, wait: Wait = 10, request_id: RequestId = None
-    ) -> Response:
+    async def release(body: ReleaseBody, request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
         """Frees what the engine holds for a run that the client has finished with for now."""
 
         async def work() -> Acknowledged:

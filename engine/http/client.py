@@ -50,9 +50,7 @@ B = TypeVar("B", bound=BaseModel)
 class EngineClient:
     """Implements engine.protocol.Engine over HTTP. It may be used from several event loops and threads."""
 
-    def __init__(
-        self, store_url: str, spec: HttpEngineSpec, *, transport: TransportFactory | None = None
-    ) -> None:
+    def __init__(self, store_url: str, spec: HttpEngineSpec, *, transport: TransportFactory | None = None) -> None:
         self.spec = spec
         self.store = open_store(store_url)
         self._transport = Transport(spec, transport=transport)

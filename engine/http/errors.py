@@ -3,7 +3,7 @@
 Only a 5xx status means that the same call may succeed later: 503 for the transient errors of engine and storage, 500
 for a defect of the server. The client raises a defect as TransientEngineError, so that the task retries it a few
 times. That is safe, since a step is taken exactly once, and it helps, since a restart of the server often repairs a
-failed device. """
+failed device."""
 
 from __future__ import annotations
 

@@ -263,12 +263,7 @@ class LocalEngine:
             self.materialiser.rebaser.before_step(loaded)
             limit = request.max_tokens or self.spec.max_tokens_per_forward
             effect = apply_request(
-                loaded.trainer,
-                request,
-                self.store,
-                max_tokens=limit,
-                check=self.queue.check,
-                read=read_step_table,
+                loaded.trainer, request, self.store, max_tokens=limit, check=self.queue.check, read=read_step_table
             )
             log_work("step", policy=request.result().uri, step=request.parent.step + 1)
             record = step_record(request, effect, loaded, self.backend.numerics(), self.spec)

@@ -282,9 +282,7 @@ class Materialiser:
 
     # -- sampling ----------------------------------------------------------------------------------------------
 
-    def sampler_for(
-        self, loaded: LoadedPolicy, policy: PolicyRef, *, tensor_parallel: int | None = None
-    ) -> Sampler:
+    def sampler_for(self, loaded: LoadedPolicy, policy: PolicyRef, *, tensor_parallel: int | None = None) -> Sampler:
         """Returns the sampler of `loaded` and syncs it. `policy` may be another name for the same weights.
 
         Raises BadSpec for a policy with a scalar head."""

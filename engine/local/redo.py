@@ -84,9 +84,7 @@ def numerics_notes(committed: Numerics, here: Numerics) -> list[str]:
     """One line per numeric setting that differs here from the committed step and that may change its bits.
 
     Threads and micro-batches are not compared, because a redo uses the committed ones."""
-    return [
-        f"{name}: committed under {old}, redone under {new}" for name, old, new in differences(committed, here)
-    ]
+    return [f"{name}: committed under {old}, redone under {new}" for name, old, new in differences(committed, here)]
 
 
 def fresh_trainer(store: ObjectStore, backend: TrainerBackend, root: Root) -> Trainer:

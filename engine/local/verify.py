@@ -312,9 +312,7 @@ class _ChainVerification:
         if step in self.rebases:
             remedy = RESTORE
         which = f"of step {step}" if step else "before step 1"
-        self.findings.error(
-            manifest.key, f"the checkpoint {which} differs from the redone weights: {problem}", remedy
-        )
+        self.findings.error(manifest.key, f"the checkpoint {which} differs from the redone weights: {problem}", remedy)
         return False
 
     def _compare_model(self, trainer: Trainer, manifest: Manifest) -> None:

@@ -68,9 +68,7 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
     def zero_without_advantage(self) -> bool:
         return self.kl_beta == 0 and not self.needs_entropy
 
-    def _add_terms(
-        self, values_N: Tensor, ratio_N: Tensor, sums: dict[str, Tensor], inputs: LossInputs
-    ) -> TokenLoss:
+    def _add_terms(self, values_N: Tensor, ratio_N: Tensor, sums: dict[str, Tensor], inputs: LossInputs) -> TokenLoss:
         """Adds to the policy's loss: truncated importance weights on it, then the KL term, then the entropy bonus."""
         logprobs_N = inputs.require("logprobs_N")
 

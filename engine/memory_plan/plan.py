@@ -130,10 +130,7 @@ def _cpu_memory(machine: Machine, trainer: ProcessMemory, sampler: SamplerMemory
 
 
 def _device_memories(
-    machine: Machine,
-    trainer: tuple[MemoryPart, ...],
-    sampler: tuple[MemoryPart, ...],
-    machines: Sequence[MachineUse],
+    machine: Machine, trainer: tuple[MemoryPart, ...], sampler: tuple[MemoryPart, ...], machines: Sequence[MachineUse]
 ) -> list[MemoryPool]:
     """Returns the memories of the GPUs, one for each group of GPUs with the same use."""
     # Equal GPUs are listed once, since a large cluster would give a long list of equal lines.
@@ -157,13 +154,10 @@ def _machine_memories(
     """Returns the memories of the machines, one for each group of machines with the same use.
 
     A group that includes the first machine, where the engine runs, is counted with the weights on their way to
-    samplers. """
+    samplers."""
     pools = []
     for use, machine_names in _group_equal_uses(machines):
-        parts = [
-            *_multiply(list(trainer.host), use.ranks),
-            *_multiply(list(sampler.process.host), use.samplers),
-        ]
+        parts = [*_multiply(list(trainer.host), use.ranks), *_multiply(list(sampler.process.host), use.samplers)]
         if use == machines[0] and sampler.staged is not None:
             parts.append(sampler.staged)
         name = f"memory of {machine_names or 'the machine'}"

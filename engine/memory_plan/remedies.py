@@ -215,6 +215,4 @@ def _with_devices(count: int) -> Callable[[Scenario], Scenario]:
 
 def _with_cluster(changes: dict[str, Any]) -> Callable[[Scenario], Scenario]:
     """Applies config changes on a cluster with as many machines as they need."""
-    return lambda scenario: replace(
-        scenario.with_changes(changes), machine=replace(scenario.machine, count=None)
-    )
+    return lambda scenario: replace(scenario.with_changes(changes), machine=replace(scenario.machine, count=None))

@@ -54,9 +54,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "granite": ModelFamily(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
     "phi3": ModelFamily(),
     "gemma": ModelFamily(qkv_bias="attention_bias", output_bias="attention_bias", tied=True, head_dim=256),
-    "gemma2": ModelFamily(
-        norms=4, qkv_bias="attention_bias", output_bias="attention_bias", tied=True, head_dim=256
-    ),
+    "gemma2": ModelFamily(norms=4, qkv_bias="attention_bias", output_bias="attention_bias", tied=True, head_dim=256),
     "gemma3_text": ModelFamily(
         norms=4, qkv_bias="attention_bias", output_bias="attention_bias", head_norms=True, tied=True, head_dim=256
     ),

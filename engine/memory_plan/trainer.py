@@ -229,12 +229,7 @@ def _deepspeed_memory(
 
 
 def _zero_adapter_memory(
-    spec: LocalEngineSpec,
-    zero: DeepSpeedSpec,
-    work: Workload,
-    lora_rank: int,
-    machine: Machine,
-    setup: TrainingSetup,
+    spec: LocalEngineSpec, zero: DeepSpeedSpec, work: Workload, lora_rank: int, machine: Machine, setup: TrainingSetup
 ) -> ProcessMemory:
     """Stages 1 to 3 with a LoRA adapter: the frozen base, which stage 3 splits, and the states of the adapter."""
     shape, compute, ranks = work.shape, setup.compute_bytes, setup.ranks
@@ -310,16 +305,12 @@ def _buffers(zero: DeepSpeedSpec, work: Workload, machine: Machine, setup: Train
     """
     compute = setup.compute_bytes
     bucket_bytes = 2 * zero.bucket_mib * MIB
-    buffers = [
-        MemoryPart.constant("buckets", "buckets", bucket_bytes, f"2 * bucket_mib={zero.bucket_mib}", TRAINING)
-    ]
+    buffers = [MemoryPart.constant("buckets", "buckets", bucket_bytes, f"2 * bucket_mib={zero.bucket_mib}", TRAINING)]
     if zero.zero_stage == 3:
         buffers.append(_gathered(zero, work, machine, setup))
     elif _copies_of_gathered(machine, setup) > 1:
         whole = compute * work.shape.parameters
-        buffers.append(
-            MemoryPart.constant("gathered", "gloo's copy of the weights", whole, f"{compute}P", ("step",))
-        )
+        buffers.append(MemoryPart.constant("gathered", "gloo's copy of the weights", whole, f"{compute}P", ("step",)))
     return buffers
 
 

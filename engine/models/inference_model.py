@@ -211,9 +211,7 @@ class InferenceModel(ScoringMixin):
     @overload
     async def generate(self, thread: StringThread, schema: type[Answer]) -> Answer: ...
 
-    async def generate(
-        self, thread: StringThread, schema: type[Answer] | None = None
-    ) -> StringThread | Answer:
+    async def generate(self, thread: StringThread, schema: type[Answer] | None = None) -> StringThread | Answer:
         """Returns the thread with the model's answer appended.
 
         With a pydantic class as `schema`, the answer is constrained to its JSON schema

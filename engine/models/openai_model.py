@@ -104,9 +104,7 @@ class OpenAIModel:
     @overload
     async def generate(self, thread: StringThread, schema: type[Answer]) -> Answer: ...
 
-    async def generate(
-        self, thread: StringThread, schema: type[Answer] | None = None
-    ) -> StringThread | Answer:
+    async def generate(self, thread: StringThread, schema: type[Answer] | None = None) -> StringThread | Answer:
         """Returns the thread with the answer appended.
 
         With a pydantic class as `schema`, returns the answer as an instance of it. The endpoint is asked for JSON of

@@ -214,9 +214,7 @@ class Primitives:
         self._check(loss, sequence)
         return self.tape.add(loss, sequence, **columns)  # type: ignore[arg-type]  # a number stands for every token
 
-    def _add_pair(
-        self, loss: Loss, pair: tuple[TokenSequence, TokenSequence], **columns: Any
-    ) -> Enqueued:
+    def _add_pair(self, loss: Loss, pair: tuple[TokenSequence, TokenSequence], **columns: Any) -> Enqueued:
         for sequence in pair:
             self._check(loss, sequence)
         return self.tape.add_pair(loss, *pair, **columns)

@@ -52,9 +52,7 @@ def as_token_ids(values: Any, name: str) -> TokenArray:
     except ValueError:
         is_integer = False
     if not is_integer or array.min() < -MAX_TOKEN_ID - 1 or array.max() > MAX_TOKEN_ID:
-        raise BadSpec(
-            f"{name} has token ids that are not integers of 32 bits; give the ids of the model's tokenizer"
-        )
+        raise BadSpec(f"{name} has token ids that are not integers of 32 bits; give the ids of the model's tokenizer")
     return array.astype(np.int32)
 
 

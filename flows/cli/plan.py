@@ -23,16 +23,7 @@ from engine.models.folder import local_folder, registered_model
 from engine.specs.adapters import LoraSpec
 from engine.specs.engine import LocalEngineSpec
 from flows.cli.cluster import cluster_document, describe_inventory, query_cluster, shortage
-from flows.cli.output import (
-    AsJson,
-    add_rows,
-    console,
-    print_json,
-    print_plain,
-    report_errors,
-    table,
-    usage_error,
-)
+from flows.cli.output import AsJson, add_rows, console, print_json, print_plain, report_errors, table, usage_error
 from flows.configs.common import GRPOAlgorithm
 from flows.configs.defaults import default_of
 from flows.configs.engine import load_engine
@@ -145,9 +136,7 @@ def workload_of(
     return Workload(shape, context=context, lora_rank=rank, load_in_4bit=in_4bit, frozen=frozen)
 
 
-def find_machine(
-    spec: LocalEngineSpec, gpu: str, devices: int, *, device_gib: float, node_gib: float
-) -> Machine:
+def find_machine(spec: LocalEngineSpec, gpu: str, devices: int, *, device_gib: float, node_gib: float) -> Machine:
     """Returns a machine with the given GPUs, or this machine if the engine computes on a CPU. Raises ConfigError."""
     # refuse contradictions
     if gpu and gpu not in DEVICES_GIB:

@@ -237,9 +237,7 @@ def _shape(store: ObjectStore, model: ArtifactRef) -> ModelShape:
         return ModelShape(model.key, 0, 0, 0, 0, 0, 0, vocabulary=1, context=1, parameters=parameters, tied=True)
 
 
-def _memory(
-    info: EngineInfo, shape: ModelShape, model: ModelConfig, *, frozen: int = 0, own_base: bool = True
-) -> int:
+def _memory(info: EngineInfo, shape: ModelShape, model: ModelConfig, *, frozen: int = 0, own_base: bool = True) -> int:
     """Bytes of the engine's budget that the model takes, as `ostinato engine plan` counts them."""
     rank, in_4bit = (None, False) if model.adapter is None else (model.adapter.rank, model.adapter.load_in_4bit)
     work = Workload(shape, context=shape.context, lora_rank=rank, load_in_4bit=in_4bit, frozen=frozen)

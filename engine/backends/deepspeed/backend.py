@@ -175,9 +175,7 @@ class DeepSpeedBackend:
         """A new adapter on `base`, which it does not change."""
         self.free_dropped()
         number = next(self._numbers)
-        info = self.group.call_unless_restarted(
-            base.start_number, "load_adapter", number, base.number, spec, init_seed
-        )
+        info = self.group.call_unless_restarted(base.start_number, "load_adapter", number, base.number, spec, init_seed)
         return DeepSpeedAdapter(self, number, info, base, spec)
 
     def adapter_off(self, base: DeepSpeedBase) -> DeepSpeedBasePolicy:

@@ -72,9 +72,7 @@ class DeepSpeedTrainer:
                 "update", list(samples), objective, optimizer, max_tokens=max_tokens
             )  # fmt: skip
 
-    def logprobs(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[list[float]]:
         check_gives("logprobs", scalar=self.scalar, name="the policy")
         return self._call_within_memory("logprobs", list(sequences), temperature, max_tokens=max_tokens)
 

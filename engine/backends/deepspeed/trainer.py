@@ -149,9 +149,7 @@ class ZeroTrainer:
         self, samples: Sequence[Sample], objective: Objective, totals: Totals, max_tokens: int
     ) -> Accumulated:
         """Runs all passes; returns the sums over all ranks."""
-        passes = distribute(
-            samples, max_tokens=max_tokens, ranks=self._groups, whole_groups=objective.loss.pairwise
-        )
+        passes = distribute(samples, max_tokens=max_tokens, ranks=self._groups, whole_groups=objective.loss.pairwise)
         rank_sums = Accumulated(max_tokens)
 
         def run() -> None:
@@ -244,9 +242,7 @@ class ZeroTrainer:
 
     # -- reading ----------------------------------------------------------------------------------------------
 
-    def logprobs(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[list[float]]:
         """Logprobs of every trained token in nats, per sequence, in the order of the sequences."""
         check_gives("logprobs", scalar=self.model.scalar, name=type(self.module).__name__)
         return self._read(sequences, lambda packed: self.sharded.logprobs(packed, temperature), max_tokens)
@@ -386,9 +382,7 @@ def _tokens(samples: Sequence[Packable], batch: Sequence[int]) -> int:
     return sum(len(samples[index].token_ids) for index in batch)
 
 
-def _split_evenly(
-    samples: Sequence[Packable], max_tokens: int, ranks: int, whole_groups: bool
-) -> list[list[int]]:
+def _split_evenly(samples: Sequence[Packable], max_tokens: int, ranks: int, whole_groups: bool) -> list[list[int]]:
     """Micro-batches that are as small as possible without one more pass, so that ranks that would wait take a part of
     the work instead. A binary search over the largest number of tokens."""
     best = micro_batches(samples, max_tokens=max_tokens, whole_groups=whole_groups)

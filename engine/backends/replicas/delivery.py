@@ -160,9 +160,7 @@ class BroadcastDelivery:
 
     accepts_tensors = True
 
-    def __init__(
-        self, host: str, device: torch.device, *, timeout: float, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def __init__(self, host: str, device: torch.device, *, timeout: float, bucket_bytes: int = BUCKET_BYTES) -> None:
         """Nothing is opened yet.
 
         Args:
@@ -286,9 +284,7 @@ class BroadcastDelivery:
         backend = select_backend(devices)
         log.info("weights go to %d workers by %s", len(devices) - 1, backend)
         name, port = f"ostinato-{secrets.token_hex(16)}", self._store[1]
-        return BroadcastGroup(
-            name, self._store_host, port, len(devices), backend, self._timeout, self._bucket_bytes
-        )
+        return BroadcastGroup(name, self._store_host, port, len(devices), backend, self._timeout, self._bucket_bytes)
 
     async def _call_workers(
         self, replicas: Sequence[Replica], calls: Sequence[tuple[Any, ...]]

@@ -118,9 +118,7 @@ def _has_ended(assignment: _Assignment) -> bool:
     return assignment.replica.actor is not assignment.actor
 
 
-def _assignments(
-    items: Sequence[WorkItem], indices: Sequence[int], replicas: Sequence[Replica]
-) -> list[_Assignment]:
+def _assignments(items: Sequence[WorkItem], indices: Sequence[int], replicas: Sequence[Replica]) -> list[_Assignment]:
     """The work items with these indices, distributed over the replicas."""
     outstanding = {replica.name: replica.outstanding_tokens for replica in replicas}
     names = assign_replicas([items[index] for index in indices], outstanding)

@@ -119,8 +119,7 @@ class TorchBackend:
         return TorchTrainer(model)
 
     def try_load(self, folder: Path) -> None:
-        """Raises BadModelFolder for a folder that `load` would refuse. It uses this machine's memory, not the device's.
-        """
+        """Raises BadModelFolder for a folder that `load` would refuse. It uses this machine's memory, not the device's."""
         self._load_on_cpu(folder)
 
     def load_base(self, folder: Path, *, key: str = "", load_in_4bit: bool = False) -> SharedBase:
@@ -131,9 +130,7 @@ class TorchBackend:
         return SharedBase(self._load_on_cpu(folder), device=self.device, key=key, load_in_4bit=load_in_4bit)
 
     def _load_on_cpu(self, folder: Path) -> CausalLM:
-        return load_model(
-            folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=torch.device("cpu")
-        )
+        return load_model(folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=torch.device("cpu"))
 
     @staticmethod
     def adapter(base: SharedBase, spec: LoraSpec, *, init_seed: int) -> AdapterTrainer:

@@ -83,12 +83,7 @@ class TorchSampler:
     (engine.backends.torch.trainer_samplers)."""
 
     def __init__(
-        self,
-        model: CausalLM,
-        *,
-        max_rows: int = 64,
-        max_prefill_tokens: int = 8192,
-        tokenizer: Tokenizer | None = None,
+        self, model: CausalLM, *, max_rows: int = 64, max_prefill_tokens: int = 8192, tokenizer: Tokenizer | None = None
     ) -> None:
         """`tokenizer` tells which ids end a turn and finds stop strings. Without one, completions end at the ids of the
         model's configs, and stop strings are refused."""

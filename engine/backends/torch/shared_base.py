@@ -55,9 +55,7 @@ class SharedBase:
     `digest` is the digest of the weights as loaded, equal to that of a full trainer before its first update, also with
     `load_in_4bit`."""
 
-    def __init__(
-        self, model: CausalLM, *, device: torch.device, key: str = "", load_in_4bit: bool = False
-    ) -> None:
+    def __init__(self, model: CausalLM, *, device: torch.device, key: str = "", load_in_4bit: bool = False) -> None:
         self.key = key
         self.digest, self.digests = digest_tensors(model.named_weights())
         self._score = copy.deepcopy(model.head) if model.scalar else None  # in master precision
@@ -67,9 +65,7 @@ class SharedBase:
         # Replace the linear layers first, so that the frozen copy for samplers has the new ones.
         new_layer = partial(four_bit_layer, device=device) if load_in_4bit else LoraLinear
         self.layers = replace_linears(model, new_layer)
-        self.model = model.with_module(
-            module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype
-        )
+        self.model = model.with_module(module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype)
         self._sampling: CausalLM | None = None
 
     def scalar_model(self, *, init_seed: int) -> ScalarLM:

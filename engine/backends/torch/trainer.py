@@ -173,12 +173,7 @@ class TorchTrainer:
             ) from None
 
     def _retry_on_out_of_memory(
-        self,
-        run: Callable[[int], T],
-        sequences: Sequence[Packable],
-        max_tokens: int,
-        *,
-        whole_groups: bool = False,
+        self, run: Callable[[int], T], sequences: Sequence[Packable], max_tokens: int, *, whole_groups: bool = False
     ) -> T:
         def drop_gradients() -> None:
             for parameter in self._trained_parameters():
@@ -210,9 +205,7 @@ class TorchTrainer:
 
     # -- forward passes ---------------------------------------------------------------------------------------
 
-    def logprobs(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[list[float]]:
         """Logprobs of every trained token in nats, per sequence, in the order of the sequences."""
         check_gives("logprobs", scalar=self.scalar, name=type(self.model.module).__name__)
         return self._forward_per_sequence(
@@ -251,9 +244,7 @@ class TorchTrainer:
             return self._retry_on_out_of_memory(run, sequences, max_tokens)
 
     def _check(self, sequences: Sequence[Packable]) -> None:
-        check_sequences(
-            sequences, vocab_size=self.model.vocab_size, context_length=self.model.context_length
-        )
+        check_sequences(sequences, vocab_size=self.model.vocab_size, context_length=self.model.context_length)
 
     # -- state ------------------------------------------------------------------------------------------------
 

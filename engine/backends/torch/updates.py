@@ -141,14 +141,11 @@ def normalised_loss(loss: TokenLoss | PairLoss, inputs: LossInputs, spec: LossSp
     """The part of the whole minibatch's loss that comes from these tokens or pairs."""
     if isinstance(loss, PairLoss):
         return loss.values_P.sum() / totals.groups
+
     # The weights are those of the whole minibatch, so that the losses of its micro-batches add up.
     def normalised(values_N: Tensor, norm: LossNorm, constant: float | None) -> Tensor:
         weights_N = token_weights(
-            inputs.lengths_S,
-            norm=norm,
-            total_tokens=totals.tokens,
-            total_sequences=totals.sequences,
-            constant=constant,
+            inputs.lengths_S, norm=norm, total_tokens=totals.tokens, total_sequences=totals.sequences, constant=constant
         )
         return (values_N * weights_N.to(inputs.outputs.any_N)).sum()
 
@@ -235,9 +232,7 @@ def split_by_sequence(values_N: Tensor, packed: Packed) -> list[list[float]]:
 # -- the report, and the optimizer -----------------------------------------------------------------------------
 
 
-def update_metrics(
-    sums: Mapping[str, float], *, forward_samples: Sequence[Sample], totals: Totals
-) -> dict[str, float]:
+def update_metrics(sums: Mapping[str, float], *, forward_samples: Sequence[Sample], totals: Totals) -> dict[str, float]:
     """The metrics of an update, or of a measurement. `forward_samples` are the samples that had a forward pass.
 
     TokenLoss explains the names in `sums`."""
@@ -275,12 +270,7 @@ def set_adamw(groups: Iterable[dict[str, object]], spec: OptimizerSpec) -> None:
 
 
 def token_weights(
-    lengths_S: Sequence[int],
-    *,
-    norm: LossNorm,
-    total_tokens: int,
-    total_sequences: int,
-    constant: float | None = None,
+    lengths_S: Sequence[int], *, norm: LossNorm, total_tokens: int, total_sequences: int, constant: float | None = None
 ) -> Tensor:
     """Weight of each trained token (N,), in float64, with which the loss is Σ value·weight over *all* micro-batches.
 

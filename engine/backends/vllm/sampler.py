@@ -244,11 +244,7 @@ class VllmSampler:
     # -- tokens -----------------------------------------------------------------------------------------------
 
     def sample(
-        self,
-        prompts: Sequence[TokenIds],
-        seeds: Sequence[int],
-        params: SamplingParams,
-        on_token: OnToken | None = None,
+        self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams, on_token: OnToken | None = None
     ) -> list[Completion]:
         """As engine.backends.torch.sampler.TorchSampler.sample.
 

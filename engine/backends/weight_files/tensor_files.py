@@ -57,9 +57,7 @@ SPARE = 1.25
 """Free space that is required, as a multiple of the bytes to be staged: other processes stage there too."""
 
 
-def write_tensors(
-    path: Path, tensors: Iterable[tuple[str, Tensor]], *, floating: torch.dtype | None = None
-) -> None:
+def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]], *, floating: torch.dtype | None = None) -> None:
     """Writes the tensors, floating ones cast to `floating` if it is given. Equal names and values give equal bytes, in
     whatever order they come. A cast copy is released once it is written.
 

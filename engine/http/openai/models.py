@@ -1,7 +1,7 @@
 """Requests, responses and errors of the OpenAI-compatible routes.
 
 An option that has no effect here is refused by name, unless it has the value that means "none", so that no client
-believes that the option works. The only exception is `user`, which is accepted and ignored. """
+believes that the option works. The only exception is `user`, which is accepted and ignored."""
 
 from __future__ import annotations
 

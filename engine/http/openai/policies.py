@@ -6,7 +6,7 @@
     name, name@version           a registered model, unless a run has that name
 
 A registered model is policy 0 of a chain that has no steps: run `served/<name>`, stage `0-<digest of the version's
-content>`. Equal requests of all clients use the same chain. """
+content>`. Equal requests of all clients use the same chain."""
 
 from __future__ import annotations
 

@@ -230,7 +230,8 @@ class MeasureRequest(Frozen):
 
 
 class Measurement(Frozen):
-    """A loss of a batch. A unit is a pair, or for other losses a row of the batch. Units are in the order of the batch."""
+    """A loss of a batch. A unit is a pair, or for other losses a row of the batch. Units are in the order of the batch.
+    """
 
     model_config = ConfigDict(ser_json_inf_nan="constants")  # a loss may overflow
 

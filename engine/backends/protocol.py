@@ -299,7 +299,8 @@ class SamplerBackend(Protocol):
 
     @property
     def tensor_parallel_from_config(self) -> bool:
-        """Whether the config alone decides over how many devices a model is split. `tp(n)` of a call cannot change it."""
+        """Whether the config alone decides over how many devices a model is split. `tp(n)` of a call cannot change it.
+        """
         ...
 
     def added_bytes(self, trainer: Trainer) -> int:

@@ -1,4 +1,5 @@
-"""Reserves resources for actors on the cluster with Ray's placement groups. The errors say which resources are missing."""
+"""Reserves resources for actors on the cluster with Ray's placement groups. The errors say which resources are missing.
+"""
 
 from __future__ import annotations
 

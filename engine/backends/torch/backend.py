@@ -119,7 +119,8 @@ class TorchBackend:
         return TorchTrainer(model)
 
     def try_load(self, folder: Path) -> None:
-        """Raises BadModelFolder for a folder that `load` would refuse. It uses this machine's memory, not the device's."""
+        """Raises BadModelFolder for a folder that `load` would refuse. It uses this machine's memory, not the device's.
+        """
         self._load_on_cpu(folder)
 
     def load_base(self, folder: Path, *, key: str = "", load_in_4bit: bool = False) -> SharedBase:

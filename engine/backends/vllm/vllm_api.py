@@ -402,7 +402,8 @@ def lora_rank_of(rank: int) -> int:
 
 @contextmanager
 def _restores_globals() -> Iterator[None]:
-    """Restores after the block what vLLM changes in this process: random generators, default dtype, gradients, threads."""
+    """Restores after the block what vLLM changes in this process: random generators, default dtype, gradients, threads.
+    """
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     random_state, numpy_state = random.getstate(), numpy.random.get_state()
     dtype, gradients = torch.get_default_dtype(), torch.is_grad_enabled()

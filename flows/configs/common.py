@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from engine import import_paths
-from engine.losses.base import LossNorm
-from engine.losses.kl import KLEstimator
+from engine.losses.base import KLEstimator, LossNorm
 from engine.losses.policy_gradient import GRPOSpec
 from engine.protocol import SamplingParams
 from engine.specs.adapters import FullSpec, LoraSpec

@@ -10,9 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from engine.cluster.inventory import Inventory
-from engine.specs.engine import EngineSpec, HttpEngineSpec, LocalEngineSpec
-from engine.specs.sampler import VllmSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec, EngineSpec, HttpEngineSpec, LocalEngineSpec, VllmSpec
 from flows.cli.checks import Check
 from flows.cli.cluster import describe_inventory, query_cluster, shortage
 

@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 import flows.training.supervised_loop
-from engine.connect import connect
 from engine.text.threads import StringThread
+from engine.workspace import connect
 from flows.configs.preferences import DPOConfig
 from flows.dpo import DPO, dpo
 from tests.fixtures.preferences import preference_config

@@ -23,7 +23,7 @@ PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
 VALUES: dict[Any, Any] = {
     pa.int64(): -3, pa.int32(): 4, pa.uint64(): 2**64 - 1, pa.string(): "ü", pa.float64(): 0.1,
     pa.bool_(): True, pa.list_(pa.int32()): [1, 2], pa.list_(pa.float32()): [0.5, -1.0], pa.list_(pa.float64()): [0.1],
-    pa.list_(pa.bool_()): [False, True],
+    pa.list_(pa.bool_()): [False, True], pa.list_(pa.string()): ["eos", "ü"],
 }  # fmt: skip
 
 

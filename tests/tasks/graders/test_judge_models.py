@@ -17,7 +17,7 @@ from engine.workspace import Workspace
 from storage.chain.listing import list_runs
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
-from storage.store.tables import SCHEMAS, commit_table, read_table
+from storage.store.tables import commit_table, read_table, table_schema
 from tasks.graders.combined import CombinedGrader
 from tasks.graders.judge_models import seeded, spawn_judge
 from tasks.graders.judges import BinaryJudgeGrader
@@ -121,7 +121,7 @@ async def test_the_grade_task_spawns_the_judges_that_a_spec_names(tmp_path: Path
             }
             for index, text in enumerate(["5", "a longer reply"])
         ]  # fmt: skip
-        table = pa.Table.from_pylist(rows, schema=SCHEMAS["rollouts"])
+        table = pa.Table.from_pylist(rows, schema=table_schema("rollouts", rows[0]))
         key = keys.step_artifact(space.run, "0-grpo", 0, "rollouts", number)
         return commit_table(space.open_store(), key, table, kind="rollouts", parents=(), provenance=PROVENANCE)
 

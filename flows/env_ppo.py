@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
-from flows.configs.env_ppo import ENVPPOAlgorithm, ENVPPOConfig, ENVPPORegularisation
+from flows.configs.environments import ENVPPOAlgorithm, ENVPPOConfig, ENVPPORegularisation
 from flows.ops.run_names import flow_run_title
 from flows.ppo import PPO
 from flows.runs.checked_flow import checked_flow

@@ -15,7 +15,7 @@ from engine.handles import TrainingModel
 from engine.losses.pairs import RankingSpec
 from engine.losses.values import MSESpec
 from engine.text.threads import StringThread
-from flows.configs.preferences import PreferenceOptimizer, RewardModelAlgorithm, RewardModelConfig
+from flows.catalogue import PreferenceOptimizer, RewardModelAlgorithm, RewardModelConfig
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
 from flows.training.options import SupervisedOptions
@@ -32,7 +32,7 @@ class RewardModelling(SupervisedLoop):
     `dataset`: pairs (preferred, dispreferred) of threads that begin alike, or threads that end with an answer and have
     its rating in metadata["res"]; or a loaded dataset of either kind. `samples_per_batch` counts pairs, or threads. The
     other arguments are those of flows.training.options.SupervisedOptions; their defaults are in
-    flows.configs.preferences.
+    flows.catalogue.
     """
 
     stage = "reward_model"

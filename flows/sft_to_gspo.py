@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from flows.callbacks import Cadence
-from flows.configs.sft_to_gspo import SFTToGSPOConfig
+from flows.catalogue import SFTToGSPOConfig
 from flows.display.terminal import TerminalProgress
 from flows.gspo import GSPO
 from flows.ops.run_names import flow_run_title

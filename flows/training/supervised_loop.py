@@ -1,4 +1,4 @@
-"""The loop of SFT, DPO and RewardModelling: trains on the rows of a dataset, epoch after epoch.
+"""The loop of SFT, RewardModelling and the classes of preferences: trains on the rows of a dataset, epoch after epoch.
 
 Each class defines how rows become a batch, and which loss is minimised.
 """
@@ -9,6 +9,8 @@ from typing import ClassVar
 
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
+from engine.text.threads import StringThread
+from flows.catalogue import PreferenceAlgorithm, PreferenceOptimizer
 from flows.configs.common import SFTAlgorithm
 from flows.configs.reinforcement import RunRules
 from flows.training.arguments import check_one_length, whole_number
@@ -20,6 +22,8 @@ from storage.store.artifacts import ArtifactRef
 from tasks.batches.pairs import prepare_preferences
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import load_order
+from tasks.datasets.spec import InlinePairs
+from tasks.load import load_prompts
 from tasks.train import take_gradient_step
 
 
@@ -99,3 +103,34 @@ class SupervisedLoop(TrainingLoop):
         """The reference policy of the loss, which is the policy that the stage began with. None for a loss without a
         reference."""
         return start if self.loss.needs_reference else None
+
+
+class PreferenceLoop(SupervisedLoop):
+    """A training class with a loss of pairs. `dataset`: pairs (preferred, dispreferred) of threads that begin alike, or
+    a loaded preference dataset. `samples_per_batch` counts pairs.
+
+    Only the turns after those that both threads begin with are compared, unless the threads' weights say otherwise.
+    """
+
+    optimizer_type = PreferenceOptimizer
+
+    def __init__(
+        self,
+        dataset: list[tuple[StringThread, StringThread]] | LoadedDataset,
+        model: TrainingModel,
+        options: SupervisedOptions,
+    ) -> None:
+        super().__init__(model, options)
+        self.dataset = dataset
+        assert isinstance(self.algorithm, PreferenceAlgorithm)
+        self.loss = self.algorithm.loss
+
+    def load_dataset(self) -> LoadedDataset:
+        if not isinstance(self.dataset, LoadedDataset):
+            return load_prompts(self.model.workspace, InlinePairs.of(self.dataset), "preference")
+        if self.dataset.ref.kind != "pairs":
+            raise ValueError(
+                f"{self.dataset.ref.key} holds {self.dataset.ref.kind}; {type(self).__name__} needs pairs: load it "
+                "with kind='preference'"
+            )
+        return self.dataset

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 import flows.training.supervised_loop
 from engine.connect import connect
 from engine.text.threads import StringThread
-from flows.configs.preferences import DPOConfig
+from flows.catalogue import DPOConfig
 from flows.dpo import DPO, dpo
 from tests.fixtures.preferences import preference_config
 from tests.fixtures.runs.flow_runs import FlowRuns

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from engine.handles import TrainingModel
 from engine.protocol import SamplingParams
 from flows.configs.common import GRPOAlgorithm, GRPOConfig
-from flows.configs.env_ppo import ENVPPOAlgorithm
-from flows.configs.environments import ENVGRPOAlgorithm, ENVGSPOAlgorithm
+from flows.configs.environments import ENVGRPOAlgorithm, ENVGSPOAlgorithm, ENVPPOAlgorithm
 from flows.configs.gspo import GSPOAlgorithm, GSPOConfig
 from flows.configs.overrides import ConfigError
 from flows.configs.ppo import PPOAlgorithm, PPOConfig

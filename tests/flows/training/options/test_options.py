@@ -10,11 +10,11 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from flows.catalogue import DPOAlgorithm
 from flows.configs.common import GRPOAlgorithm, SFTAlgorithm
 from flows.configs.environments import EnvironmentConfig
 from flows.configs.optimizer import SFTOptimizer
 from flows.configs.ppo import CreditConfig
-from flows.configs.preferences import DPOAlgorithm
 from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
 from flows.dpo import DPO, DPOOptions
 from flows.env_grpo import ENVGRPO

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 
 from pydantic import Field, create_model, model_validator
 
-from engine.losses.pairs import DPOSpec, DPOVariant
+from engine.losses.pairs import DPOSpec, DPOVariant, SimPOSpec
 from engine.losses.spec import LossSpec
 from engine.models.hub import hub_repo_of_key
 from engine.protocol import SamplingParams
@@ -40,7 +40,7 @@ from flows.configs.ppo import PPOConfig
 from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
 from flows.configs.titles import training_title
 from flows.configs.validation import ValidationConfig
-from storage.number_types import MAX_RATE, Divisor
+from storage.number_types import MAX_RATE, Coefficient, Divisor
 from storage.registry.hub import resolve_commit
 from storage.serialization import Frozen
 from storage.store.objects import ObjectStore
@@ -61,8 +61,9 @@ if TYPE_CHECKING:
     from flows.ppo import PPO
     from flows.reward_model import RewardModelling
     from flows.sft import SFT
+    from flows.simpo import SimPO
 
-    __all__ = ["DPO", "ENVGRPO", "ENVGSPO", "ENVPPO", "GRPO", "GSPO", "PPO", "SFT", "RewardModelling"]
+    __all__ = ["DPO", "ENVGRPO", "ENVGSPO", "ENVPPO", "GRPO", "GSPO", "PPO", "SFT", "RewardModelling", "SimPO"]
     """The training classes, which the package `flows` imports from here."""
 
 
@@ -165,6 +166,28 @@ class DPOConfig(PreferenceConfig):
     flow: ClassVar[str] = "dpo"
 
     algorithm: DPOAlgorithm = DPOAlgorithm()
+
+
+class SimPOAlgorithm(PreferenceAlgorithm):
+    """The algorithm of simple preference optimisation (arXiv:2405.14734)."""
+
+    beta: Divisor = default_of(SimPOSpec, "beta")
+    """Scale of an answer's reward, which is the mean log-probability of its tokens. The paper has 2.0 to 2.5."""
+    simpo_gamma: Coefficient = default_of(SimPOSpec, "gamma")
+    """Margin by which the reward of the preferred answer should be greater than that of the other one. The paper has
+    0.3 to 1.6."""
+
+    @property
+    def loss(self) -> SimPOSpec:
+        return SimPOSpec(beta=self.beta, gamma=self.simpo_gamma)
+
+
+class SimPOConfig(PreferenceConfig):
+    """`ostinato run simpo`: preference optimisation without a reference model."""
+
+    flow: ClassVar[str] = "simpo"
+
+    algorithm: SimPOAlgorithm = SimPOAlgorithm()
 
 
 class RewardModelAlgorithm(SFTAlgorithm):
@@ -346,6 +369,7 @@ _TRAININGS = (
     Training(GRPOConfig, "Reinforcement learning from graded rollouts (GRPO).", "rl"),
     Training(SFTConfig, "Supervised fine-tuning on conversations (SFT).", "sft"),
     Training(DPOConfig, "Direct preference optimisation on pairs of answers (DPO).", "preference"),
+    Training(SimPOConfig, "Preference optimisation on pairs of answers without a reference (SimPO).", "preference"),
     Training(GSPOConfig, "Reinforcement learning from graded rollouts, one ratio per completion (GSPO).", "rl"),
     Training(PPOConfig, "Reinforcement learning from graded rollouts with a value model (PPO).", "rl"),
     Training(SFTToGSPOConfig, "SFT, then GSPO, on one model in one run.", "rl"),

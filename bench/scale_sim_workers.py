@@ -35,7 +35,7 @@ from tasks.task_runs import work_of
 
 STAGE = "0-grpo"
 TASK_RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)
-"""Delays before the four retries of a task (tasks.retries.DURABLE)."""
+"""Delays before the four retries of a task (tasks.task_runs.DURABLE)."""
 
 
 @dataclass

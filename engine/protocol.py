@@ -19,8 +19,7 @@ from engine.errors import BadSpec
 from engine.models.images import Images, check_images
 from engine.models.token_arrays import LossMask, TokenArray, as_loss_mask, as_token_ids
 from storage.chain.records import CommitRecord, Numerics, PolicyRef, Root, StepOldLogprobs, StepRequest
-from storage.number_types import MAX_TEMPERATURE, MIN_TEMPERATURE, Temperature
-from storage.serialization import Frozen
+from storage.serialization import MAX_TEMPERATURE, MIN_TEMPERATURE, Frozen, Temperature
 from storage.store.artifacts import ArtifactRef, Provenance
 
 TokenIds = list[int]
@@ -280,7 +279,7 @@ class EngineInfo(Frozen):
     numerics: Numerics
     """Backend, precision, layout and library versions. They are stored in every commit record."""
     store_id: str
-    """Identity of the store that the engine works on (storage.store.identity.store_id). A caller that uses a different
+    """Identity of the store that the engine works on (storage.store.objects.store_id). A caller that uses a different
     store would not see the engine's commits."""
     memory_bytes: int
     """Bytes that the engine may fill with weights, optimizer moments and gradients."""

@@ -34,7 +34,7 @@ from tasks.evaluation.lm_validation import ValidationLossPlan, validate_loss
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
 from tasks.load import load_prompts
-from tasks.loggers.tables import Table
+from tasks.loggers.base import Table
 from tasks.plans import EpisodeEvaluationPlan, EpisodePlan, EvaluationPlan, Grading, PromptShard
 from tasks.reports.flow_run_page import sample_rows
 

@@ -40,9 +40,8 @@ from flows.configs.ppo import PPOConfig
 from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
 from flows.configs.titles import training_title
 from flows.configs.validation import ValidationConfig
-from storage.number_types import MAX_RATE, Coefficient, Divisor
 from storage.registry.hub import resolve_commit
-from storage.serialization import Frozen
+from storage.serialization import MAX_RATE, Coefficient, Divisor, Frozen
 from storage.store.objects import ObjectStore
 from tasks.batches.truncation import check_uncut
 from tasks.datasets.spec import DatasetUse, HeldoutRowsSource, RowsTrainingSource, TrainingSource

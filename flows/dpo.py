@@ -1,8 +1,11 @@
-"""Direct preference optimisation (arXiv:2305.18290) as a chain of committed steps. The loop is
-`SupervisedLoop.run`; the flow around it is `dpo`.
+"""Direct preference optimisation (arXiv:2305.18290): the policy learns from pairs of a better and a worse answer.
 
-The reference is the policy that the stage began with. Its logprobs are computed once per batch, before the step, and
-committed with the batch.
+A step raises the chosen answer and lowers the rejected one, both relative to the reference, and most for the pairs that
+the policy still ranks wrongly; `beta` says how far the policy may leave the reference. Choose it when people or a judge
+compare answers and no grader gives a number: it samples nothing, so it is cheap, but it learns only about the answers
+in its data. Both answers may become less probable together, as long as the distance grows. The reference is the policy
+that the stage began with, as in the paper. Its logprobs are computed once per batch, before the step, and committed
+with the batch. The loop is `SupervisedLoop.run`; the flow around it is `dpo`.
 
     ostinato run dpo --config examples/dpo.yaml
 """
@@ -21,7 +24,7 @@ from flows.training.aliases import accept_aliases
 from flows.training.options import SupervisedOptions
 from flows.training.supervised_flow import train_on_dataset
 from flows.training.supervised_loop import PreferenceLoop
-from storage.number_types import Divisor
+from storage.serialization import Divisor
 from tasks.datasets.load import LoadedDataset
 
 

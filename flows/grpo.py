@@ -1,8 +1,14 @@
-"""GRPO (arXiv:2402.03300) as a chain of committed steps. The loop is `GRPO.run`; the flow around it is `grpo`.
+"""GRPO (arXiv:2402.03300): the policy learns from the grades of its own completions, compared within a group.
+
+Several completions of each prompt are sampled and graded. Completions that are better than their group become more
+probable, worse ones less, and a group of equal grades teaches nothing. The ratio of the new to the old policy is
+clipped, so that a step changes no token's probability by much. Choose it when a grader can tell good answers from bad
+and the policy sometimes finds a good one; it needs no value model.
 
 Departures from the paper: the loss is a mean over the tokens of the whole minibatch (`loss_norm`), and the old
 log-probabilities are the trainer's, so that a sampler in another precision cannot bias the ratio. With one update per
-batch, they come from the update's own forward pass (`old_logprobs_of_step`).
+batch, they come from the update's own forward pass (`old_logprobs_of_step`). The loop is `GRPO.run`; the flow around it
+is `grpo`.
 
     ostinato run grpo --config examples/demo.yaml --set algorithm.steps=30
 """

@@ -1,5 +1,10 @@
-"""GSPO (arXiv:2507.18071): GRPO with one ratio per completion, exp of the mean over its tokens of the change in
-log-probability. The loop is GRPO's.
+"""GSPO (arXiv:2507.18071): GRPO with one ratio per completion.
+
+The ratio is exp of the mean over the completion's tokens of the change in log-probability, so a completion is clipped
+or kept as a whole. A single token that became much more probable cannot dominate the step, which makes long completions
+and mixtures of experts more stable than GRPO's ratio per token does. Choose it there; with short answers the two are
+much alike. The clip range is small (`clip`), since the mean of many tokens moves little. It departs from the paper as
+GRPO does (flows/grpo.py). The loop is GRPO's.
 
     ostinato run gspo --config examples/gspo.yaml
 """

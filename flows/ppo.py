@@ -1,8 +1,13 @@
-"""PPO (arXiv:1707.06347) with a value model, as two chains. Each iteration is a step of the policy and a step of the
-value model over one committed batch, and is done when both are committed.
+"""PPO (arXiv:1707.06347): the policy learns from grades, with a value model that says which token earned them.
 
-A token's reward is -beta (l - q), and the grade on the last token; advantages are GAE's (arXiv:1506.02438), returns the
-discounted sums of the rewards. While the value model alone is trained, the policy's steps make no update.
+The value model predicts, at each token, the reward still to come. A token whose outcome is better than predicted
+becomes more probable, within the clip range. Choose it over GRPO when rewards come late or in parts (long episodes,
+penalties per token) or when only one completion of a prompt can be afforded: it costs a second model to train.
+
+A run is two chains. Each iteration is a step of the policy and a step of the value model over one committed batch, and
+is done when both are committed. A token's reward is -beta (l - q), and the grade on the last token, as in
+arXiv:2203.02155; advantages are GAE's (arXiv:1506.02438), returns the discounted sums of the rewards. While the value
+model alone is trained, the policy's steps make no update, which the paper does not have.
 
     ostinato run ppo --config examples/ppo.yaml
 """

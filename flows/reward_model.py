@@ -1,8 +1,11 @@
-"""Reward models as a chain of committed steps. The loop is `SupervisedLoop.run`; the flow around it is
-`reward_model`.
+"""Reward models (arXiv:2203.02155): a model learns to give a conversation a number, from pairs or ratings.
 
-The score of a conversation is the scalar head's number at its last token. Of pairs it minimises -log σ(s⁺ - s⁻)
-(Bradley and Terry; arXiv:2203.02155), of rated conversations the squared error to the rating.
+The score of a conversation is the scalar head's number at its last token. A step raises the score of the chosen answer
+and lowers that of the rejected one, by -log σ(s⁺ - s⁻) (Bradley and Terry), most for pairs in the wrong order; only
+differences count, so the zero of the scores is arbitrary. Rated conversations are fitted by squared error. Choose it
+when comparisons are to grade the samples of GRPO or PPO. The policy then learns its weaknesses too: watch samples, not
+only the reward. The paper trains all pairs of one prompt together; here a batch has its pairs in the order of the
+dataset. The loop is `SupervisedLoop.run`; the flow around it is `reward_model`.
 
     ostinato run reward_model --config examples/reward_model.yaml
 """

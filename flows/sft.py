@@ -1,7 +1,10 @@
-"""Supervised fine-tuning as a chain of committed steps. The loop is `SupervisedLoop.run`; the flow around it is `sft`.
+"""Supervised fine-tuning: the policy learns to repeat answers that are given.
 
-The loss is the cross-entropy of the assistant turns, end-of-turn token included, as a mean over the tokens of the
-whole batch.
+Each step raises the probability of every token of the assistant turns, given what precedes it, and most where the model
+found it unlikely. Choose it when good answers exist: to teach a format or a skill before reinforcement learning. It
+cannot exceed its data, and it does not lower wrong answers except through the ones that it raises. The loss is the
+cross-entropy of the assistant turns, end-of-turn token included, as a mean over the tokens of the whole batch. The loop
+is `SupervisedLoop.run`; the flow around it is `sft`.
 
     ostinato run sft --config examples/sft.yaml
 """

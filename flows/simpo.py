@@ -22,7 +22,7 @@ from flows.runs.checked_flow import checked_flow
 from flows.training.options import SupervisedOptions
 from flows.training.supervised_flow import train_on_dataset
 from flows.training.supervised_loop import PreferenceLoop
-from storage.number_types import Coefficient, Divisor
+from storage.serialization import Coefficient, Divisor
 from tasks.datasets.load import LoadedDataset
 
 

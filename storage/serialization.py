@@ -1,4 +1,5 @@
-"""The base class of stored records, their canonical JSON, and sha256 digests of objects and files."""
+"""The base class of stored records, the types of their numbers, their canonical JSON, and sha256 digests of objects and
+files."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a large file that are read into memory at a time."""
@@ -85,3 +86,33 @@ def digest_file(path: Path) -> tuple[str, int]:
             hasher.update(chunk)
             size += len(chunk)
     return hasher.hexdigest(), size
+
+
+# Types of the numbers in requests and configs. A model computes in float32, whose largest number is about 3e38: a
+# coefficient near that overflows in the first product, and a divisor near the smallest float32 is rounded to 0.
+MIN_DIVISOR, MAX_COEFFICIENT = 1e-30, 1e30
+"""Bounds of a divisor and a coefficient: products with numbers of ordinary size stay within float32."""
+MAX_RATE = 1e3
+"""Upper bound of a learning rate and of a weight decay. Useful values are below 1."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
+"""Below the minimum, rounding of the logits decides which token is drawn. Above the maximum, all tokens are equally
+probable to three digits."""
+MAX_EPOCHS = 10_000
+
+
+def _check_divisor(value: float) -> float:
+    if value < MIN_DIVISOR:
+        raise ValueError(f"{value} is too small to divide by in float32; give {MIN_DIVISOR} or more")
+    return value
+
+
+# floats
+Coefficient = Annotated[float, Field(ge=0, le=MAX_COEFFICIENT, allow_inf_nan=False)]
+"""A factor of a loss term. 0 switches the term off."""
+Positive = Annotated[float, Field(gt=0, le=MAX_COEFFICIENT, allow_inf_nan=False)]
+Divisor = Annotated[float, Field(gt=0, le=MAX_COEFFICIENT, allow_inf_nan=False), AfterValidator(_check_divisor)]
+Rate = Annotated[float, Field(ge=0, le=MAX_RATE, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE, allow_inf_nan=False)]
+# integers
+Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]

@@ -11,7 +11,7 @@ from engine.protocol import SamplingParams
 from storage.chain.records import PolicyRef, StepOldLogprobs
 from storage.serialization import Frozen, canonical_json, digest
 from storage.store.artifacts import ArtifactRef
-from tasks.credit.rewards import BATCH_ESTIMATORS, Overlong, RewardKL
+from tasks.batches.advantages import BATCH_ESTIMATORS, Overlong, RewardKL
 from tasks.environments.spec import EnvironmentSpec
 from tasks.graders.spec import GraderSpec
 

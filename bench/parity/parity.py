@@ -31,7 +31,7 @@ from engine.losses.spec import LossSpec
 from engine.models.samples import Sample
 from engine.specs.engine import LocalEngineSpec
 from storage.chain.records import OptimizerSpec
-from tasks.credit.advantages import group
+from tasks.batches.advantages import group
 
 TOLERANCE = 1e-4
 MAX_TOKENS = 4096

@@ -11,14 +11,14 @@ from engine.errors import BadSpec
 from engine.protocol import MeasureRequest, PolicySpec
 from storage.chain.records import PolicyRef, StepRequest
 from storage.errors import InvalidKey
-from storage.store import key_syntax, keys
+from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance
 
 VERSION = 1
 """Version of the interface. A client of another version is refused with both numbers."""
 VERSION_HEADER = "X-Ostinato-Version"
 STORE_HEADER = "X-Ostinato-Store"
-"""Id of the client's store (storage.store.identity.store_id). A server over another store refuses the request."""
+"""Id of the client's store (storage.store.objects.store_id). A server over another store refuses the request."""
 REQUEST_HEADER = "X-Request-Id"
 """Id of a call, 32 hex digits. It stays the same on retries, and the server does the work of one id once."""
 MAX_WAIT_SECONDS = 30.0
@@ -74,7 +74,7 @@ def check_batch_policy(policy: PolicyRef) -> PolicyRef:
 
 
 def _artifact(value: ArtifactRef) -> ArtifactRef:
-    _checked(key_syntax.validate_key, value.key)
+    _checked(keys.validate_key, value.key)
     return value
 
 

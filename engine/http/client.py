@@ -41,8 +41,7 @@ from engine.validation_messages import describe_errors
 from storage.chain.records import CommitRecord, PolicyRef, StepRequest
 from storage.errors import ObjectNotFound
 from storage.store.artifacts import ArtifactRef, Provenance
-from storage.store.identity import find_store_id
-from storage.store.objects import open_store
+from storage.store.objects import find_store_id, open_store
 
 M = TypeVar("M", bound=BaseModel)
 B = TypeVar("B", bound=BaseModel)

@@ -10,8 +10,7 @@ import hashlib
 import hmac
 
 from engine.specs.engine import EngineSpec, HttpEngineSpec
-from storage.store.identity import store_id
-from storage.store.objects import ObjectStore
+from storage.store.objects import ObjectStore, store_id
 
 PREFIX = "/reports/"
 PROOF_LETTERS = 32

@@ -23,8 +23,7 @@ from engine.http.errors import EXPECTED_ERRORS, INTERNAL, RETRY_AFTER_SECONDS, E
 from engine.http.metrics import Metrics
 from engine.http.uploads import EngineWithUploads
 from engine.validation_messages import describe_errors
-from storage.store.identity import store_id
-from storage.store.objects import ObjectStore
+from storage.store.objects import ObjectStore, store_id
 
 logger = logging.getLogger("ostinato.engine.http")
 

@@ -56,10 +56,8 @@ from storage.failpoints import failpoint
 from storage.registry.models import find_model, publish_model
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance
-from storage.store.identity import store_id
-from storage.store.objects import open_store
-from storage.store.recent_tables import check_stored
-from storage.store.tables import read_step_table
+from storage.store.objects import open_store, store_id
+from storage.store.tables import check_stored, read_step_table
 from storage.worklog import log_work
 
 R = TypeVar("R")

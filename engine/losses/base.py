@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, model_validator
 
-from storage.number_types import Divisor
-from storage.serialization import Frozen
+from storage.serialization import Divisor, Frozen
 
 if TYPE_CHECKING:
     from torch import Tensor

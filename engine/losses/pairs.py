@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from engine.losses.base import BaseLossSpec, PairLoss
-from storage.number_types import Coefficient, Divisor
+from storage.serialization import Coefficient, Divisor
 
 if TYPE_CHECKING:
     from engine.losses.inputs import LossInputs

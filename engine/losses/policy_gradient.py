@@ -20,7 +20,7 @@ from pydantic import Field, ModelWrapValidatorHandler, model_validator
 from engine import import_paths
 from engine.losses.base import LossNorm, NormalisedLossSpec, TermsNorm, TokenLoss
 from engine.losses.kl import KL_ESTIMATORS, KLEstimator
-from storage.number_types import MAX_COEFFICIENT, Coefficient, Positive
+from storage.serialization import MAX_COEFFICIENT, Coefficient, Positive
 
 if TYPE_CHECKING:
     from torch import Tensor

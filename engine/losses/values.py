@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from engine.losses.base import NormalisedLossSpec, TokenLoss
-from storage.number_types import Positive
+from storage.serialization import Positive
 
 if TYPE_CHECKING:
     from torch import Tensor

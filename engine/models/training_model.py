@@ -23,7 +23,7 @@ from engine.text.stored_models import renderer_of
 from engine.workspace import Workspace
 from storage.chain.checkpoint_names import resolve_restart_point
 from storage.chain.records import Chain, CommitRecord, OptimizerSpec, PolicyRef, Root, StepRequest, base_model_of
-from storage.chain.stages import claim_stage, stage_owner
+from storage.chain.run_record import claim_stage, stage_owner
 from storage.registry.models import available_name, registered_key
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef

@@ -13,8 +13,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from engine.errors import BadSpec
 from engine.validation_messages import describe_errors
-from storage.number_types import Positive
-from storage.serialization import Frozen
+from storage.serialization import Frozen, Positive
 
 ALL_LINEAR: Final = "all-linear"
 MAX_RANK = 1 << 16

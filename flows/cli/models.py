@@ -38,8 +38,8 @@ from storage.registry.decisions import (
     previous_champion,
     resolve_model,
 )
+from storage.registry.hub import push_model
 from storage.registry.models import list_models, list_versions, resolve_alias
-from storage.registry.push import push_model
 from storage.serialization import digest
 from storage.store import keys
 from storage.store.artifacts import Provenance, find_artifact, read_manifest

@@ -25,11 +25,9 @@ from flows.runs.recorded_config import read_config
 from storage.chain.checkpoint_names import resolve_checkpoint_name
 from storage.chain.listing import is_auxiliary, list_runs
 from storage.chain.retention import remove_checkpoints
-from storage.inspect.fork_lineage import differing_settings
-from storage.inspect.lineage import ChainSegment, Lineage, StepLineage, lineage_of, step_lineage
+from storage.inspect.lineage import ChainSegment, Lineage, StepLineage, differing_settings, lineage_of, step_lineage
 from storage.inspect.prompt_lineage import PromptReport, prompt_report
-from storage.inspect.run_details import ChainDetails, RunDetails, describe_run
-from storage.inspect.run_summary import RunSummary, seconds_since, summarize_run
+from storage.inspect.run_details import ChainDetails, RunDetails, RunSummary, describe_run, seconds_since, summarize_run
 from storage.inspect.step_grades import step_grades
 from storage.serialization import flatten
 from storage.store.objects import open_store

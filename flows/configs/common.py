@@ -30,8 +30,7 @@ from flows.configs.validation import EvaluationConfig, Every, ValidationConfig
 from storage.chain.records import OldLogprobs
 from storage.chain.retention import Retention
 from storage.errors import InvalidKey
-from storage.number_types import Coefficient, Positive
-from storage.serialization import Frozen, left_out
+from storage.serialization import Coefficient, Frozen, Positive, left_out
 from storage.store.keys import validate_name, validate_run
 from tasks.batches.truncation import Cut, LengthPlan
 from tasks.datasets.spec import DatasetUse, HeldoutSource, MixtureDataset, TrainingSource

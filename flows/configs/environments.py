@@ -20,8 +20,7 @@ from flows.configs.defaults import default_of
 from flows.configs.gspo import GSPOAlgorithm, check_has_gspo
 from flows.configs.ppo import CreditConfig, PPOAlgorithm, PPORegularisation, ValuedConfig, ValueModelConfig
 from flows.configs.reinforcement import BatchRules, KLPlace, Regularisation, RunRules
-from storage.number_types import Coefficient, Divisor, Positive
-from storage.serialization import Frozen
+from storage.serialization import Coefficient, Divisor, Frozen, Positive
 from tasks.plans import EpisodePlan
 
 

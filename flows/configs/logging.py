@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from storage.serialization import Frozen
-from tasks.loggers.environment import configured_loggers
 from tasks.loggers.services import LoggerName, check_installed
+from tasks.loggers.stage_loggers import configured_loggers
 
 
 class LoggingConfig(Frozen):

@@ -8,8 +8,7 @@ from pydantic import Field, model_validator
 
 from flows.configs.defaults import default_of
 from storage.chain.records import OptimizerSpec
-from storage.number_types import MAX_RATE, Divisor, Rate
-from storage.serialization import Frozen
+from storage.serialization import MAX_RATE, Divisor, Frozen, Rate
 
 ScheduleName = Literal[
     "cosine", "cosine_without_warmup", "linear", "constant", "constant_with_warmup", "wsd", "inverse_sqrt"

@@ -13,8 +13,7 @@ from flows.configs.common import GRPOAlgorithm, GRPOConfig, ModelConfig, Rollout
 from flows.configs.defaults import default_of
 from flows.configs.optimizer import OptimizerConfig, ScheduleName
 from flows.configs.reinforcement import KLPlace, Regularisation
-from storage.number_types import MAX_RATE, Coefficient, Divisor, Positive, Rate
-from storage.serialization import Frozen
+from storage.serialization import MAX_RATE, Coefficient, Divisor, Frozen, Positive, Rate
 from tasks.plans import Returns, ValuePlan
 
 

@@ -12,10 +12,8 @@ from engine.losses.policy_gradient import POLICY_LOSSES, GRPOSpec, PolicyLoss, S
 from engine.protocol import SamplingParams
 from flows.configs.defaults import default_of
 from storage.chain.records import OldLogprobs, StepOldLogprobs
-from storage.number_types import Coefficient, Divisor, Positive
-from storage.serialization import Frozen
-from tasks.credit.kl_controllers import AdaptiveKL
-from tasks.credit.rewards import Overlong
+from storage.serialization import Coefficient, Divisor, Frozen, Positive
+from tasks.batches.advantages import AdaptiveKL, Overlong
 from tasks.plans import BatchPlan
 
 if TYPE_CHECKING:

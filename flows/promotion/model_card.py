@@ -14,8 +14,7 @@ import yaml
 from storage.chain.records import Chain
 from storage.chain.run_record import read_run
 from storage.errors import ObjectNotFound
-from storage.inspect.fork_lineage import differing_settings
-from storage.inspect.lineage import ChainSegment, Lineage, lineage_of, training_datasets
+from storage.inspect.lineage import ChainSegment, Lineage, differing_settings, lineage_of, training_datasets
 from storage.registry.decisions import Decision
 from storage.serialization import canonical_json
 from storage.store import keys

@@ -43,8 +43,7 @@ from storage.registry.models import registered_key
 from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance
-from storage.store.identity import find_store_id
-from storage.store.objects import read_json
+from storage.store.objects import find_store_id, read_json
 from storage.worklog import log_work
 from tasks.datasets.load import LoadedDataset, load_dataset
 from tasks.datasets.load_order import load_order

@@ -25,7 +25,7 @@ from storage.chain.checkpoint_names import name_step, share_name
 from storage.chain.records import PolicyRef
 from storage.chain.retention import Retention
 from storage.errors import StorageError
-from tasks.checkpoint import begin_checkpoint, save_checkpoint
+from tasks.train import begin_checkpoint, save_checkpoint
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from flows.training.idle_steps import has_learnt
 from storage.chain.records import PolicyRef
 from storage.registry.models import registered_key
 from storage.store.artifacts import ArtifactRef
-from tasks.publish import publish_model
 from tasks.report import write_report
+from tasks.train import publish_model
 
 
 async def publish_and_report(

@@ -29,10 +29,9 @@ from flows.loggers import StageNotifier
 from flows.training.checkpointing import CheckpointSchedule
 from flows.training.schedules import Schedule
 from storage.chain.records import OldLogprobs
-from storage.number_types import Coefficient, Divisor, Positive
-from storage.serialization import Frozen
+from storage.serialization import Coefficient, Divisor, Frozen, Positive
+from tasks.batches.advantages import ESTIMATORS
 from tasks.batches.truncation import Cut
-from tasks.credit.advantages import ESTIMATORS
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec, in_process_spec
 from tasks.plans import AdvantageEstimator, EpisodePlan, Returns, Truncation

@@ -35,8 +35,7 @@ from flows.training.training_steps import TrainingSteps
 from storage.chain.records import MinibatchPlan, PolicyRef, StepRequest
 from storage.inspect.step_grades import hint_about_missing_grades
 from storage.store.artifacts import ArtifactRef
-from tasks.credit.kl_controllers import AdaptiveKL, FixedKL
-from tasks.credit.rewards import Overlong, RewardKL
+from tasks.batches.advantages import AdaptiveKL, FixedKL, Overlong, RewardKL
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import RunOrder, load_order
 from tasks.datasets.spec import InlineDataset
@@ -44,7 +43,7 @@ from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
 from tasks.load import load_prompts
 from tasks.plans import BatchPlan, Grading
-from tasks.sampling.long_prompts import rows_that_fit
+from tasks.sampling.shards import rows_that_fit
 
 COUNTS = ("samples_per_batch", "samples_per_mini_batch", "completions_per_sample", "mini_epochs_per_batch", "epochs")
 """Options that are whole numbers."""

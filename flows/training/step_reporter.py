@@ -27,9 +27,8 @@ from storage.worklog import log_work
 from tasks.datasets.load import LoadedPart
 from tasks.datasets.order import DataCursor
 from tasks.evaluation.validation_curve import Validation, describe_size, read_validations, validation_of
-from tasks.loggers.base import LoggedRun, SentLog
+from tasks.loggers.base import LoggedRun, SentLog, Table
 from tasks.loggers.stage_loggers import Loggers
-from tasks.loggers.tables import Table
 from tasks.reports.clock import StepClock
 from tasks.reports.step_metrics import measure_step, write_metrics
 from tasks.reports.table_cells import table_cells

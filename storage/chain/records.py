@@ -20,8 +20,7 @@ from uuid import uuid4
 from pydantic import Field, FiniteFloat, JsonValue, ValidationError
 
 from storage.errors import CorruptArtifact, ObjectNotFound
-from storage.number_types import MAX_EPOCHS, Count, Divisor, Int64, Rate, Temperature
-from storage.serialization import Frozen, canonical_json, digest
+from storage.serialization import MAX_EPOCHS, Count, Divisor, Frozen, Int64, Rate, Temperature, canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore

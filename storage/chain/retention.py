@@ -12,20 +12,85 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, NamedTuple, Self
 
 from storage.chain.checkpoint_names import is_share_name, name_step, stored_names
-from storage.chain.checkpoint_uses import reasons_to_keep
+from storage.chain.fork import read_fork
+from storage.chain.leases import is_held
 from storage.chain.listing import stored_checkpoint_steps
 from storage.chain.rebase import is_in_effect, rebase_at, rebases_in_effect
 from storage.chain.records import Chain, PolicyRef
+from storage.chain.run_record import find_run
 from storage.errors import CheckpointInUse, ObjectNotFound, PermanentStorageError
 from storage.failpoints import failpoint
+from storage.registry.decisions import champion_of
+from storage.registry.models import list_models
 from storage.serialization import Frozen, canonical_json
 from storage.store import keys
 from storage.store.artifacts import Manifest, read_manifest
 from storage.store.objects import ObjectStore
+
+
+def reasons_to_keep(store: ObjectStore, policies: Collection[PolicyRef]) -> dict[PolicyRef, list[str]]:
+    """Returns sentences that say what refers to the checkpoint of each policy. Policies without references are left
+    out.
+
+    Slow in a large store: it reads the list of all runs and models. Raises CorruptArtifact.
+    """
+    uses: dict[PolicyRef, list[str]] = {}
+    if not policies:
+        return uses
+    all_uses = [
+        *_rebase_uses(store, policies),
+        *_run_uses(store),
+        *_champion_uses(store, policies),
+    ]
+    for policy, use in all_uses:
+        if policy in policies:
+            uses.setdefault(policy, []).append(use)
+    return uses
+
+
+def _rebase_uses(store: ObjectStore, policies: Collection[PolicyRef]) -> Iterator[tuple[PolicyRef, str]]:
+    chains = {(policy.run, policy.stage, policy.model): Chain.of(store, policy) for policy in policies}
+    for chain in chains.values():
+        for rebase in rebases_in_effect(chain):
+            yield rebase.policy, f"run {chain.run!r} was rebased there and continues from it"
+
+
+def _run_uses(store: ObjectStore) -> Iterator[tuple[PolicyRef, str]]:
+    """Yields the policies at which runs were forked, and those at which stages of runs in progress began."""
+    for info in store.list(keys.runs_prefix()):
+        run, chain_key = keys.run_of(info.key), keys.chain_of(info.key)
+        if run is not None and info.key == keys.fork_json(run):
+            fork = read_fork(store, run)
+            shared_policies = fork.shared if fork else ()
+            for policy in shared_policies:
+                yield policy, f"run {run!r} was forked there"
+        elif chain_key is not None and info.key == keys.chain_root(*chain_key):
+            root = Chain(store, *chain_key).root()
+            run, stage, _ = chain_key
+            if root is not None and root.start is not None and _is_in_progress(store, run):
+                yield root.start, f"stage {stage} of run {run!r} began there, and the run is not finished"
+
+
+def _is_in_progress(store: ObjectStore, run: str) -> bool:
+    """Whether the run's lease is held and it has no result. A killed process keeps its lease, so its run counts."""
+    return is_held(store, run) and not store.exists(keys.result_json(run))
+
+
+def _champion_uses(store: ObjectStore, policies: Collection[PolicyRef]) -> Iterator[tuple[PolicyRef, str]]:
+    # the parents in a model's manifest are URIs
+    by_uri = {policy.uri: policy for policy in policies}
+    for name in list_models(store):
+        champion = champion_of(store, name)
+        if champion is not None:
+            manifest = read_manifest(store, keys.model_version(name, champion.version))
+            for uri in by_uri.keys() & set(manifest.parents):
+                yield by_uri[uri], f"{name}@{champion.version}, the champion of {name}, was made from it"
+
 
 log = logging.getLogger(__name__)
 
@@ -216,3 +281,56 @@ def _rank_by_metric(
             values[step] = value
     sign = -1 if best == "max" else 1
     return sorted(values, key=lambda step: (sign * values[step], step))
+
+
+class Surplus(NamedTuple):
+    """A checkpoint that a finished run does not need."""
+
+    policy: PolicyRef
+    """A policy of the checkpoint's chain."""
+    removal: Removal
+
+
+def surplus_checkpoints(store: ObjectStore, listed_keys: Iterable[str]) -> dict[str, Surplus]:
+    """Returns the checkpoints that the finished runs of the store do not need, by their logical keys.
+
+    Args:
+        listed_keys: The keys of all objects. A run is finished if it has a result.
+
+    The rules are those of the run's config (`checkpoints.keep_*`). Of a run without a config, such as a recipe, only
+    checkpoints of shares of the run are returned. What cannot be read is kept, with a warning.
+    """
+    # the chains of finished runs with more than one checkpoint: the last one always stays
+    finished_runs: set[str] = set()
+    checkpoints: Counter[tuple[str, str, str]] = Counter()
+    for key in listed_keys:
+        run = keys.run_of(key)
+        if run is not None and key == keys.result_json(run):
+            finished_runs.add(run)
+        elif keys.checkpoint_step(key) is not None:
+            checkpoints[keys.checkpoint_chain(key.rpartition("/")[0])] += 1
+
+    surplus = {}
+    for name, count in sorted(checkpoints.items()):
+        chain = Chain(store, *name)
+        if count < 2 or chain.run not in finished_runs:
+            continue
+        try:
+            policy = chain.policy(0)
+            removals = _removals(store, policy)
+        except (PermanentStorageError, ValueError) as error:
+            log.warning("the checkpoints of %s/%s/%s stay: %s", *name, error)
+            continue
+        for removal in removals:
+            surplus[removal.manifest.key] = Surplus(policy, removal)
+    return surplus
+
+
+def _removals(store: ObjectStore, policy: PolicyRef) -> list[Removal]:
+    info = find_run(store, policy.run)
+    recorded = info.other.get("checkpoints") if info else None
+    if not isinstance(recorded, dict):
+        removals = plan_pruning(store, policy, Retention().of_finished())
+        return [removal for removal in removals if removal.kept_name is not None]
+    rules = Retention.model_validate({name: recorded[name] for name in Retention.model_fields if name in recorded})
+    return plan_pruning(store, policy, rules.of_finished())

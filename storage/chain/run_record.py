@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 from pydantic import JsonValue, ValidationError
 
 from storage.chain.leases import check_not_deleted
+from storage.chain.records import PolicyRef
 from storage.errors import CorruptArtifact, ObjectNotFound, SemanticMismatch
 from storage.serialization import Frozen, canonical_json
 from storage.store import keys
-from storage.store.identity import store_id
-from storage.store.objects import ObjectStore
+from storage.store.objects import ObjectStore, read_json, store_id
 
 PACKAGES = (
     "ostinato", "prefect", "torch", "transformers", "vllm", "deepspeed", "numpy", "pyarrow", "safetensors",
@@ -160,3 +160,29 @@ def _differences(old: JsonValue, new: JsonValue, path: str = "") -> Iterator[tup
     # True == 1 in Python, but not in a configuration
     elif old != new or isinstance(old, bool) != isinstance(new, bool):
         yield path, json.dumps(old), json.dumps(new)
+
+
+class StageInfo(Frozen):
+    """The content of stage.json, written by the first model that begins the stage."""
+
+    start: PolicyRef
+    reference: PolicyRef
+    optimizer: Literal["reset"] = "reset"
+
+
+def claim_stage(store: ObjectStore, start: PolicyRef) -> None:
+    """Records `start` as the start of its stage, unless the stage has begun already."""
+    info = StageInfo(start=start, reference=start)
+    store.put_if_absent(keys.stage_json(start.run, start.stage), canonical_json(info))
+
+
+def stage_owner(store: ObjectStore, run: str, stage: str) -> str | None:
+    """Returns the name of the model that began the stage, or None if it has not begun. Raises CorruptArtifact."""
+    key = keys.stage_json(run, stage)
+    body = read_json(store, key)
+    if body is None:
+        return None
+    try:
+        return StageInfo.model_validate(body).start.model
+    except ValidationError as error:
+        raise CorruptArtifact(f"{key} does not say what the stage starts from: {error}") from error

@@ -1,5 +1,5 @@
 """Garbage collection: deletes data that no manifest names, what killed writers left, and checkpoints that finished runs
-do not need (storage.chain.finished).
+do not need (storage.chain.retention).
 
 A writer commits no attempt that is older than 12 hours (storage.store.artifacts). So data that is older than 24 hours,
 and that no manifest names, can never be committed. Ages are measured by the store's own clock. Objects that a manifest
@@ -20,10 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Literal, NamedTuple, TypeVar
 
-from storage.chain.finished import Surplus, surplus_checkpoints
 from storage.chain.rebase import rebase_at
 from storage.chain.records import Chain
-from storage.chain.retention import remove
+from storage.chain.retention import Surplus, remove, surplus_checkpoints
 from storage.errors import CorruptArtifact, ObjectNotFound, PermanentStorageError
 from storage.serialization import Frozen
 from storage.store import key_patterns, keys

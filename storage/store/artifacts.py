@@ -26,7 +26,7 @@ from storage.errors import (
 )
 from storage.failpoints import FAILPOINTS, failpoint
 from storage.serialization import Frozen, canonical_json, digest, digest_file
-from storage.store import key_syntax, keys
+from storage.store import keys
 from storage.store.objects import ObjectStore
 
 MANIFEST_VERSION = 1
@@ -72,7 +72,7 @@ class FileEntry(Frozen):
     @classmethod
     def _check_segments(cls, value: str) -> str:
         try:
-            return key_syntax.validate_key(value)
+            return keys.validate_key(value)
         except InvalidKey as error:
             raise ValueError(str(error)) from error
 
@@ -291,7 +291,7 @@ def file_entries(files: Mapping[str, Path], key_of: Callable[[str], str]) -> lis
             raise InvalidKey(
                 f"a file of an artifact cannot be called {name!r}, which is the name of the manifest; leave it out"
             )
-        key = key_syntax.validate_key(key_of(key_syntax.validate_key(name)))
+        key = keys.validate_key(key_of(keys.validate_key(name)))
         sha256, size = digest_file(path)
         entries.append(FileEntry(name=name, key=key, sha256=sha256, bytes=size))
     return entries
@@ -316,7 +316,7 @@ def upload_files(store: ObjectStore, draft: Manifest, files: Mapping[str, Path],
 def _draft(key: str, entries: Sequence[FileEntry], attempt: Attempt, **fields: Any) -> Manifest:
     parents = tuple(map(_uri, fields.pop("parents")))
     return Manifest(
-        key=key_syntax.validate_key(key),
+        key=keys.validate_key(key),
         files=tuple(entries),
         sha256=digest_of(entries),
         bytes=sum(entry.bytes for entry in entries),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,11 +14,12 @@ from uuid import uuid4
 
 from storage.errors import CorruptArtifact, ObjectNotFound, StorageFull, TransientStorageError, UnsupportedFilesystem
 from storage.secrets import refuse_secrets
-from storage.store.backends.local import LocalBackend
+from storage.serialization import canonical_json
+from storage.store import keys
+from storage.store.backends.local import LocalBackend, read_store_id
 from storage.store.backends.memory import MemoryBackend
 from storage.store.backends.protocol import HIDDEN_PREFIX, Backend, Leftover, ObjectInfo, PutResult
-from storage.store.key_syntax import validate_key, validate_prefix
-from storage.store.keys import parse_number, validate_name
+from storage.store.keys import parse_number, validate_key, validate_name, validate_prefix
 from storage.store.retry import RetryPolicy, with_retries
 
 __all__ = ["Leftover", "ObjectInfo", "ObjectStore", "PutResult", "list_numbers", "open_store", "read_json"]
@@ -235,3 +237,23 @@ def read_json(store: ObjectStore, key: str) -> dict[str, Any] | None:
     if not isinstance(body, dict):
         raise CorruptArtifact(f"{key} is not a JSON object")
     return body
+
+
+log = logging.getLogger(__name__)
+
+
+def store_id(store: ObjectStore) -> str:
+    """Returns the id of the store. A store without an id gets a new one."""
+    # of two processes that begin a store at once, one decides its id
+    put = store.put_if_absent(keys.store_json(), canonical_json({"schema_version": 1, "id": uuid4().hex}))
+    if put.won:
+        log.info("a new store was begun at %s", store.url)
+    return read_store_id(put.data, store.address(keys.store_json()))
+
+
+def find_store_id(store: ObjectStore) -> str | None:
+    """Returns the id of the store, or None if it has none yet."""
+    try:
+        return read_store_id(store.get(keys.store_json()), store.address(keys.store_json()))
+    except ObjectNotFound:
+        return None

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage.store.tables import table_schema
-from tasks.credit.advantages import ESTIMATORS, Rewards
+from tasks.batches.advantages import ESTIMATORS, Rewards
 
 
 class Grades:

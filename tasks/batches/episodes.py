@@ -20,10 +20,10 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import SCHEMAS, TableWriter
+from tasks.batches.advantages import ESTIMATORS
 from tasks.batches.columns import LogprobGap
 from tasks.batches.rl import CHUNK_TOKENS, score_shards
 from tasks.committed import commit_once
-from tasks.credit.advantages import ESTIMATORS
 from tasks.plans import BatchPlan
 from tasks.reports.clock import timed
 from tasks.sampling.shards import read_tables

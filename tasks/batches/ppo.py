@@ -16,11 +16,10 @@ from storage.chain.records import PolicyRef
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.tables import TableWriter
+from tasks.batches.advantages import advantages_and_returns, whiten
 from tasks.batches.columns import Grades, LogprobGap, trained_lengths, with_token_column
 from tasks.batches.rl import apply_rules, check_batch_rows, kl_per_token, score_shards, sequences_of, trained_chunks
 from tasks.committed import commit_once
-from tasks.credit.gae import advantages_and_returns
-from tasks.credit.rewards import whiten
 from tasks.plans import BatchPlan, ValuePlan
 from tasks.reports.clock import timed
 from tasks.sampling.shards import read_tables

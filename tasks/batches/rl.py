@@ -27,6 +27,13 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import SCHEMAS, TableWriter, commit_table, read_rows, table_schema
+from tasks.batches.advantages import (
+    KL_OF_GAP,
+    RewardKL,
+    reinforce_plus_plus,
+    subtract_group_mean,
+    whiten,
+)
 from tasks.batches.columns import (
     Grades,
     LogprobGap,
@@ -38,13 +45,6 @@ from tasks.batches.columns import (
 )
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, cut
 from tasks.committed import commit_once
-from tasks.credit.rewards import (
-    KL_OF_GAP,
-    RewardKL,
-    reinforce_plus_plus,
-    subtract_group_mean,
-    whiten,
-)
 from tasks.datasets.naming import row_name
 from tasks.plans import BatchPlan
 from tasks.reports.clock import timed

@@ -15,7 +15,7 @@ from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.images import embed_image
 from engine.text.threads import StringThread
 from storage.serialization import canonical_json
-from tasks.credit.advantages import LARGEST_REWARD, REWARD_RANGE
+from tasks.batches.advantages import LARGEST_REWARD, REWARD_RANGE
 from tasks.datasets.errors import BadRow
 from tasks.datasets.layouts import CONVERSATIONS, SHAREGPT_ROLES, rating_of_label, tools_text, usual_message
 

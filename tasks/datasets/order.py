@@ -19,7 +19,7 @@ class DataCursor(Frozen):
     """The position of a run: `index` rows of epoch `epoch` (from 0) are read. Always `index < rows`.
 
     Where rows are left out, it has `rows`, the rows of an epoch. The cursor of a mixture has further numbers: see
-    tasks.datasets.mixture_order.
+    tasks.datasets.load_order.
     """
 
     model_config = ConfigDict(extra="allow")

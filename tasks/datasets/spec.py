@@ -4,7 +4,7 @@ A new kind of source is its module, and its place in `_Rows` or `_Any` here.
 
 The table of a mixture holds its parts, each loaded as a dataset of its own, one after the other. A row has another id
 than an equal row of an earlier part, so that the two get different random numbers. The order in which a run reads the
-table is the job of `tasks.datasets.mixture_order`.
+table is the job of `tasks.datasets.load_order`.
 """
 
 from __future__ import annotations

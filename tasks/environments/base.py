@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import JsonValue
 
 from engine.text.threads import StringThread
-from tasks.credit.advantages import LARGEST_REWARD, REWARD_RANGE
+from tasks.batches.advantages import LARGEST_REWARD, REWARD_RANGE
 from tasks.graders.base import Grade, as_number
 
 Grades = float | Grade | Sequence[float | Grade]

@@ -11,8 +11,8 @@ from pydantic import JsonValue
 
 from engine.text.threads import StringThread
 from tasks.environments.base import Environment, EnvironmentFactory, Grades, Limit, Reaction
-from tasks.graders.extraction import AnswerFrom
 from tasks.graders.gym import ReasoningGymGrader
+from tasks.graders.rules import AnswerFrom
 
 
 class ReasoningGymEnvironment(Environment):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from engine.text.threads import StringThread
 from tasks.environments.base import Environment, EnvironmentFactory, EnvironmentFailed, Limit, turn_grade
 from tasks.graders.base import IgnoreGradeException
-from tasks.graders.running.futures import retrieve_exception
+from tasks.graders.running.grade_threads import retrieve_exception
 
 logger = logging.getLogger("ostinato.environments")
 

@@ -7,7 +7,7 @@ from typing import Any
 from engine.text.threads import StringThread
 from tasks.datasets.gym import create_procedural
 from tasks.graders.base import BaseGrader, Grade, GraderError, as_number, in_thread
-from tasks.graders.extraction import AnswerFrom, extract_answer
+from tasks.graders.rules import AnswerFrom, extract_answer
 
 RAISES_ON_UNPARSEABLE = frozenset({"prime_factorization"})
 """Verifiers that raise ValueError if the answer does not have the expected form. For these it means a wrong answer. Any

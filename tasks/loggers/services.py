@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any, Literal
 
-from tasks.loggers.base import LoggedRun, imported
-from tasks.loggers.tables import Table
+from tasks.loggers.base import LoggedRun, Table, imported
 
 LoggerName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 RUN_TAG = "ostinato.run"

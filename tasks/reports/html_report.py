@@ -1,6 +1,6 @@
 """Renders the report of a run as one HTML file without scripts or external references, so that it opens offline.
 
-`tasks.reports.report_data` collects the data from the store; `report.html.j2` is the template.
+`tasks.report` collects the data from the store; `report.html.j2` is the template.
 """
 
 import json

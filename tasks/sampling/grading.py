@@ -13,9 +13,8 @@ from storage.store.tables import commit_table, read_step_table, table_schema
 from storage.worklog import log_work
 from tasks.committed import commit_once
 from tasks.evaluation.validation_curve import sums_by_source
-from tasks.graders.running.crash_notes import note_grading
 from tasks.graders.running.grade_threads import GradeOutcome, grade_threads
-from tasks.graders.running.shared_graders import shared_grader
+from tasks.graders.running.shared_graders import note_grading, shared_grader
 from tasks.plans import Grading, TooManyMasked
 from tasks.reports.clock import timed
 from tasks.sampling.completions import answered_threads

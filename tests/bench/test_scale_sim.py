@@ -12,7 +12,7 @@ from bench.scale_sim_engine import EngineModel
 from bench.scale_sim_store import Clock, Meter, S3Model, SimulatedS3, VirtualRetry
 from storage.errors import StorageUnavailable
 from storage.store.objects import ObjectStore
-from storage.store.recent_tables import RecentTables
+from storage.store.tables import RecentTables
 
 ENGINE = EngineModel(new_tokens=4, nominal_tokens=4)
 

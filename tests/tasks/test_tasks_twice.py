@@ -15,15 +15,12 @@ from storage.chain.records import Chain
 from storage.chain.run_record import create_or_check_run
 from storage.errors import StorageUnavailable
 from storage.store import keys
-from tasks.checkpoint import save_checkpoint
 from tasks.evaluation.completions import evaluate_policy
 from tasks.load import load_prompts
-from tasks.publish import publish_model
 from tasks.report import write_report
-from tasks.retries import DURABLE
 from tasks.sampling.completions import generate_rollouts
-from tasks.task_runs import durable_task
-from tasks.train import take_gradient_step
+from tasks.task_runs import DURABLE, durable_task
+from tasks.train import publish_model, save_checkpoint, take_gradient_step
 from tests.fixtures.runs.batch_workspace import STAGE
 from tests.fixtures.runs.task_calls import SAMPLING, TaskCalls, three_times
 from tests.fixtures.worklog import events

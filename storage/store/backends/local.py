@@ -7,6 +7,7 @@ An object is written to a hidden file in the same folder and synced. One system 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -16,11 +17,128 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 from uuid import uuid4
 
-from storage.errors import InvalidKey, ObjectNotFound, StorageUnavailable, UnsupportedFilesystem
-from storage.store.backends.local_errors import storage_error_of
-from storage.store.backends.local_folder import StoreFolder
+from storage.errors import (
+    AccessDenied,
+    CorruptArtifact,
+    InvalidKey,
+    ObjectNotFound,
+    OtherStore,
+    PermanentStorageError,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+    StoreGone,
+    UnsupportedFilesystem,
+)
 from storage.store.backends.protocol import HIDDEN_PREFIX, Leftover, ObjectInfo, PutResult
-from storage.store.key_syntax import is_key
+from storage.store.keys import is_key, store_json
+
+
+class StoreFolder:
+    """The folder of a store, and what earlier checks of this process found there.
+
+    It detects that the folder is gone or holds another store, because a disk was unmounted or a folder was moved: a
+    process expects the store that it saw first. `store.json` holds the id of a store. Of a store without an id, only
+    the existence of the folder is checked.
+    """
+
+    def __init__(self, root: Path, url: str) -> None:
+        self._root, self._url = root, url
+        self._file = root / store_json()
+        self._folder_existed = False
+        """Whether an earlier check found the folder."""
+        self._id: str | None = None
+        """The id that an earlier check read from store.json; None if there was no such file yet."""
+        self._file_signature: tuple[int, ...] | None = None
+        """Device, inode, time and size of store.json when its id was read. It is read again when one changes."""
+
+    def check(self) -> None:
+        """Compares the folder with what earlier checks found. This costs one `stat` if nothing changed.
+
+        Raises:
+            StoreGone: the folder or its store.json was there and is gone.
+            OtherStore: store.json has another id than before.
+            CorruptArtifact: store.json has no id.
+        """
+        # read first: another thread may create store.json after this one looked for it
+        known_id, folder_existed = self._id, self._folder_existed
+        # unchanged since the last check: the id need not be read again
+        try:
+            stat = os.stat(self._file)
+            signature = (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            if signature == self._file_signature:
+                return
+            store_id = read_store_id(self._file.read_bytes(), str(self._file))
+        except (FileNotFoundError, NotADirectoryError):
+            self._check_absence(known_id, folder_existed=folder_existed)
+            return
+        except OSError as error:
+            raise storage_error_of(error, store_json(), self._url) from error
+        # changed: compare the id with the one that was read first
+        if self._id not in (None, store_id):
+            raise OtherStore(
+                f"{self._url} holds another store than before: {self._file} had the id {self._id}, now it has "
+                f"{store_id}; mount the disk or move back the folder of the first one"
+            )
+        self._folder_existed, self._id, self._file_signature = True, store_id, signature
+
+    def _check_absence(self, known_id: str | None, *, folder_existed: bool) -> None:
+        """Handles a folder without store.json: either the store has no id yet, or it is gone.
+
+        `known_id` and `folder_existed` are what was known before the file was looked for. Raises StoreGone if an
+        earlier check found store.json, or found the folder and now it is not there."""
+        exists = self._root.is_dir()
+        if known_id is not None:
+            state = "the folder has no such file" if exists else "there is no such folder"
+            expected = f"expected {self._file} with the id {known_id}, but {state}"
+        elif folder_existed and not exists:
+            expected = f"expected the folder {self._root}, but there is none"
+        else:
+            self._folder_existed |= exists
+            return
+        raise StoreGone(
+            f"the store at {self._url} was there and is gone: {expected}; mount its disk or move the folder back. "
+            "No new store was begun in its place"
+        )
+
+
+def read_store_id(data: bytes, where: str) -> str:
+    """Returns the id in the bytes of a store.json. Raises CorruptArtifact, which names `where` they are from."""
+    try:
+        return str(json.loads(data)["id"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptArtifact(
+            f"{where} does not say which store this is ({error!r}); restore it from a backup"
+        ) from error
+
+
+# the disk or a quota is full
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+# the process has no permission
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+# the same call may succeed later
+_TRANSIENT = {
+    errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE,
+    errno.ENOMEM, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
+    errno.ENOENT,  # a folder was removed under a writer
+}  # fmt: skip
+
+
+def storage_error_of(error: OSError, key: str, url: str) -> StorageError:
+    """Returns the storage error for an `error` about the object `key` of the store at `url`."""
+    if error.errno in _FULL:
+        return StorageFull(f"no space for {key!r} in {url}: {error.strerror}; free some, nothing was written")
+    if error.errno in _DENIED:
+        return AccessDenied(f"{key!r} in {url}: {error}; give this user the permission, or choose another folder")
+    if error.errno == errno.ENAMETOOLONG:
+        return InvalidKey(
+            f"the path of {key!r} in {url} is too long for its file system: {error.strerror}; give shorter names, or "
+            "put the store in a folder with a shorter path"
+        )
+    if error.errno in _TRANSIENT:
+        return StorageUnavailable(f"{key!r} in {url}: {error}")
+    return PermanentStorageError(f"{key!r} in {url}: {error}")
+
 
 MAX_DURABLE_FOLDERS = 1000
 """Number of folders whose synced names are remembered."""

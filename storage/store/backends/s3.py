@@ -21,7 +21,7 @@ from storage.errors import InvalidKey, ObjectNotFound, StorageUnavailable, Unsup
 from storage.store.backends.protocol import HIDDEN_PREFIX, Leftover, ObjectInfo, PutResult
 from storage.store.backends.s3_errors import S3_EXCEPTIONS, client_error_of, http_status, translated_errors
 from storage.store.backends.s3_transfer import ATTEMPT, PART_BYTES, PART_RETRY, Transfer, lowercase_keys
-from storage.store.key_syntax import is_key, validate_prefix
+from storage.store.keys import is_key, validate_prefix
 from storage.store.retry import RetryPolicy, with_retries
 
 READ_AHEAD_BYTES = 1 << 20

@@ -4,6 +4,8 @@ An exception, a timeout, and a value that is NaN or too large for float32 never 
 again and then masked: the completion is left out of its group's statistics and of the loss, and is counted.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 from collections.abc import Sequence
@@ -14,9 +16,15 @@ from engine.text.threads import StringThread
 from engine.waiting import report_waits_to
 from storage.errors import TransientStorageError
 from storage.serialization import Frozen
-from tasks.credit.advantages import LARGEST_REWARD, REWARD_RANGE
+from tasks.batches.advantages import LARGEST_REWARD, REWARD_RANGE
 from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException, as_number
-from tasks.graders.running.futures import retrieve_exception
+
+
+def retrieve_exception(future: asyncio.Future[Any]) -> None:
+    """Read the exception of a finished future, so that asyncio does not print that it was never retrieved."""
+    if not future.cancelled():
+        future.exception()
+
 
 logger = logging.getLogger("ostinato.graders")
 

@@ -18,8 +18,7 @@ from storage.chain.records import Chain, CommitRecord, PolicyRef
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore, open_store
-from storage.store.recent_tables import RecentTables
-from storage.store.tables import TableWriter
+from storage.store.tables import RecentTables, TableWriter
 from tests.engine.torch.test_vision_lm import rows as vision_rows
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, commit_batch, new_policy, request_after, row
 

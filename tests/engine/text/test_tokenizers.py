@@ -148,7 +148,7 @@ def test_all_of_it_works_without_torch(tiny_folder: Path) -> None:
 import sys
 sys.modules["torch"] = None  # as if it were not installed
 from pathlib import Path
-import engine.losses.spec, tasks.credit.advantages, flows.training.schedules
+import engine.losses.spec, tasks.batches.advantages, flows.training.schedules
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread
 from engine.text.tokenizers import load_tokenizer

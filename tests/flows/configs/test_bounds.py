@@ -16,7 +16,7 @@ from flows.configs.overrides import ConfigError, load_config
 from flows.configs.ppo import CreditConfig, ValueModelConfig
 from flows.configs.reinforcement import Regularisation
 from flows.configs.validation import EvaluationConfig
-from tasks.credit.kl_controllers import AdaptiveKL, FixedKL
+from tasks.batches.advantages import AdaptiveKL, FixedKL
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from flows.configs.common import StorageConfig
 from flows.recipe import InputConfig, RecipeContext, recipe_main
 from flows.runs.recipe_context import _release_at_exit
-from storage.inspect.run_summary import summarize_run
+from storage.inspect.run_details import summarize_run
 from storage.store.objects import open_store
 from tests.fixtures.engines import DETERMINISTIC
 

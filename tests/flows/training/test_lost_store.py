@@ -16,8 +16,7 @@ from flows.sft import SFT
 from flows.training.schedules import ConstantScheduler
 from storage.chain.records import Chain, PolicyRef
 from storage.errors import OtherStore
-from storage.store.identity import store_id
-from storage.store.objects import open_store
+from storage.store.objects import open_store, store_id
 from storage.store.retry import RetryPolicy
 from tests.fixtures.engines import DETERMINISTIC
 from tests.fixtures.spawning import own_engines

@@ -29,8 +29,7 @@ from flows.gspo import GSPO
 from flows.training.optimizer import schedule_of
 from flows.training.rollout_loop import policy_loss
 from flows.verl.read import VerlError
-from tasks.credit.advantages import ESTIMATORS
-from tasks.credit.rewards import reinforce_plus_plus
+from tasks.batches.advantages import ESTIMATORS, reinforce_plus_plus
 from tasks.datasets.spec import FileDataset, PythonDataset
 from tasks.datasets.verl import image_rows
 from tests.engine.losses.cases import loss_of, sample

@@ -20,8 +20,7 @@ from storage.chain.run_record import create_or_check_run
 from storage.errors import InvalidKey, ObjectNotFound, RunBeingDeleted, RunInUse
 from storage.inspect.audit import audit_store
 from storage.inspect.disk_usage import measure_usage
-from storage.inspect.run_details import describe_run
-from storage.inspect.run_summary import summarize_run
+from storage.inspect.run_details import describe_run, summarize_run
 from storage.registry.decisions import commit_decision
 from storage.store import keys
 from storage.store.artifacts import Provenance, commit_bytes, find_artifact

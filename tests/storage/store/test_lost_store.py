@@ -14,8 +14,7 @@ from storage.chain.records import Chain
 from storage.errors import CorruptArtifact, ObjectNotFound, OtherStore, StoreGone
 from storage.store import keys
 from storage.store.backends.local import LocalBackend
-from storage.store.identity import find_store_id, store_id
-from storage.store.objects import ObjectStore, open_store
+from storage.store.objects import ObjectStore, find_store_id, open_store, store_id
 from storage.store.retry import RetryPolicy
 
 Verb = Callable[[ObjectStore], object]

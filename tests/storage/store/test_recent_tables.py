@@ -12,8 +12,15 @@ import storage.store.tables
 from storage.errors import SchemaMismatch
 from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.objects import ObjectStore, open_store
-from storage.store.recent_tables import RecentTables
-from storage.store.tables import SCHEMAS, TableWriter, commit_table, read_step_table, read_table, table_schema
+from storage.store.tables import (
+    SCHEMAS,
+    RecentTables,
+    TableWriter,
+    commit_table,
+    read_step_table,
+    read_table,
+    table_schema,
+)
 
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from storage.errors import CorruptArtifact, SchemaMismatch, StorageUnavailable
-from storage.store import row_reader
+from storage.store import tables
 from storage.store.artifacts import Provenance, read_bytes, read_manifest
 from storage.store.objects import ObjectStore, open_store
 from storage.store.tables import ROW_GROUP, SCHEMAS, RowReader, TableWriter, commit_table, read_table, table_schema
@@ -213,7 +213,7 @@ def test_only_the_row_groups_that_are_needed_are_read(store: ObjectStore, monkey
     reader.rows([5, ROW_GROUP * 8 - 1])
     assert read == [0, 7]
     reader.rows(range(0, 20 * ROW_GROUP, ROW_GROUP))
-    assert len(reader._groups) == row_reader.CACHED_GROUPS
+    assert len(reader._groups) == tables.CACHED_GROUPS
 
 
 def test_the_values_of_one_column(store: ObjectStore) -> None:

@@ -25,7 +25,7 @@ from tasks.batches.rl import prepare_batch
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import FileDataset
 from tasks.plans import BatchPlan, TooManyMasked, ValuePlan
-from tasks.sampling.long_prompts import rows_that_fit
+from tasks.sampling.shards import rows_that_fit
 from tasks.task_runs import work_of
 from tests.fixtures.runs.batch_workspace import STAGE, BatchWorkspace
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.credit.advantages import ESTIMATORS, centred, group, group_sample_std, leave_one_out, raw
-from tasks.credit.rewards import BATCH_ESTIMATORS
+from tasks.batches.advantages import BATCH_ESTIMATORS, ESTIMATORS, centred, group, group_sample_std, leave_one_out, raw
 from tasks.plans import AdvantageEstimator
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tasks.credit.gae import advantages_and_returns, discounted
+from tasks.batches.advantages import advantages_and_returns, discounted
 
 
 @pytest.mark.parametrize(

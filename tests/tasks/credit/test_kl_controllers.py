@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from storage.chain.records import CommitRecord, Numerics, OptimizerSpec, PolicyRef, StepRequest
 from storage.store.artifacts import ArtifactRef
-from tasks.credit.kl_controllers import AdaptiveKL, FixedKL
+from tasks.batches.advantages import AdaptiveKL, FixedKL
 
 
 def record(kl: float | None, *, beta: float | None = None) -> CommitRecord:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.losses.kl import KL_ESTIMATORS
-from tasks.credit.rewards import KL_OF_GAP, Overlong, reinforce_plus_plus, subtract_group_mean, whiten
+from tasks.batches.advantages import KL_OF_GAP, Overlong, reinforce_plus_plus, subtract_group_mean, whiten
 
 
 def test_whitening_by_hand() -> None:

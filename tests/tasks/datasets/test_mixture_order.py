@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.datasets.mixture_order import MixtureOrder, whole_weights
+from tasks.datasets.load_order import MixtureOrder, whole_weights
 from tasks.datasets.order import DataCursor, permutation, same_in_each_epoch, shuffled
 
 ROWS = 1000

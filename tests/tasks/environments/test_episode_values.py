@@ -12,8 +12,8 @@ import pytest
 
 from storage.chain.records import PolicyRef
 from storage.store.tables import SCHEMAS
+from tasks.batches.advantages import RewardKL
 from tasks.batches.episode_values import credited_episodes, grades_per_token
-from tasks.credit.rewards import RewardKL
 from tasks.plans import BatchPlan, ValuePlan
 from tasks.sampling.trajectories import Trajectory
 

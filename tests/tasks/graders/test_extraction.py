@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.graders.extraction import extract_answer, last_number
+from tasks.graders.rules import extract_answer, last_number
 
 
 @pytest.mark.parametrize(

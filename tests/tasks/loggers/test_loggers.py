@@ -19,10 +19,9 @@ from storage.store import key_patterns, keys
 from storage.store.artifacts import Provenance, commit_bytes
 from storage.store.objects import ObjectStore, open_store
 from tasks.evaluation.validation_curve import Validation, validation_entry
-from tasks.loggers.base import LoggedRun, LoggerMissing, figures_of
+from tasks.loggers.base import LoggedRun, LoggerMissing, Table, figures_of
 from tasks.loggers.services import SINKS, run_id
 from tasks.loggers.stage_loggers import Loggers
-from tasks.loggers.tables import Table
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.step_metrics import write_metrics
 from tests.fixtures.waiting import wait_until

@@ -23,14 +23,13 @@ from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, single_file_entry
 from storage.store.objects import ObjectStore, open_store
-from storage.store.recent_tables import RecentTables
-from storage.store.tables import SCHEMAS, commit_table, read_rows, read_table
+from storage.store.tables import SCHEMAS, RecentTables, commit_table, read_rows, read_table
+from tasks.batches.advantages import RewardKL
 from tasks.batches.episode_values import prepare_ppo_episode_batch
 from tasks.batches.episodes import prepare_trajectories
 from tasks.batches.ppo import prepare_ppo_batch
 from tasks.batches.rl import prepare_batch
 from tasks.committed import commit_once
-from tasks.credit.rewards import RewardKL
 from tasks.plans import BatchPlan, ValuePlan
 from tasks.reports.step_metrics import measure_step
 from tasks.sampling.shards import AHEAD, read_tables

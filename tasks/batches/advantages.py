@@ -1,0 +1,244 @@
+"""Computes advantages from rewards: within the group of a prompt, over a whole batch, and per token with a value model
+(GAE); and the penalties on rewards, with the KL controllers that choose their coefficient.
+
+Estimators of one group take plain lists without padding. The reward of a masked grade is None: it does not count in the
+statistics, and its advantage is None. They compute in float32, the type of advantages in a batch; those of a whole
+batch compute in float64.
+
+Axes: G completion of one prompt · N completion of a step · T token of all completions, one after the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+from pydantic import Field
+
+from engine.losses.kl import KLEstimator
+from storage.chain.records import CommitRecord
+from storage.serialization import Coefficient, Divisor, Frozen, Positive
+
+Rewards = Sequence[float | None]
+Advantages = list[float | None]
+
+EPSILON = 1e-8
+LARGEST_REWARD = 1e15
+"""Largest absolute value of a reward. float32 ends at 3.4e38, and a standard deviation sums the squares of the rewards
+of a group."""
+REWARD_RANGE = (
+    f"a number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g} (advantages are computed in float32, where squares of "
+    "larger rewards overflow)"
+)
+"""Describes a valid reward in error messages."""
+
+
+def group(rewards_G: Rewards) -> Advantages:
+    """(r - mean) / (population std + 1e-8)   (GRPO, arXiv:2402.03300)."""
+    return _over_valid(rewards_G, lambda valid: (valid - valid.mean()) / (valid.std() + np.float32(EPSILON)))
+
+
+def group_sample_std(rewards_G: Rewards) -> Advantages:
+    """(r - mean) / (sample std + 1e-8): like `group`, but the variance divides by n - 1."""
+    return _over_valid(rewards_G, lambda valid: (valid - valid.mean()) / (valid.std(ddof=1) + np.float32(EPSILON)))
+
+
+def centred(rewards_G: Rewards) -> Advantages:
+    """r - mean   (Dr. GRPO, arXiv:2503.20783)."""
+    return _over_valid(rewards_G, lambda valid: valid - valid.mean())
+
+
+def leave_one_out(rewards_G: Rewards) -> Advantages:
+    """r - mean of the others   (RLOO, arXiv:2402.14740)."""
+    # r - mean of the others = (r - mean) n / (n - 1)
+    return _over_valid(rewards_G, lambda valid: (valid - valid.mean()) * np.float32(len(valid) / (len(valid) - 1)))
+
+
+def raw(rewards_G: Rewards) -> Advantages:
+    """r, without a baseline (REINFORCE). It also credits a completion that is the only one of its prompt."""
+    return _over_valid(rewards_G, lambda valid: valid, compares=False)
+
+
+ESTIMATORS: dict[str, Callable[[Rewards], Advantages]] = {
+    "group": group,
+    "group_sample_std": group_sample_std,
+    "centred": centred,
+    "leave_one_out": leave_one_out,
+    "raw": raw,
+}
+
+
+def _over_valid(
+    rewards_G: Rewards, estimate: Callable[[np.ndarray], np.ndarray], *, compares: bool = True
+) -> Advantages:
+    """Applies the estimator to the valid rewards. The advantage of a masked grade stays None.
+
+    An estimator that compares the rewards of a group gives exactly 0 if there is only one valid reward or all are
+    equal, since such a group has no gradient. Raises ValueError for a reward that is too large or not finite."""
+    with np.errstate(over="ignore"):  # an overflow becomes infinity, which the check below refuses
+        valid = np.array([reward for reward in rewards_G if reward is not None], dtype=np.float32)
+    if not (np.abs(valid) <= LARGEST_REWARD).all():
+        raise ValueError(
+            f"rewards are {list(rewards_G)}; each must be {REWARD_RANGE}; give None for a missing grade"
+        )
+    if compares and (len(valid) < 2 or (valid == valid[0]).all()):
+        advantages = iter([0.0] * len(valid))
+    else:
+        advantages = iter(estimate(valid).astype(np.float32).tolist())
+    return [None if reward is None else next(advantages) for reward in rewards_G]
+
+
+def discounted(rewards_T: np.ndarray, lengths_N: np.ndarray, factor: float) -> np.ndarray:
+    """(T,) float64: G_t = r_t + factor G_{t+1} within each sequence, where G past the end of a sequence is 0."""
+    sums_T = np.array(rewards_T, dtype=np.float64)
+    ends_N = np.cumsum(lengths_N)
+    starts_N = ends_N - lengths_N
+    # Step backwards through all sequences at once: first the last token but one of each, then the one before it.
+    for distance in range(2, int(lengths_N.max(initial=0)) + 1):
+        tokens_N = ends_N - distance
+        tokens_N = tokens_N[tokens_N >= starts_N]
+        sums_T[tokens_N] += factor * sums_T[tokens_N + 1]
+    return sums_T
+
+
+def advantages_and_returns(
+    rewards_T: np.ndarray, values_T: np.ndarray, lengths_N: np.ndarray, *, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(advantages A, discounted sums of the rewards), both (T,) float64.
+
+    A_t = d_t + gamma lam A_{t+1},  d_t = r_t + gamma V_{t+1} - V_t,  where A and V past the end of a sequence are 0.
+    """
+    values_T = np.asarray(values_T, dtype=np.float64)
+    next_T = np.append(values_T[1:], 0.0)
+    next_T[np.cumsum(lengths_N) - 1] = 0.0
+    deltas_T = rewards_T + gamma * next_T - values_T
+    return discounted(deltas_T, lengths_N, gamma * lam), discounted(rewards_T, lengths_N, gamma)
+
+
+class RewardKL(Frozen):
+    """A KL penalty that is subtracted from the reward of each token, instead of added to the loss."""
+
+    beta: float = Field(gt=0)
+    """Coefficient of the penalty."""
+    estimator: KLEstimator = "k1"
+
+
+class Overlong(Frozen):
+    """The soft penalty of answers that are almost as long as the limit (DAPO, arXiv:2503.14476, equation 13)."""
+
+    limit: int = Field(ge=1)
+    """Tokens of the longest answer: sampling.max_new_tokens."""
+    buffer: int = Field(ge=1)
+    """Number of tokens before `limit` over which the penalty grows from 0 to `penalty`."""
+    penalty: float = Field(1.0, gt=0)
+
+    def of(self, lengths_N: np.ndarray) -> np.ndarray:
+        """(N,): the penalty of answers with these numbers of tokens, to be subtracted from their rewards."""
+        excess_N = np.asarray(lengths_N, dtype=np.float64) - (self.limit - self.buffer)
+        return self.penalty * np.clip(excess_N / self.buffer, 0.0, 1.0)
+
+
+def _k3(gap_T: np.ndarray) -> np.ndarray:
+    return np.exp(-gap_T) + gap_T - 1
+
+
+KL_OF_GAP: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "k1": lambda gap_T: gap_T,
+    "abs": np.abs,
+    "k2": lambda gap_T: gap_T**2 / 2,
+    "k3": _k3,
+}
+"""Estimator -> the KL per token as a function of the gap d = logprob - reference logprob. The same formulas as in
+engine.losses.kl, on arrays instead of tensors; a test compares both."""
+
+
+def whiten(values_T: np.ndarray) -> np.ndarray:
+    """(x - mean) / sqrt(population variance + 1e-8); equal values give exactly 0."""
+    if len(values_T) == 0 or (values_T == values_T[0]).all():
+        return np.zeros_like(values_T)
+    return (values_T - values_T.mean()) / np.sqrt(values_T.var() + EPSILON)
+
+
+def reinforce_plus_plus(
+    rewards_N: np.ndarray, penalties_T: np.ndarray, lengths_N: np.ndarray, *, gamma: float = 1.0
+) -> np.ndarray:
+    """(T,): the return of each token, discounted by `gamma` per token and whitened over all tokens of the batch
+    (REINFORCE++, arXiv:2501.03262). The reward of a token is minus its penalty, plus the completion's reward on its
+    last token."""
+    rewards_T = -np.asarray(penalties_T, dtype=np.float64)
+    rewards_T[np.cumsum(lengths_N) - 1] += rewards_N
+    return whiten(discounted(rewards_T, lengths_N, gamma))
+
+
+def subtract_group_mean(rewards_N: np.ndarray, prompts_N: np.ndarray) -> np.ndarray:
+    """(N,): each reward minus the mean reward of its prompt. Whitened over all tokens of the batch, this is the
+    baseline variant of REINFORCE++."""
+    _, group_N = np.unique(prompts_N, return_inverse=True)
+    means = np.bincount(group_N, weights=rewards_N) / np.bincount(group_N)
+    return rewards_N - means[group_N]
+
+
+BATCH_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators that need the whole batch at once, in the memory of the process that prepares it."""
+
+
+KL_STATE = "kl_beta"
+"""Key of a step's coefficient in `StepRequest.controllers_in`."""
+
+
+class KLController(Protocol):
+    """Chooses the coefficient of the KL penalty of each step."""
+
+    def next(self, record: CommitRecord | None, *, samples: int) -> float:
+        """The coefficient of the step after `record`, or of the first step if `record` is None. `samples` is the number
+        of completions per step."""
+        ...
+
+    def state(self, beta: float) -> dict[str, float]:
+        """The value of `controllers_in` in the request of a step with the coefficient `beta`."""
+        ...
+
+
+class FixedKL(Frozen):
+    """The coefficient is always `beta`."""
+
+    kind: Literal["fixed"] = "fixed"
+    beta: Coefficient
+
+    def next(self, record: CommitRecord | None, *, samples: int) -> float:
+        return self.beta
+
+    def state(self, beta: float) -> dict[str, float]:
+        """Empty: the loss of the request already contains the coefficient."""
+        return {}
+
+
+class AdaptiveKL(Frozen):
+    """Raises the coefficient while the KL is above `target` and lowers it below (arXiv:1909.08593, section 2.2):
+    beta' = beta (1 + clip(KL / target - 1, -0.2, 0.2) · min(1, samples / horizon)).
+
+    The bound of samples / horizon is not in the paper, whose batches are smaller than its horizon. Without it, a step
+    with more completions than 5 horizons could make the coefficient negative, which rewards divergence."""
+
+    kind: Literal["adaptive"] = "adaptive"
+    beta: Positive
+    """Coefficient of the first step."""
+    target: Divisor = 0.1
+    """KL per token that the controller aims at, in nats."""
+    horizon: Positive = 10_000
+    """Number of completions over which the coefficient changes by at most a fifth. A step with more completions changes
+    it by at most a fifth, too."""
+
+    def next(self, record: CommitRecord | None, *, samples: int) -> float:
+        if record is None:
+            return self.beta
+        beta = record.request.controllers_in.get(KL_STATE, self.beta)
+        kl = record.metrics.get("kl_mean")
+        if kl is None:  # no sample of the step had a gradient, so no KL was measured
+            return beta
+        error = min(0.2, max(-0.2, kl / self.target - 1))
+        return beta * (1 + error * min(1.0, samples / self.horizon))
+
+    def state(self, beta: float) -> dict[str, float]:
+        return {KL_STATE: beta}

@@ -464,7 +464,7 @@ class RolloutConfig(StageConfig):
         rules: Any
 
     @property
-    def answer_tokens(self) -> int:
+    def longest_rollout(self) -> int:
         """Largest number of tokens that the policy writes in one rollout."""
         return self.sampling.max_new_tokens
 
@@ -501,10 +501,10 @@ class RolloutConfig(StageConfig):
 
     def tokens_per_step(self, rows: int, row_tokens: int) -> int:
         # a prompt is read once for its whole group
-        return self.rows_per_step * row_tokens + self.algorithm.samples_per_batch * self.answer_tokens
+        return self.rows_per_step * row_tokens + self.algorithm.samples_per_batch * self.longest_rollout
 
     def tokens_per_heldout_row(self, row_tokens: int) -> int:
-        return row_tokens + self.evaluation.samples_per_prompt * self.answer_tokens
+        return row_tokens + self.evaluation.samples_per_prompt * self.longest_rollout
 
     def count_steps(self, rows: int) -> int | None:
         if self.algorithm.steps is not None or self.algorithm.epochs is None:

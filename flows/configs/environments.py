@@ -119,7 +119,7 @@ class ENVGRPOConfig(RolloutConfig):
         return BatchRules(max_idle_steps=self.rules.max_idle_steps, max_staleness=self.rules.max_staleness)
 
     @property
-    def answer_tokens(self) -> int:
+    def longest_rollout(self) -> int:
         # every turn may have a completion of the maximum length
         return self.environment.max_turns * self.sampling.max_new_tokens
 

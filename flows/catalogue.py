@@ -32,16 +32,14 @@ from flows.configs.common import (
     StageConfig,
     SupervisedConfig,
     TrainingConfig,
+    training_title,
 )
-from flows.configs.defaults import default_of
 from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig, ENVPPOConfig
-from flows.configs.gspo import GSPOAlgorithm, GSPOConfig
-from flows.configs.ppo import PPOConfig
+from flows.configs.ppo import GSPOAlgorithm, GSPOConfig, PPOConfig
 from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
-from flows.configs.titles import training_title
 from flows.configs.validation import ValidationConfig
 from storage.registry.hub import resolve_commit
-from storage.serialization import MAX_RATE, Coefficient, Divisor, Frozen
+from storage.serialization import MAX_RATE, Coefficient, Divisor, Frozen, default_of
 from storage.store.objects import ObjectStore
 from tasks.batches.truncation import check_uncut
 from tasks.datasets.spec import DatasetUse, HeldoutRowsSource, RowsTrainingSource, TrainingSource

@@ -20,10 +20,9 @@ from engine.text.threads import StringThread
 from flows.catalogue import DPOAlgorithm, DPOConfig
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.training.aliases import accept_aliases
+from flows.training.arguments import accept_aliases
 from flows.training.options import SupervisedOptions
-from flows.training.supervised_flow import train_on_dataset
-from flows.training.supervised_loop import PreferenceLoop
+from flows.training.supervised_loop import PreferenceLoop, train_on_dataset
 from storage.serialization import Divisor
 from tasks.datasets.load import LoadedDataset
 

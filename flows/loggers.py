@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from flows.configs.logging import LoggingConfig
+from flows.configs.validation import LoggingConfig
 from flows.display.live_page import UPDATE_INTERVAL_SECONDS, Page, flow_run_page
 from flows.display.run_log import log_line
 from flows.display.terminal import TerminalProgress

@@ -22,8 +22,7 @@ from flows.catalogue import PreferenceOptimizer, RewardModelAlgorithm, RewardMod
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
 from flows.training.options import SupervisedOptions
-from flows.training.supervised_flow import train_on_dataset
-from flows.training.supervised_loop import SupervisedLoop
+from flows.training.supervised_loop import SupervisedLoop, train_on_dataset
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlineDataset, InlinePairs
 from tasks.load import load_prompts

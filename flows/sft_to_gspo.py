@@ -22,7 +22,7 @@ from flows.sft import SFT
 from flows.training.finish import publish_and_report
 from flows.training.held_out import HeldoutEvaluator
 from flows.training.rollout_flow import rollout_arguments
-from flows.training.supervised_flow import supervised_arguments
+from flows.training.supervised_loop import supervised_arguments
 
 
 @checked_flow(name="sft_to_gspo", flow_run_name=flow_run_title)

@@ -20,8 +20,7 @@ from flows.catalogue import SimPOAlgorithm, SimPOConfig
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
 from flows.training.options import SupervisedOptions
-from flows.training.supervised_flow import train_on_dataset
-from flows.training.supervised_loop import PreferenceLoop
+from flows.training.supervised_loop import PreferenceLoop, train_on_dataset
 from storage.serialization import Coefficient, Divisor
 from tasks.datasets.load import LoadedDataset
 

@@ -24,7 +24,7 @@ from engine.models.folder import local_folder, registered_model
 from engine.models.size import parameter_count
 from engine.specs.adapters import LoraSpec
 from engine.specs.engine import LocalEngineSpec
-from flows.cli.cluster import cluster_document, describe_inventory, query_cluster, shortage
+from flows.cli.backend_checks import cluster_document, describe_inventory, query_cluster, shortage
 from flows.cli.output import (
     AsJson,
     add_rows,
@@ -36,9 +36,8 @@ from flows.cli.output import (
     usage_error,
 )
 from flows.configs.common import GRPOAlgorithm
-from flows.configs.defaults import default_of
-from flows.configs.engine import load_engine
-from flows.configs.overrides import ConfigError
+from flows.configs.overrides import ConfigError, load_engine
+from storage.serialization import default_of
 from storage.store.artifacts import read_manifest
 from storage.store.objects import open_store
 

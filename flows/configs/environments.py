@@ -16,11 +16,17 @@ from flows.configs.common import (
     PromptDataConfig,
     RolloutConfig,
 )
-from flows.configs.defaults import default_of
-from flows.configs.gspo import GSPOAlgorithm, check_has_gspo
-from flows.configs.ppo import CreditConfig, PPOAlgorithm, PPORegularisation, ValuedConfig, ValueModelConfig
+from flows.configs.ppo import (
+    CreditConfig,
+    GSPOAlgorithm,
+    PPOAlgorithm,
+    PPORegularisation,
+    ValuedConfig,
+    ValueModelConfig,
+    check_has_gspo,
+)
 from flows.configs.reinforcement import BatchRules, KLPlace, Regularisation, RunRules
-from storage.serialization import Coefficient, Divisor, Frozen, Positive
+from storage.serialization import Coefficient, Divisor, Frozen, Positive, default_of
 from tasks.plans import EpisodePlan
 
 

@@ -20,18 +20,15 @@ from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
 from engine.specs.trainer import DeepSpeedSpec
 from engine.workspace import Workspace
 from flows.configs.common import FlowConfig, TrainingConfig
-from flows.display.load_progress import LoadLines
-from flows.display.terminal import TerminalProgress
-from flows.ops.attempts import check_attempts
+from flows.display.terminal import LoadLines, TerminalProgress
 from flows.ops.deployment_settings import with_deployment_settings
-from flows.ops.run_keys import current_run_key
-from flows.ops.termination import reraise_termination
+from flows.ops.run_names import current_run_key
+from flows.ops.termination import check_attempts, reraise_termination
 from flows.runs.code_version import code_version
 from flows.runs.durations import measure_store
 from flows.runs.estimate import estimate
 from flows.runs.events import announce_dataset
-from flows.runs.hub_commits import commits_entry, hub_commits
-from flows.runs.input_checks import check_inputs, check_length, check_warmup
+from flows.runs.input_checks import check_inputs, check_length, check_warmup, commits_entry, hub_commits
 from flows.runs.recorded_config import FLOW
 from flows.training.watch import announce_pause
 from storage.chain.fork import check_fork

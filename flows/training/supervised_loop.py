@@ -5,19 +5,25 @@ Each class defines how rows become a batch, and which loss is minimised.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from engine.handles import TrainingModel
+from engine.handles import Model, TrainingModel
 from engine.losses.spec import LossSpec
 from engine.text.threads import StringThread
+from flows.callbacks import Cadence, Callback, ValidationLoss
 from flows.catalogue import PreferenceAlgorithm, PreferenceOptimizer
-from flows.configs.common import SFTAlgorithm
+from flows.configs.common import SFTAlgorithm, SupervisedConfig
 from flows.configs.reinforcement import RunRules
+from flows.display.terminal import TerminalProgress
+from flows.runs.session import RunSession, open_run
 from flows.training.arguments import check_one_length, whole_number
+from flows.training.checkpointing import CheckpointSchedule
+from flows.training.finish import publish_and_report
 from flows.training.options import SupervisedOptions, read_options
 from flows.training.training_loop import TrainingLoop
 from flows.training.training_steps import training_steps
 from storage.chain.records import PolicyRef, StepRequest
+from storage.registry.models import registered_key
 from storage.store.artifacts import ArtifactRef
 from tasks.batches.pairs import prepare_preferences
 from tasks.datasets.load import LoadedDataset
@@ -134,3 +140,42 @@ class PreferenceLoop(SupervisedLoop):
                 "with kind='preference'"
             )
         return self.dataset
+
+
+async def supervised_arguments(
+    config: SupervisedConfig, session: RunSession, logger: TerminalProgress
+) -> dict[str, Any]:
+    """The arguments of a training class on a dataset. Spawns the model."""
+    builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
+    if config.has_scalar_head:
+        builder = builder.into_scoring_model()
+    return {
+        "callbacks": _validation_callbacks(config, session),
+        "dataset": session.data,
+        "model": await builder.spawn_train(config.model.name),
+        "logger": logger,
+        "optimizer": config.optimizer,
+        "algorithm": config.algorithm,
+        "rules": config.rules,
+        "checkpoints": CheckpointSchedule(config.checkpoints),
+        "data_seed": config.seed,
+    }
+
+
+def _validation_callbacks(config: SupervisedConfig, session: RunSession) -> list[Callback]:
+    """The callback for the loss on held-out rows. Empty if the config has no held-out rows."""
+    if config.data.heldout is None:
+        return []
+    heldout = load_prompts(session.workspace, config.data.heldout, config.data.heldout_use)
+    return [ValidationLoss(heldout, Cadence.of(config.validation), config.algorithm.lengths)]
+
+
+async def train_on_dataset(config: SupervisedConfig, kind: type[SupervisedLoop]) -> dict[str, Any]:
+    """The flow of a training class on a dataset: opens the run, trains, publishes and reports. Returns the result of
+    the run."""
+    logger = TerminalProgress()
+    async with open_run(config, logger) as session:
+        if session.result is not None:
+            return session.result
+        policy = await kind(**await supervised_arguments(config, session, logger)).run()
+        return await publish_and_report(session, logger, config.model, policy)

@@ -23,8 +23,7 @@ from engine.losses.spec import LossSpec
 from flows.training.checkpointing import CheckpointWriter, Due
 from flows.training.idle_steps import IdleSteps
 from flows.training.rollout_collection import CollectedRollouts
-from flows.training.step_reporter import StepReporter, kind_of_work
-from flows.training.time_left import TimeLeft
+from flows.training.step_reporter import StepReporter, TimeLeft, kind_of_work
 from flows.training.training_loop import TrainingLoop
 from storage.chain.records import CommitRecord, PolicyRef
 from tasks.datasets.load import LoadedDataset

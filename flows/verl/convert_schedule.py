@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from flows.verl.convert_data import train_files
 from flows.verl.read import Verl
-from flows.verl.train_files import train_files
-from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused
-from flows.verl.workers import strategy_of, workers_of
+from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused, strategy_of, workers_of
 
 NULL = "verl needs a number here; give one, or leave the key out for verl's default"
 

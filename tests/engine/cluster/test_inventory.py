@@ -9,7 +9,7 @@ from engine.cluster.inventory import Reservation, inventory_if_connected, invent
 from engine.cluster.placement import Bundle, Placement
 from engine.specs.cluster import ClusterSpec
 from engine.specs.engine import LocalEngineSpec
-from flows.cli.cluster import describe_inventory, shortage
+from flows.cli.backend_checks import describe_inventory, shortage
 from tests.fixtures.ray_nodes import ray_nodes
 
 pytestmark = pytest.mark.slow

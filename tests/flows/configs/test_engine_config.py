@@ -8,8 +8,7 @@ import pytest
 
 from engine.specs.sampler import VllmSpec
 from engine.specs.trainer import DeepSpeedSpec
-from flows.configs.engine import load_engine
-from flows.configs.overrides import ConfigError
+from flows.configs.overrides import ConfigError, load_engine
 
 ENGINE = 'device = "cpu"\n[trainer]\nkind = "deepspeed"\nranks = 2\n[sampler]\nkind = "vllm"\n'
 RUN = 'seed = 1\n[model]\nkey = "m"\n[engine]\ndevice = "cpu"\n[engine.trainer]\nkind = "deepspeed"\nranks = 2\n'

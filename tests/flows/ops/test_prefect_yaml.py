@@ -22,12 +22,12 @@ from prefect.utilities.callables import parameter_schema
 
 from flows.catalogue import TRAININGS
 from flows.configs.overrides import ConfigError
-from flows.ops.attempts import MAX_ATTEMPTS_ENV
 from flows.ops.automations import HEARTBEAT_TIMEOUT_SECONDS, TAG, automations
 from flows.ops.deployments import deployments_in, find_prefect_yaml
 from flows.ops.hooks import ON_END
 from flows.ops.services import HEARTBEAT_SECONDS
 from flows.ops.steps import work_in
+from flows.ops.termination import MAX_ATTEMPTS_ENV
 from flows.runs.checked_flow import InvalidConfig
 
 FILE = find_prefect_yaml()

@@ -27,8 +27,7 @@ from flows.reward_model import RewardModelling
 from flows.sft import SFT
 from flows.simpo import SimPO, SimPOOptions
 from flows.training import options
-from flows.training.optimizer import AdamW
-from flows.training.schedules import ConstantScheduler
+from flows.training.schedules import AdamW, ConstantScheduler
 from storage.serialization import Frozen
 
 ROOT = Path(__file__).parents[4]

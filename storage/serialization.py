@@ -1,5 +1,5 @@
-"""The base class of stored records, the types of their numbers, their canonical JSON, and sha256 digests of objects and
-files."""
+"""The base class of stored records and of configs, the types of their numbers, their canonical JSON, and sha256 digests
+of objects and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`ostinato import verl CONFIG.yaml`: converts a config of verl into a config of Ostinato."""
+"""`ostinato import verl CONFIG.yaml`: converts a config of verl into a config of Ostinato, and prints what
+became of each key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a config from a file and from `key=value` words of a command line.
+"""Reads a config, or the engine of one, from a file and from `key=value` words of a command line.
 
 Values follow YAML 1.2 and not PyYAML's 1.1: `1e-5` is a float; `no`, `on`, `1:30` and `2026-01-02` are text. The file
 and the command line follow the same rules.

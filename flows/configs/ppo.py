@@ -1,4 +1,4 @@
-"""The config of the `ppo` flow: that of `grpo`, and a value model."""
+"""The configs of the `gspo` and `ppo` flows: that of `grpo` with one ratio per completion, and with a value model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The configs of measurements on held-out rows, before, during and after training. They do not decide the result."""
+"""The configs of measurements on held-out rows, before, during and after training, and of the experiment trackers that
+receive the metrics. They do not decide the result."""
 
 from __future__ import annotations
 

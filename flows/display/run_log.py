@@ -1,4 +1,5 @@
-"""The log of a flow run in Prefect: one line per step, and of the tasks only warnings and errors."""
+"""What a flow run shows in Prefect: its log, with one line per step and of the tasks only warnings and errors, and its
+artifacts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The default store and engine of deployed flows, kept in a Variable and a Secret block of the Prefect server.
+"""The settings of deployments: the default store and engine, and what people changed in the Prefect UI.
 
-`ostinato deploy` writes both. A run from a terminal never reads them.
+`ostinato deploy` writes the store into a Variable and the engine into a Secret block of the Prefect server. A run from
+a terminal never reads them. prefect.yaml only says how a schedule begins: `prefect deploy` alone would reset every
+switch, and delete the schedules that a person added.
 """
 
 from __future__ import annotations

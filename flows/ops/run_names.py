@@ -1,4 +1,5 @@
-"""The name of a flow run: the one that a person gave it, or else the title of its config.
+"""The name of a flow run: the one that a person gave it, or else the title of its config. And the key of a run whose
+config gives none: all attempts of one flow run get the same key.
 
 Prefect stores only the name itself, and not whether a person typed it. The server, the command line and the form each
 make up a name where none is given, so a name that one of them may have made up does not count as given:

@@ -1,9 +1,10 @@
-"""Decides how a flow run ends that is cancelled or gets SIGTERM.
+"""Decides how a flow run ends that is cancelled, gets SIGTERM, or was started too often.
 
 - A flow run of a worker that a person cancels: Prefect makes it Cancelled. Its log says how many steps are committed.
   The state keeps Prefect's message: setting one afterwards could overwrite the state of a Retry.
 - A flow run of a worker that gets SIGTERM for another reason: Prefect makes it Crashed, and it is rescheduled.
 - A flow run from a terminal that gets Ctrl-C or SIGTERM: it becomes Cancelled here. Prefect would make it Crashed.
+- Crashed runs restart automatically, so a run that always crashes fails after a number of attempts.
 
 Prefect raises SIGTERM as TerminationSignal at the current position of the main thread. If that is inside the creation
 of a task run, Prefect's handling of the signal fails with `ValueError: Task run is not set`. The flow run would then

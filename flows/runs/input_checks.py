@@ -1,5 +1,5 @@
 """Checks at the start of a run that everything which its config names is there: before an engine, a model or a dataset
-is loaded. What only the engine's machine knows is not checked.
+is loaded. What only the engine's machine knows is not checked. Branches of the hub are replaced by their commits.
 """
 
 from __future__ import annotations

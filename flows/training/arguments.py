@@ -1,4 +1,5 @@
-"""Checks the arguments of the training classes when a class is created, so that a run does not fail in the middle."""
+"""The arguments of the training classes: checks when a class is created, so that a run does not fail in the middle, and
+further names, older ones and those that published examples use."""
 
 from __future__ import annotations
 

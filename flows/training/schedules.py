@@ -1,5 +1,5 @@
-"""Schedules of the learning rate and of the weight decay. They are functions of the step and have no state, so a
-resumed run has nothing to restore.
+"""The optimizer, and schedules of its learning rate and weight decay. They are functions of the step and have no
+state, so a resumed run has nothing to restore.
 
 `at(step, total)` returns the value of a step of a run with `total` steps. Steps count from 0. The training classes
 use it, and a hand-written loop that knows its length can use it too. A warm-up of W steps gives lr (k + 1) / W at step

@@ -1,4 +1,5 @@
-"""Reports the metrics of each committed step of a training loop, the results of its callbacks, and its progress."""
+"""Reports the metrics of each committed step of a training loop, the results of its callbacks, its progress, and the
+time that is left."""
 
 from __future__ import annotations
 

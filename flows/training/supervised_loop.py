@@ -1,6 +1,6 @@
 """The loop of SFT, RewardModelling and the classes of preferences: trains on the rows of a dataset, epoch after epoch.
 
-Each class defines how rows become a batch, and which loss is minimised.
+Each class defines how rows become a batch, and which loss is minimised. The flow around a class is `train_on_dataset`.
 """
 
 from __future__ import annotations

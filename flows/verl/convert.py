@@ -1,4 +1,4 @@
-"""Conversions of verl's values: batches, loss, rewards. keys.toml refers to all conversions by name."""
+"""Conversions of verl's values: batches, loss, rewards, validation. keys.toml refers to all conversions by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Converts a verl config into a config of Ostinato: maps, drops or refuses every key, and validates the result."""
+"""Converts a verl config into a config of Ostinato: maps, drops or refuses every key, checks the conditions of several
+keys, and validates the result."""
 
 from __future__ import annotations
 

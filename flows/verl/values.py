@@ -1,4 +1,9 @@
-"""The possible results of converting a value of verl, and the flow that a verl config stands for."""
+"""The possible results of converting a value of verl, the flow that a verl config stands for, and its workers.
+
+The workers split a mini-batch. Those of January 2026 reduce the loss of each micro-batch alone, so that the size of the
+micro-batches changes the loss. The engine workers, which January had as an option and August 2026 has alone, reduce it
+over the whole mini-batch.
+"""
 
 from __future__ import annotations
 

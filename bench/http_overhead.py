@@ -32,9 +32,9 @@ import httpx
 import psutil
 from grpo_work import SMOLLM, Shape, bootstrap_interval, grpo_step, new_policy, require_model
 
-from engine.connect import connect
 from engine.http.client import EngineClient
 from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
+from engine.workspace import connect
 from storage.store.objects import open_store
 
 WARM_UP = 2

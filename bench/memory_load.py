@@ -56,7 +56,7 @@ class MeasuredRank(RankTrainers):
 
 def options(stage: int, dtype: str) -> dict[str, Any]:
     from engine.backends.deepspeed.options import RankOptions
-    from engine.specs.trainer import DeepSpeedSpec
+    from engine.specs.engine import DeepSpeedSpec
 
     spec = DeepSpeedSpec(ranks=RANKS, zero_stage=stage, bucket_mib=BUCKET_MIB)  # type: ignore[arg-type]
     rank_options = RankOptions(trainer=spec, compute_dtype=dtype, device="cpu", threads=1)  # type: ignore[arg-type]

@@ -35,9 +35,9 @@ import psutil
 import torch
 from grpo_work import SMOLLM, Shape, bootstrap_interval, new_policy, number, prompts_of, require_model
 
-from engine.connect import connect
 from engine.protocol import GenerateRequest, SamplingParams, TokenIds
 from engine.specs.engine import LocalEngineSpec
+from engine.workspace import connect
 
 ARMS = ["engine", "bare", "plain"]
 CALLS = 500

@@ -19,6 +19,14 @@ EngineError
     ReplayDiverged            redoing a step did not reproduce the committed weights
     OutOfMemory               the device cannot hold even half a micro-batch
     NotAuthenticated          the service requires a token, and the token is missing or wrong
+    TextError                 an error of conversations and tokenizers; all of them are a ValueError, too
+      ThreadError               a conversation is malformed: unknown role, wrong content, bad weights
+      TokenizerMissing          the folder holds no tokenizer that can be loaded
+      ChatTemplateMissing       the tokenizer has no chat template
+      TemplateRefused           the chat template raised an error on these messages
+      TemplateNotPrefixStable   the text of a longer conversation does not begin with that of a shorter one, so that the
+                                tokens of a single turn cannot be told
+      UnsupportedFragment       this model, or this part of the engine, cannot take the content
 """
 
 from __future__ import annotations
@@ -99,3 +107,31 @@ class OutOfMemory(PermanentEngineError):
 
 class NotAuthenticated(PermanentEngineError):
     """Raised when the service requires a token, and the token is missing or wrong."""
+
+
+class TextError(PermanentEngineError, ValueError):
+    """Base class of the errors of conversations and tokenizers."""
+
+
+class ThreadError(TextError):
+    """The conversation is malformed, or does not suit the call."""
+
+
+class TokenizerMissing(TextError):
+    """The folder holds no tokenizer that can be loaded."""
+
+
+class ChatTemplateMissing(TextError):
+    """The tokenizer has no chat template."""
+
+
+class TemplateRefused(TextError):
+    """The chat template raised an error on these messages."""
+
+
+class TemplateNotPrefixStable(TextError):
+    """The text of a longer conversation does not begin with the text of a shorter one."""
+
+
+class UnsupportedFragment(TextError):
+    """This model, or this part of the engine, cannot take the content."""

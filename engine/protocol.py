@@ -17,7 +17,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonVal
 
 from engine.errors import BadSpec
 from engine.models.images import Images, check_images
-from engine.models.token_arrays import LossMask, TokenArray, as_loss_mask, as_token_ids
+from engine.models.samples import LossMask, TokenArray, as_loss_mask, as_token_ids
+from engine.specs.engine import LocalEngineSpec
 from storage.chain.records import CommitRecord, Numerics, PolicyRef, Root, StepOldLogprobs, StepRequest
 from storage.serialization import MAX_TEMPERATURE, MIN_TEMPERATURE, Frozen, Temperature
 from storage.store.artifacts import ArtifactRef, Provenance
@@ -54,8 +55,7 @@ def _validate_stop_string(text: str) -> str:
 
 StopString = Annotated[str, Field(max_length=1000), AfterValidator(_validate_stop_string)]
 StopStringTuple = Annotated[
-    tuple[StopString, ...],
-    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    tuple[StopString, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 ]
 """A single string is one stop string."""
 MOST_STOP_STRINGS = 16
@@ -292,6 +292,8 @@ class EngineInfo(Frozen):
     """Number of GPUs that train, or that sample if more do. Without GPUs, each machine counts as one."""
     cluster: ClusterInfo | None = None
     """None while the engine is not connected to Ray."""
+    spec: LocalEngineSpec = LocalEngineSpec()
+    """The engine's config, with the device, the precision and the number of ranks that it uses in place of "auto"."""
 
 
 class Engine(Protocol):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from engine.connect import connect
 from engine.models.hub import hub_repo_of_key
 from engine.protocol import Engine
-from engine.specs.engine import EngineSpec, LocalEngineSpec
+from engine.specs.engine import EngineSpec, HttpEngineSpec, LocalEngineSpec
 from storage.registry.hub import with_commit_of
 from storage.serialization import Frozen, canonical_json, digest
 from storage.store.artifacts import Provenance
@@ -56,3 +55,17 @@ def derive_seed(seed: int, *parts: str | int) -> int:
 @lru_cache(maxsize=8)
 def _open_store(url: str) -> ObjectStore:
     return open_store(url)
+
+
+@lru_cache(maxsize=8)
+def connect(store_url: str, spec: EngineSpec) -> Engine:
+    """Returns the engine that `spec` describes, working on the artifacts at `store_url`.
+
+    Equal arguments return the same engine, so that every task of a process finds the weights that earlier tasks loaded.
+    """
+    from importlib import import_module
+
+    # Import by name, so that a worker without torch can import this module (an import contract checks it).
+    if isinstance(spec, HttpEngineSpec):
+        return import_module("engine.http.client").EngineClient(store_url, spec)
+    return import_module("engine.local.engine").LocalEngine(store_url, spec)

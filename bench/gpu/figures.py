@@ -29,12 +29,12 @@ from bench.gpu.setting import (
     sft_samples,
     wait,
 )
-from engine.backends import machine
+from engine.backends.torch import backend
 from engine.backends.torch.causal_lm import CHUNK_BYTES, frozen_copy
 from engine.backends.torch.packing import micro_batches
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.trainer_samplers import StagedFilesSampler, WholeModelSampler
-from engine.backends.weight_files.staging import staging_folder
+from engine.backends.weight_files.tensor_files import staging_folder
 from engine.memory_plan.formulas import activations, autocast_weights, head_activations, torch_states
 from engine.models.samples import Sample
 from engine.protocol import SamplingParams, TokenSequence
@@ -64,7 +64,7 @@ def device(setting: Setting) -> Iterator[Row]:
     yield Row("device", "variable-length kernel", kernel_name)
     # peaks
     for dtype in (torch.bfloat16, torch.float32):
-        rate = machine.operations_per_second(setting.device, dtype)
+        rate = backend.operations_per_second(setting.device, dtype)
         yield Row("device", f"{str(dtype).removeprefix('torch.')} matrix product", rate / 1e12, "TFLOP/s")
     yield Row("device", "copy on the device", _copy_rate(setting) / 1e9, "GB/s", "bytes read and written")
 
@@ -140,7 +140,7 @@ def _rates(
     yield Row(part, what, took, "s", note)
     yield Row(part, f"{what}, packed tokens", work.tokens / took, "tokens/s", f"{sample_tokens / took:.0f} of samples")
     # MFU: of the nominal peak if the device is known, else of the measured one
-    measured = machine.operations_per_second(setting.device, setting.compute_dtype)
+    measured = backend.operations_per_second(setting.device, setting.compute_dtype)
     nominal = nominal_peak(torch.cuda.get_device_name()) if setting.device.type == "cuda" else None
     rate = model_flops(shape, work) / took
     logit_bytes = setting.compute_dtype.itemsize * shape.vocabulary

@@ -9,9 +9,7 @@ from __future__ import annotations
 from engine.backends.protocol import SamplerBackend, TrainerBackend
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.trainer_samplers import TorchSamplerBackend
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.sampler import VllmSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec, VllmSpec
 
 
 def create_trainer_backend(spec: LocalEngineSpec) -> TrainerBackend:

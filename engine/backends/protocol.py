@@ -9,16 +9,20 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
+from engine.errors import BadSpec, SampleTooLong
 from engine.losses.spec import LossSpec
+from engine.models.folder import CONTEXT_SOURCE
 from engine.models.samples import Sample
 from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, TokenIds, TokenSequence
 from engine.specs.adapters import Head, LoraSpec
 from engine.text.tokenizers import Tokenizer
 from storage.chain.records import Numerics, OptimizerSpec, StepOldLogprobs
+
+UPDATE_REFUSED = "the frozen base of adapters cannot be updated; train an adapter on it instead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +106,7 @@ class Trainer(Protocol):
         """
         ...
 
-    def logprobs(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[list[float]]:
         """Returns, for each sequence, the logprob in nats of each trained token."""
         ...
 
@@ -196,11 +198,7 @@ class Sampler(Protocol):
         ...
 
     def sample(
-        self,
-        prompts: Sequence[TokenIds],
-        seeds: Sequence[int],
-        params: SamplingParams,
-        on_token: OnToken | None = None,
+        self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams, on_token: OnToken | None = None
     ) -> list[Completion]:
         """Returns one completion per prompt. engine.text.stops.CompletionEnd defines where each of them ends.
 
@@ -323,3 +321,74 @@ class SamplerBackend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class ReadOnlyPolicy:
+    """Mixin of a trainer that is the frozen base of adapters itself, which can only be read: logprobs, digest and
+    export. Every call that would change or save it raises BadSpec."""
+
+    def update(
+        self,
+        samples: Sequence[Sample],
+        objective: Objective,
+        optimizer: OptimizerSpec,
+        *,
+        max_tokens: int,
+        on_micro_batch: Callable[[], None] = lambda: None,
+    ) -> NoReturn:
+        raise BadSpec(UPDATE_REFUSED)
+
+    def write_checkpoint(self, folder: Path) -> NoReturn:
+        raise BadSpec("the frozen base of adapters has no checkpoint; it is a registered model: use that")
+
+    def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> NoReturn:
+        raise BadSpec("a checkpoint cannot be read into the frozen base of adapters; read it into an adapter")
+
+
+def check_prompts(
+    prompts: Sequence[TokenIds],
+    seeds: Sequence[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    context_length: int,
+    eos_token_ids: Collection[int],
+) -> None:
+    """Checks a request for completions.
+
+    Raises:
+        BadSpec: empty prompts, ids outside the vocabulary, unequal numbers of prompts and seeds, or stop tokens that
+            leave nothing to sample.
+        SampleTooLong: a prompt and `max_new_tokens` do not fit in the context.
+    """
+    # The request as a whole.
+    if len(prompts) != len(seeds):
+        raise BadSpec(f"{len(prompts)} prompts were given with {len(seeds)} seeds; give one seed per prompt")
+    _check_stop_tokens(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    # Each prompt. The message names its index, since a call may have thousands.
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise BadSpec(f"prompt {index} has no tokens; there is nothing to continue")
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise BadSpec(
+                f"prompt {index} has token ids outside 0..{vocab_size - 1}; was it rendered with another model's "
+                "tokenizer?"
+            )
+        if len(prompt) + params.max_new_tokens > context_length:
+            raise SampleTooLong(
+                f"prompt {index} has {len(prompt)} tokens; with max_new_tokens={params.max_new_tokens} it passes the "
+                f"model's context of {context_length}{CONTEXT_SOURCE}; truncate the prompt or ask for fewer tokens"
+            )
+
+
+def _check_stop_tokens(params: SamplingParams, *, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    unknown = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
+    if unknown:
+        raise BadSpec(
+            f"the stop token id {unknown[0]} is outside 0..{vocab_size - 1}; give ids of this model's tokenizer"
+        )
+    if params.min_new_tokens > 0 and len({*params.stop_token_ids, *eos_token_ids}) >= vocab_size:
+        raise BadSpec(
+            f"every token of the vocabulary of {vocab_size} ends a completion, and min_new_tokens="
+            f"{params.min_new_tokens} forbids all of them; give fewer stop tokens, or min_new_tokens=0"
+        )

@@ -1,8 +1,8 @@
 """The connection of this process to Ray. The trainer's ranks, vLLM's replicas and the graders share one connection.
 
-    cluster = connect(ClusterSpec())
-    ...
-    cluster.release()     # the last release disconnects, which ends a private Ray
+cluster = connect(ClusterSpec())
+...
+cluster.release()     # the last release disconnects, which ends a private Ray
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from engine.environment_variables import set_environment_variables
 from engine.errors import BadSpec, EngineUnreachable
-from engine.specs.cluster import ADDRESS, ClusterSpec
+from engine.specs.engine import ADDRESS, ClusterSpec
 from storage.temporary import mark_in_use, sweep_unused
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ PRIVATE_CPUS = 256
 """CPUs that a private Ray is told it has. Its actors share the cores of this machine like any other processes. With
 the true count Ray would refuse some of them."""
 ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # else Ray reports its use to its developers
+    "RAY_USAGE_STATS_ENABLED": "0"  # else Ray reports its use to its developers
 }
 PRIVATE_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # with this, Ray listens on loopback only, on Linux too

@@ -11,7 +11,7 @@ from typing import Any
 from engine.cluster import connection
 from engine.cluster.connection import connect
 from engine.protocol import ActorCount, ClusterInfo
-from engine.specs.cluster import ClusterSpec
+from engine.specs.engine import ClusterSpec
 
 HOLDING_STATES = ("CREATED", "RESCHEDULING")
 """States in which a placement group holds resources."""
@@ -113,11 +113,7 @@ def cluster_info(ranks: ActorCount, replicas: ActorCount) -> ClusterInfo | None:
     if inventory is None:
         return None
     return ClusterInfo(
-        nodes=len(inventory.nodes),
-        gpus=inventory.gpus,
-        free_gpus=inventory.free_gpus,
-        ranks=ranks,
-        replicas=replicas,
+        nodes=len(inventory.nodes), gpus=inventory.gpus, free_gpus=inventory.free_gpus, ranks=ranks, replicas=replicas
     )
 
 

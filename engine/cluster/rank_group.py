@@ -22,7 +22,7 @@ from engine.cluster.placement import Bundle, Placement
 from engine.cluster.rank_processes import GroupSettings, RankProcesses, StartFailure
 from engine.errors import EngineError, PermanentEngineError, WorkerDied
 from engine.protocol import ActorCount
-from engine.specs.cluster import ClusterSpec
+from engine.specs.engine import ClusterSpec
 
 MAX_FAILED_STARTS = 3
 """Number of failed starts in a row after which the error is permanent."""

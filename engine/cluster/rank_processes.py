@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.cluster.actors import ProcessLocation
-from engine.cluster.hang_detector import HangDetector, HungRank
 from engine.cluster.placement import Placement
+from engine.cluster.rank_progress import HangDetector, HungRank
 from engine.errors import EngineError, WorkerDied
 
 log = logging.getLogger(__name__)
@@ -70,9 +70,7 @@ class RankProcesses:
     """The actors of one start. Any thread may call `fail` and read `alive`; only the thread that calls the group may
     use the rest."""
 
-    def __init__(
-        self, number: int, settings: GroupSettings, placement: Placement, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, number: int, settings: GroupSettings, placement: Placement, clock: Callable[[], float]) -> None:
         self.number = number
         """Number of this start of the group, from 1."""
         self.failure: str | None = None
@@ -187,9 +185,7 @@ class RankProcesses:
         if not failures:
             return
         # EngineErrors come first, then failures that are not consequences of another rank's.
-        rank, failure = min(
-            failures.items(), key=lambda item: (not item[1].error_class, not item[1].is_cause, item[0])
-        )
+        rank, failure = min(failures.items(), key=lambda item: (not item[1].error_class, not item[1].is_cause, item[0]))
         self.fail(f"rank {rank} did not start: {failure.message}{self._log_tail(rank)}")
         raise StartFailure(self.failure or "", error_from_failure(failure) if failure.error_class else None)
 

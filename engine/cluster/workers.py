@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from engine.cluster.connection import Cluster, connect
 from engine.errors import EngineBusy, WorkerDied
-from engine.specs.cluster import ClusterSpec
+from engine.specs.engine import ClusterSpec
 
 logger = logging.getLogger("ostinato.engine")
 

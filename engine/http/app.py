@@ -12,13 +12,25 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse
 
 from engine.errors import BadSpec, EngineBusy
-from engine.http.batch_routes import batch_routes
+from engine.http.batch_routes import (
+    ARROW,
+    CallId,
+    RequestId,
+    Responses,
+    Wait,
+    batch_routes,
+    error_responses,
+    not_finished,
+    v1_router,
+)
 from engine.http.bodies import (
     VERSION,
     Acknowledged,
     CreatePolicyBody,
+    EngineWithUploads,
     ExportModelBody,
     Health,
     ImportModelBody,
@@ -28,32 +40,28 @@ from engine.http.bodies import (
     SaveCheckpointBody,
     ServerInfo,
     StepBody,
+    import_upload,
 )
 from engine.http.calls import CallResult
 from engine.http.errors import EXPECTED_ERRORS, GUARD_STATUSES, STATUSES, ErrorBody, NoSuchRoute, error_body
 from engine.http.guard import Guard
-from engine.http.metrics import MEDIA_TYPE as METRICS_TYPE
 from engine.http.openai.api import openai_router
 from engine.http.openai.models import OpenAIErrorBody
-from engine.http.reports import report_routes
-from engine.http.routing import (
-    ARROW,
-    CallId,
-    RequestId,
-    Responses,
-    Wait,
-    error_responses,
-    not_finished,
-    v1_router,
-)
+from engine.http.report_links import PREFIX, is_proof
+from engine.http.service import MEDIA_TYPE as METRICS_TYPE
 from engine.http.service import EngineService, ServerOptions, error_result, json_result, response_of
-from engine.http.uploads import EngineWithUploads, import_upload
 from engine.models.folder import registered_model
 from engine.protocol import EngineInfo, Measurement
 from engine.validation_messages import describe_errors
 from storage.chain.records import CommitRecord, PolicyRef
+from storage.errors import InvalidKey, ObjectNotFound
+from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'; sandbox"
+"""Content security policy of a report. A report shows text of models, which is escaped; the policy also forbids that
+anything in it runs or loads."""
 
 
 def create_app(engine: EngineWithUploads, store: ObjectStore, options: ServerOptions | None = None) -> FastAPI:
@@ -170,9 +178,7 @@ def _policy_routes(service: EngineService) -> APIRouter:
         return await call(request, lambda: engine.create_policy(body.spec), wait=wait, run=body.spec.run)
 
     @router.post("/measure", response_model=Measurement, responses=not_finished())
-    async def measure(
-        body: MeasureBody, request: Request, wait: Wait = 10, request_id: RequestId = None
-    ) -> Response:
+    async def measure(body: MeasureBody, request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
         """Computes a loss of a committed batch under a policy, without a gradient."""
         work = partial(engine.measure, body.request, epoch=body.epoch)
         return await call(request, work, wait=wait, run=body.request.policy.run)
@@ -217,9 +223,7 @@ def _checkpoint_routes(service: EngineService) -> APIRouter:
         """Saves weights and optimizer of a policy in the store."""
         return await call(
             request,
-            lambda: engine.save_checkpoint(
-                body.policy, provenance=body.provenance, name=body.name, epoch=body.epoch
-            ),
+            lambda: engine.save_checkpoint(body.policy, provenance=body.provenance, name=body.name, epoch=body.epoch),
             wait=wait,
             run=body.policy.run,
         )
@@ -231,9 +235,7 @@ def _checkpoint_routes(service: EngineService) -> APIRouter:
         """Publishes the policy in the registry as a plain Hugging Face folder."""
         return await call(
             request,
-            lambda: engine.export_model(
-                body.policy, body.model_name, provenance=body.provenance, epoch=body.epoch
-            ),
+            lambda: engine.export_model(body.policy, body.model_name, provenance=body.provenance, epoch=body.epoch),
             wait=wait,
             run=body.policy.run,
         )
@@ -246,9 +248,7 @@ def _run_routes(service: EngineService) -> APIRouter:
     router, call, engine = v1_router(service), _json_submitter(service), service.engine
 
     @router.post("/release", response_model=Acknowledged, responses=not_finished())
-    async def release(
-        body: ReleaseBody, request: Request, wait: Wait = 10, request_id: RequestId = None
-    ) -> Response:
+    async def release(body: ReleaseBody, request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
         """Frees what the engine holds for a run that the client has finished with for now."""
 
         async def work() -> Acknowledged:
@@ -315,3 +315,21 @@ async def _on_http(request: Request, error: Exception) -> Response:
         response.status_code = error.status_code
         response.headers.update(error.headers or {})
     return response
+
+
+def report_routes(service: EngineService) -> APIRouter:
+    """Returns the route with one page per run. A wrong proof gives 404, as a run without a report does."""
+    router = APIRouter()
+
+    @router.get(f"{PREFIX}{{run:path}}", include_in_schema=False)
+    def report(run: str, proof: str = "") -> HTMLResponse:
+        # A wrong proof and a missing report give the same response, so that no one can find out which runs exist.
+        if is_proof(proof, service.store_id, run):
+            try:
+                page = service.store.get(keys.report(run))
+                return HTMLResponse(page, headers={"content-security-policy": POLICY, "referrer-policy": "no-referrer"})
+            except (ObjectNotFound, InvalidKey):
+                pass
+        raise HTTPException(404, "there is no such report; ask for the address in the run's page")
+
+    return router

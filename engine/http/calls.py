@@ -2,7 +2,7 @@
 
 A client that loses a connection asks for the result again, so that a call has one effect however often it is sent. The
 table is bounded: by the number of unfinished calls and the bytes they hold, and by the number, bytes and age of
-results. """
+results."""
 
 from __future__ import annotations
 

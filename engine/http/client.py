@@ -22,9 +22,9 @@ from engine.http.bodies import (
     SaveCheckpointBody,
     ServerInfo,
     StepBody,
+    stage_upload,
 )
 from engine.http.transport import CallRequest, Transport, TransportFactory
-from engine.http.uploads import stage_upload
 from engine.models.folder import ModelFolder, local_folder, split_key
 from engine.models.hub import hub_repo_of_key, import_from_hub
 from engine.protocol import (
@@ -50,9 +50,7 @@ B = TypeVar("B", bound=BaseModel)
 class EngineClient:
     """Implements engine.protocol.Engine over HTTP. It may be used from several event loops and threads."""
 
-    def __init__(
-        self, store_url: str, spec: HttpEngineSpec, *, transport: TransportFactory | None = None
-    ) -> None:
+    def __init__(self, store_url: str, spec: HttpEngineSpec, *, transport: TransportFactory | None = None) -> None:
         self.spec = spec
         self.store = open_store(store_url)
         self._transport = Transport(spec, transport=transport)

@@ -3,7 +3,7 @@
 Only a 5xx status means that the same call may succeed later: 503 for the transient errors of engine and storage, 500
 for a defect of the server. The client raises a defect as TransientEngineError, so that the task retries it a few
 times. That is safe, since a step is taken exactly once, and it helps, since a restart of the server often repairs a
-failed device. """
+failed device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine import errors as engine_errors
 from engine.errors import BadSpec, EngineError, PermanentEngineError, TransientEngineError
-from engine.text import errors as text_errors
-from engine.text.errors import TextError
 from storage import errors as storage_errors
 from storage.errors import StorageError, TransientStorageError
 
@@ -102,7 +100,6 @@ ERROR_CLASSES: dict[str, type[Exception]] = dict(
     [
         *_classes(engine_errors, EngineError),
         *_classes(storage_errors, StorageError),
-        *_classes(text_errors, TextError),
         *((cls.__name__, cls) for cls in _HTTP_ERRORS),
     ]
 )

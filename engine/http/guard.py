@@ -1,6 +1,6 @@
 """`Guard`: checks the token and the size of each request before any route sees it, and writes one log line per request.
 
-It is ASGI middleware. Connections without a complete request are limited in engine.http.connections.
+It is ASGI middleware. Connections without a complete request are limited in engine.http.lifecycle.
 """
 
 from __future__ import annotations

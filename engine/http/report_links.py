@@ -2,7 +2,7 @@
 
 An address contains a proof that can be computed only with read access to the store: a digest of the store's id, which
 is random, and the run. The proof does not change when the engine restarts, so that links in Prefect's history keep
-working. """
+working."""
 
 from __future__ import annotations
 

@@ -29,14 +29,7 @@ from engine.http.arrow_stream import (
 )
 from engine.http.errors import BodyTooLarge
 from engine.models.images import Images, PlacedImage
-from engine.protocol import (
-    Completion,
-    GenerateRequest,
-    LogprobsRequest,
-    SamplingParams,
-    StopReason,
-    TokenSequence,
-)
+from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, StopReason, TokenSequence
 from engine.validation_messages import describe_errors
 from storage.chain.records import PolicyRef
 from storage.serialization import Frozen

@@ -14,26 +14,21 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.backends.factory import create_sampler_backend, create_trainer_backend
 from engine.backends.protocol import OnToken
+from engine.backends.weight_files.tensor_files import checked_parameter_count
 from engine.cluster.connection import require_ray
 from engine.cluster.inventory import cluster_info
 from engine.errors import EngineBusy, EngineError, Fenced
-from engine.local.apply import apply_request, require_same_request
-from engine.local.chains import check_committed, create_chain
-from engine.local.export import publish_policy
-from engine.local.generation_batcher import GenerationBatcher, PendingGeneration, sample_completions
+from engine.local.apply import apply_request, require_same_request, step_record
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy, NoRoomYet
-from engine.local.materialise import Materialiser
+from engine.local.materialise import Materialiser, check_committed, create_chain
 from engine.local.measure import measure_batch, read_values
-from engine.local.queue import FairQueue
+from engine.local.queue import FairQueue, GenerationBatcher, PendingGeneration, sample_completions
 from engine.local.rebase import Rebaser
-from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint
-from engine.local.scratch import scratch_folder
-from engine.local.step_record import step_record
-from engine.local.weights import checked_parameter_count
+from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint, publish_policy, scratch_folder
 from engine.models.folder import ModelFolder, local_folder, registered_model, registry_version
 from engine.models.hub import hub_repo_of_key, import_from_hub
 from engine.models.images import check_images_accepted
@@ -47,7 +42,7 @@ from engine.protocol import (
     PolicySpec,
 )
 from engine.specs.adapters import parse_trainable
-from engine.specs.engine import LocalEngineSpec
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 from engine.text.tokenizers import check_can_end_turns
 from storage.chain.leases import current_epoch
 from storage.chain.records import Chain, CommitRecord, PolicyRef, StepRequest
@@ -268,12 +263,7 @@ class LocalEngine:
             self.materialiser.rebaser.before_step(loaded)
             limit = request.max_tokens or self.spec.max_tokens_per_forward
             effect = apply_request(
-                loaded.trainer,
-                request,
-                self.store,
-                max_tokens=limit,
-                check=self.queue.check,
-                read=read_step_table,
+                loaded.trainer, request, self.store, max_tokens=limit, check=self.queue.check, read=read_step_table
             )
             log_work("step", policy=request.result().uri, step=request.parent.step + 1)
             record = step_record(request, effect, loaded, self.backend.numerics(), self.spec)
@@ -387,7 +377,16 @@ class LocalEngine:
             operations_per_second=self._speed,
             devices=self.devices,
             cluster=await asyncio.to_thread(cluster_info, self.backend.actors, self.samplers.actors),
+            spec=self._resolved_spec(),
         )
+
+    def _resolved_spec(self) -> LocalEngineSpec:
+        """The config, with what the backend uses in place of "auto"."""
+        dtype = self.backend.numerics().compute_dtype
+        resolved: dict[str, Any] = {"device": self.backend.device.type, "compute_dtype": dtype}
+        if isinstance(self.spec.trainer, DeepSpeedSpec) and self.spec.trainer.ranks == "auto":
+            resolved["trainer"] = self.spec.trainer.model_copy(update={"ranks": self.backend.devices})
+        return self.spec.model_copy(update=resolved)
 
     async def close(self, *, checkpoint: bool = True) -> None:
         """Stops the engine.

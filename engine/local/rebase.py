@@ -21,8 +21,7 @@ from typing import NamedTuple
 from engine.backends.protocol import TrainerBackend
 from engine.errors import ReplayDiverged
 from engine.local.loaded_policies import LoadedPolicy
-from engine.local.saving import Saver, batch_provenance, checkpoint_key
-from engine.local.scratch import scratch, scratch_folder
+from engine.local.saving import Saver, batch_provenance, checkpoint_key, scratch, scratch_folder
 from engine.specs.engine import LocalEngineSpec
 from storage.chain.rebase import (
     Rebase,

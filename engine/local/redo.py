@@ -19,8 +19,7 @@ from engine.backends.protocol import Trainer, TrainerBackend
 from engine.errors import UnknownPolicy
 from engine.local.apply import StepEffect, apply_request
 from engine.specs.adapters import LoraSpec, parse_trainable
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.trainer import TorchTrainerSpec, TrainerSpec, spec_of_layout
+from engine.specs.engine import LocalEngineSpec, TorchTrainerSpec, TrainerSpec, spec_of_layout
 from storage.chain.rebase import (
     Rebase,
     checkpoints_up_to,
@@ -85,9 +84,7 @@ def numerics_notes(committed: Numerics, here: Numerics) -> list[str]:
     """One line per numeric setting that differs here from the committed step and that may change its bits.
 
     Threads and micro-batches are not compared, because a redo uses the committed ones."""
-    return [
-        f"{name}: committed under {old}, redone under {new}" for name, old, new in differences(committed, here)
-    ]
+    return [f"{name}: committed under {old}, redone under {new}" for name, old, new in differences(committed, here)]
 
 
 def fresh_trainer(store: ObjectStore, backend: TrainerBackend, root: Root) -> Trainer:

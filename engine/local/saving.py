@@ -1,4 +1,4 @@
-"""Writes checkpoints and uploads them to the store.
+"""Writes checkpoints and uploads them to the store, and publishes policies as Hugging Face folders.
 
 The compute thread writes the files to a local folder and then goes on with the next step. A thread of the `Saver`
 commits them. The manifest is the last file that it writes.
@@ -6,20 +6,37 @@ commits them. The manifest is the last file that it writes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from engine.backends.weight_files.staging import DISK_FULL
+from engine.backends.protocol import Trainer
+from engine.backends.weight_files.tensor_files import DISK_FULL
 from engine.local.loaded_policies import LoadedPolicy
+from engine.text.tokenizers import TOKENIZER_FILES
 from storage.chain.rebase import checkpoint_extra, is_in_effect, rebase_at
-from storage.chain.records import Chain, PolicyRef, RebaseMark
-from storage.errors import StorageFull
-from storage.serialization import canonical_json
+from storage.chain.records import Chain, PolicyRef, RebaseMark, base_model_of
+from storage.errors import StorageFull, VersionConflict
+from storage.registry.models import find_published, publish_model
+from storage.serialization import canonical_json, digest
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, read_manifest
+from storage.store.artifacts import (
+    ArtifactRef,
+    Provenance,
+    commit_files,
+    digest_of,
+    file_entries,
+    find_artifact,
+    read_manifest,
+)
+from storage.store.backends.protocol import HIDDEN_PREFIX
+from storage.store.download import materialise_files
 from storage.store.objects import ObjectStore
 from storage.worklog import log_work
 
@@ -161,3 +178,65 @@ class Saver:
             )
         finally:
             shutil.rmtree(snapshot.folder, ignore_errors=True)
+
+
+def publish_policy(
+    store: ObjectStore, trainer: Trainer, policy: PolicyRef, model_name: str, *, provenance: Provenance
+) -> ArtifactRef:
+    """Publishes the trainer's weights, those of `policy`, with the tokenizer of the base model. Idempotent."""
+    # The version names the content, so that a second export of the same weights is the same version.
+    weights_digest, _ = trainer.weights_digest()
+    version = f"{policy.step:06d}-{digest(canonical_json([weights_digest, policy.state]))[:12]}"
+    published = find_published(store, model_name, version)
+    if published is not None:
+        return published
+
+    with scratch(store) as folder, scratch(store) as base_folder:
+        # Collect the tokenizer, the merged model and, for peft, the adapter alone.
+        exported = trainer.export_merged(folder / "whole")
+        if trainer.adapter is not None:
+            adapter = trainer.export(folder / "adapter")
+            exported |= {f"adapter/{name}": path for name, path in adapter.items()}
+        tokenizer = materialise_files(store, base_model_of(store, policy).key, base_folder, names=TOKENIZER_FILES)
+        files = {**tokenizer, **exported}
+
+        publish = partial(
+            publish_model,
+            store,
+            model_name,
+            files=files,
+            provenance=provenance,
+            parents=(policy.uri,),
+            extra={"weights_digest": weights_digest, "state": policy.state},
+        )
+        try:
+            return publish(version)
+        except VersionConflict:
+            # An engine with another library version or device was killed after it claimed this version. Its files
+            # differ, so publish these files under a version of their own.
+            files_digest = digest_of(file_entries(files, lambda file: file))
+            return publish(f"{version}-{files_digest[:8]}")
+
+
+def scratch_folder(store: ObjectStore) -> Path:
+    """Creates a new empty folder, on the same disk as the store if the store is on this machine.
+
+    Its files can then be renamed into the store instead of being copied. The prefix of its name hides a folder that a
+    killed process left behind from every listing of the store.
+    """
+    store_path = store.local_path("scratch")
+    parent = None
+    if store_path is not None:
+        parent = store_path.parent
+        parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f"{HIDDEN_PREFIX}scratch-", dir=parent))
+
+
+@contextlib.contextmanager
+def scratch(store: ObjectStore) -> Iterator[Path]:
+    """Creates a scratch folder and removes it at the end of the block."""
+    folder = scratch_folder(store)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

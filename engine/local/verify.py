@@ -25,6 +25,7 @@ from safetensors import safe_open
 from engine.backends.protocol import Trainer, TrainerBackend
 from engine.backends.weight_files.tensor_files import shapes_of, tensor_bytes
 from engine.errors import BadSpec, EngineError, PermanentEngineError
+from engine.local.apply import TENSOR_DIGITS
 from engine.local.redo import (
     PolicyRebuilder,
     chain_title,
@@ -33,7 +34,6 @@ from engine.local.redo import (
     clean_backend,
     numerics_notes,
 )
-from engine.local.step_record import TENSOR_DIGITS
 from storage.chain.listing import run_chains
 from storage.chain.rebase import Rebase, rebase_manifest, rebases_in_effect
 from storage.chain.records import Chain, CommitRecord
@@ -312,9 +312,7 @@ class _ChainVerification:
         if step in self.rebases:
             remedy = RESTORE
         which = f"of step {step}" if step else "before step 1"
-        self.findings.error(
-            manifest.key, f"the checkpoint {which} differs from the redone weights: {problem}", remedy
-        )
+        self.findings.error(manifest.key, f"the checkpoint {which} differs from the redone weights: {problem}", remedy)
         return False
 
     def _compare_model(self, trainer: Trainer, manifest: Manifest) -> None:

@@ -4,12 +4,16 @@ A loss spec is plain data: configs and step requests carry it, also where torch 
 is the loss, a pure function of `LossInputs`. So that both can be in one module, the modules of losses do not import
 torch: `compute` calls methods of the tensors that it receives, and methods of `LossInputs`.
 
+The estimators of KL(policy || reference) per token (joschu.net/blog/kl-approx.html) are here, too: l is the logprob of
+a token under the policy, q under the reference.
+
 Axes: N trained token of one micro-batch · P pair
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 LossNorm = Literal["token_mean", "sequence_mean", "token_sum", "constant"]
 TermsNorm = Literal["token_mean", "sequence_mean", "token_sum"]
 """The norms that need no constant."""
+
+KLEstimator = Literal["k1", "abs", "k2", "k3"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,7 @@ class BaseLossSpec(Frozen):
 
 
 class NormalisedLossSpec(BaseLossSpec):
-    """A loss per token that is normalised over the whole minibatch (engine.losses.normalisation)."""
+    """A loss per token that is normalised over the whole minibatch (engine.backends.torch.updates)."""
 
     norm: LossNorm = "token_mean"
     """How the losses of tokens become one number. token_mean: the mean over all trained tokens. sequence_mean: the mean
@@ -106,3 +112,27 @@ class NormalisedLossSpec(BaseLossSpec):
                 "norm='constant'"
             )
         return self
+
+
+def k1(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
+    """l - q: unbiased; may be negative."""
+    return logprobs_N - reference_N
+
+
+def absolute(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
+    """|l - q|: never negative; biased."""
+    return (logprobs_N - reference_N).abs()
+
+
+def k2(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
+    """(l - q)² / 2: never negative; biased, with low variance."""
+    return (logprobs_N - reference_N).square() / 2
+
+
+def k3(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
+    """exp(q - l) - (q - l) - 1: unbiased and never negative."""
+    gap_N = reference_N - logprobs_N
+    return gap_N.exp() - gap_N - 1
+
+
+KL_ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
 from engine import import_paths
-from engine.losses.base import LossNorm, NormalisedLossSpec, TermsNorm, TokenLoss
-from engine.losses.kl import KL_ESTIMATORS, KLEstimator
+from engine.losses.base import KL_ESTIMATORS, KLEstimator, LossNorm, NormalisedLossSpec, TermsNorm, TokenLoss
 from storage.serialization import MAX_COEFFICIENT, Coefficient, Positive
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
     kl_beta: Coefficient = 0.01
     """Coefficient of the KL term. With 0 there is no KL term, and the batch needs no reference logprobs."""
     kl_estimator: KLEstimator = "k3"
-    """Estimator of the KL divergence per token (engine.losses.kl)."""
+    """Estimator of the KL divergence per token (engine.losses.base)."""
     kl_importance: bool = Field(False, exclude_if=lambda weighted: not weighted)  # absent from older requests
     """Whether the KL term is multiplied by the ratio (GSPO: by the ratio of the sequence), with gradient. With k3, the
     term and its gradient are then unbiased estimates for the KL divergence to the reference (arXiv:2512.02556)."""
@@ -69,9 +68,7 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
     def zero_without_advantage(self) -> bool:
         return self.kl_beta == 0 and not self.needs_entropy
 
-    def _add_terms(
-        self, values_N: Tensor, ratio_N: Tensor, sums: dict[str, Tensor], inputs: LossInputs
-    ) -> TokenLoss:
+    def _add_terms(self, values_N: Tensor, ratio_N: Tensor, sums: dict[str, Tensor], inputs: LossInputs) -> TokenLoss:
         """Adds to the policy's loss: truncated importance weights on it, then the KL term, then the entropy bonus."""
         logprobs_N = inputs.require("logprobs_N")
 

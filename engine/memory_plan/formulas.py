@@ -5,7 +5,7 @@
 
 The activations are counted by the method of arXiv:2205.05198, applied to the tensors that our own forward pass saves
 for the backward pass. The other numbers come from the code that allocates the memory; each formula names it. The
-states of ZeRO are counted by engine.backends.deepspeed.memory. """
+states of ZeRO are counted by engine.backends.deepspeed.memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def layer_activations(shape: ModelShape, *, compute: int, autocast: bool) -> int
     input (4Q + 2K). The MLP saves gate, up, silu(gate) and their product (4I); without a gate it saves up and its
     activation (2I). Bfloat16 weights: the norms compute in float32 and save their float32 input: 2(4 + 2 + 2)H + 2(4Q
     + 2K + 4I). Float32 weights under autocast: the residual stream is float32, and every linear layer saves a bfloat16
-    copy of its input: 4 * 4H + 2 * 5H + 2(4Q + 2K + 4I). """
+    copy of its input: 4 * 4H + 2 * 5H + 2(4Q + 2K + 4I)."""
     mlp = (4 if shape.gated else 2) * shape.intermediate
     attention_and_mlp = 4 * shape.queries + 2 * shape.keys + mlp
     if compute >= MASTER_BYTES:
@@ -94,9 +94,9 @@ def head_activations(shape: ModelShape, tokens: int, *, compute: int, trained: b
     """Bytes of the logits and their gradient at the start of the backward pass, if every token is trained.
 
     At most CHUNK_BYTES of logits are held at once; more are computed chunk by chunk. A logit and its gradient are held
-    in the compute dtype (engine.backends.torch.token_logprobs). A `trained` head adds its gradient in the compute
+    in the compute dtype (engine.backends.torch.causal_lm). A `trained` head adds its gradient in the compute
     dtype, in float32 too where that dtype is lower, and the float32 sum over the chunks. A scalar head has no logits:
-    it saves its input, gathered and in its own precision. """
+    it saves its input, gathered and in its own precision."""
     if shape.scalar:
         # A lower precision is kept in addition to the float32 input.
         input_bytes = compute if compute >= MASTER_BYTES else compute + MASTER_BYTES

@@ -1,6 +1,8 @@
 """`plan_memory`: computes what each device and each machine holds, before anything starts. Without torch.
 
-The formulas are in `engine.memory_plan.formulas`; `engine.memory_plan.layout` decides which devices train and sample.
+The formulas are in `engine.memory_plan.formulas`. Processes are placed on GPUs as Ray would place them: the ranks fill
+one machine after the other, replicas on dedicated GPUs take those that are left, and the engine's own process runs on
+the first machine, where the torch trainer takes the first GPU.
 
 The plan leaves out two things: copies of the keys and values of a shared prompt in attention (one per completion of a
 group), and further runs on the same engine.
@@ -11,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.memory_plan.layout import count_ranks, place_processes
+from engine.errors import BadSpec
 from engine.memory_plan.records import (
     GIB,
     Machine,
@@ -26,11 +28,11 @@ from engine.memory_plan.records import (
 from engine.memory_plan.sampler import SamplerMemory, count_sequences, torch_sampler, vllm_sampler
 from engine.memory_plan.trainer import TrainingSetup, trainer_memory
 from engine.specs.adapters import LoraSpec
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.sampler import VllmSpec
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec, VllmSpec
 
 BUDGET = {"cpu": 0.8, "cuda": 0.7}
-"""Share of the memory that `memory_gib` = "auto" gives to weights, moments and gradients (engine.backends.machine)."""
+"""Share of the memory that `memory_gib` = "auto" gives to weights, moments and gradients
+(engine.backends.torch.backend)."""
 BUDGETED = ("base", "weights", "moments", "gradients", "frozen", "sampler")
 """Keys of the parts that count against `memory_gib`."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -44,17 +46,11 @@ def plan_memory(spec: LocalEngineSpec, work: Workload, machine: Machine) -> Memo
     # Decide what runs where.
     setup = setup_of(spec, machine)
     machines = place_processes(spec, machine)
-    vllm = spec.sampler if isinstance(spec.sampler, VllmSpec) else None
     colocated = any(use.training_gpus & use.sampling_gpus for use in machines)
 
     # Compute what each process holds.
     trainer = trainer_memory(spec, work, machine, setup)
-    if work.shape.scalar:
-        sampler = SamplerMemory(ProcessMemory((), ()))  # a scalar head gives values, and nothing is sampled
-    elif vllm is None:
-        sampler = torch_sampler(spec, work, machine, setup)
-    else:
-        sampler = vllm_sampler(vllm, spec, work, machine, setup, colocated=colocated)
+    sampler = _sampler_memory(spec, work, machine, setup, colocated=colocated)
 
     # Add up the processes that share a memory. On the CPU all of them share the machine's.
     if machine.device == "cpu":
@@ -72,6 +68,33 @@ def plan_memory(spec: LocalEngineSpec, work: Workload, machine: Machine) -> Memo
         copies = sum(use.samplers for use in machines)
         sequences = copies * count_sequences(work, sampler.kv_bytes, setup.compute_bytes)
     return MemoryPlan(tuple(_without_empty_parts(pool) for pool in pools), machines, tuple(problems), sequences)
+
+
+def budgeted_bytes(spec: LocalEngineSpec, work: Workload, machine: Machine, *, own_base: bool = True) -> int:
+    """Returns the bytes that count against `memory_gib`: those of one policy in training, its frozen policies and its
+    sampler, over all ranks. Without `own_base`, the base of its adapter belongs to another policy.
+
+    The engine counts each kind at its largest, in whatever phase that is."""
+    setup = setup_of(spec, machine)
+    keys = [key for key in BUDGETED if own_base or key != "base"]
+
+    def largest(parts: Sequence[MemoryPart]) -> float:
+        return sum(max(part.bytes.values(), default=0.0) for part in parts if part.key in keys)
+
+    trainer = trainer_memory(spec, work, machine, setup)
+    on_host = trainer.host if machine.device == "cpu" else ()
+    sampler = _sampler_memory(spec, work, machine, setup, colocated=False)
+    return int(setup.ranks * largest([*trainer.device, *on_host]) + largest(sampler.process.device))
+
+
+def _sampler_memory(
+    spec: LocalEngineSpec, work: Workload, machine: Machine, setup: TrainingSetup, *, colocated: bool
+) -> SamplerMemory:
+    if work.shape.scalar:
+        return SamplerMemory(ProcessMemory((), ()))  # a scalar head gives values, and nothing is sampled
+    if isinstance(spec.sampler, VllmSpec):
+        return vllm_sampler(spec.sampler, spec, work, machine, setup, colocated=colocated)
+    return torch_sampler(spec, work, machine, setup)
 
 
 def setup_of(spec: LocalEngineSpec, machine: Machine) -> TrainingSetup:
@@ -107,10 +130,7 @@ def _cpu_memory(machine: Machine, trainer: ProcessMemory, sampler: SamplerMemory
 
 
 def _device_memories(
-    machine: Machine,
-    trainer: tuple[MemoryPart, ...],
-    sampler: tuple[MemoryPart, ...],
-    machines: Sequence[MachineUse],
+    machine: Machine, trainer: tuple[MemoryPart, ...], sampler: tuple[MemoryPart, ...], machines: Sequence[MachineUse]
 ) -> list[MemoryPool]:
     """Returns the memories of the GPUs, one for each group of GPUs with the same use."""
     # Equal GPUs are listed once, since a large cluster would give a long list of equal lines.
@@ -134,13 +154,10 @@ def _machine_memories(
     """Returns the memories of the machines, one for each group of machines with the same use.
 
     A group that includes the first machine, where the engine runs, is counted with the weights on their way to
-    samplers. """
+    samplers."""
     pools = []
     for use, machine_names in _group_equal_uses(machines):
-        parts = [
-            *_multiply(list(trainer.host), use.ranks),
-            *_multiply(list(sampler.process.host), use.samplers),
-        ]
+        parts = [*_multiply(list(trainer.host), use.ranks), *_multiply(list(sampler.process.host), use.samplers)]
         if use == machines[0] and sampler.staged is not None:
             parts.append(sampler.staged)
         name = f"memory of {machine_names or 'the machine'}"
@@ -194,7 +211,7 @@ class _Problems:
 
     def find(self, first_pool: MemoryPool) -> list[str]:
         """Returns the problems. `first_pool` is the memory of the first device that trains."""
-        checks = [self._context(), self._kv_cache(), self._vllm_share(first_pool), self._budget(first_pool)]
+        checks = [self._context(), self._kv_cache(), self._vllm_share(first_pool), self._budget()]
         return [problem for problem in checks if problem]
 
     def _context(self) -> str:
@@ -221,19 +238,150 @@ class _Problems:
             return "vLLM refuses to start where less than gpu_share of the GPU is free"
         return ""
 
-    def _budget(self, pool: MemoryPool) -> str:
-        """What the engine admits in one memory. `memory_gib` is the budget of all ranks together."""
+    def _budget(self) -> str:
+        """What the engine admits, over all ranks."""
         if self.spec.memory_gib == "auto":
-            budget = BUDGET[self.machine.device] * self.machine.device_bytes
-        else:
             memories = self.setup.ranks if self.machine.device == "cuda" else 1
-            budget = self.spec.memory_gib * GIB / memories
-        # The engine counts each kind at its largest, in whatever phase that is.
-        budgeted = [part for part in pool.parts if part.key in BUDGETED]
-        needed = sum(max(part.bytes.values(), default=0.0) for part in budgeted)
+            budget = memories * BUDGET[self.machine.device] * self.machine.device_bytes
+        else:
+            budget = self.spec.memory_gib * GIB
+        needed = budgeted_bytes(self.spec, self.work, self.machine)
         if needed <= budget:
             return ""
         return (
             f"weights, gradients, moments and copies take {needed / GIB:.1f} GiB, and "
-            f"memory_gib={self.spec.memory_gib} admits {budget / GIB:.1f} GiB of them there"
+            f"memory_gib={self.spec.memory_gib} admits {budget / GIB:.1f} GiB of them"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _GpuSlot:
+    """A GPU: the index of its machine and its number there."""
+
+    machine: int
+    gpu: int
+
+
+_ProcessGpus = tuple[_GpuSlot, ...]
+"""The GPUs of one process."""
+
+
+def count_ranks(spec: LocalEngineSpec, machine: Machine) -> int:
+    """Returns the number of processes that train. Raises BadSpec where it depends on a cluster of unknown size."""
+    if machine.device == "cpu":
+        return spec.ranks(0)
+    is_automatic = isinstance(spec.trainer, DeepSpeedSpec) and spec.trainer.ranks == "auto"
+    machines = 1 if spec.cluster.address is None else machine.count
+    if is_automatic and machines is None:
+        raise BadSpec(
+            "trainer.ranks='auto' takes every GPU of the cluster, and the plan does not know how many there are; say "
+            "how many machines the cluster has (--machines), or set trainer.ranks"
+        )
+    return spec.ranks(machine.devices * (machines or 1))
+
+
+def place_processes(spec: LocalEngineSpec, machine: Machine) -> tuple[MachineUse, ...]:
+    """Returns the processes of each machine, in order. Raises BadSpec if there are not enough GPUs."""
+    ranks, samplers = count_ranks(spec, machine), max(1, spec.replicas)
+    if machine.device == "cpu":
+        return (MachineUse(frozenset(), frozenset(), ranks, samplers),)
+
+    # Ray places the ranks first, one GPU each.
+    free = _FreeGpus(spec, machine, ranks)
+    training = [free.take(1) for _ in range(ranks)]
+
+    vllm = spec.sampler if isinstance(spec.sampler, VllmSpec) else None
+    if vllm is None or not vllm.replicas:
+        # The sampler runs in the engine's own process, on the first machine.
+        gpus = 1 if vllm is None else vllm.tensor_parallel
+        if gpus > machine.devices:
+            raise _too_few_gpus(spec, machine, ranks)
+        sampling = [tuple(_GpuSlot(0, gpu) for gpu in range(gpus))]
+    elif vllm.placement == "colocated":
+        # Replica i uses the GPU of rank i.
+        sampling = training[: vllm.replicas]
+    elif machine.devices == 1 and free.engine_trains_alone:
+        # The engine's process and the replicas share the only GPU.
+        sampling = training * vllm.replicas
+    else:
+        sampling = [free.take(vllm.tensor_parallel) for _ in range(vllm.replicas)]
+    return _uses_by_machine(training, sampling)
+
+
+@dataclass
+class _FreeGpus:
+    """Hands out the GPUs that no process has yet."""
+
+    spec: LocalEngineSpec
+    machine: Machine
+    ranks: int
+
+    def __post_init__(self) -> None:
+        self._taken: dict[int, int] = {}
+        """Number of GPUs taken on each machine, from the first on."""
+
+    @property
+    def engine_trains_alone(self) -> bool:
+        """Whether only the engine's own process trains, on a GPU of this machine."""
+        return not isinstance(self.spec.trainer, DeepSpeedSpec) and self.spec.cluster.address is None
+
+    def take(self, count: int) -> _ProcessGpus:
+        """Returns `count` GPUs of the first machine that has so many left. Raises BadSpec."""
+        # vLLM's Ray executor may use GPUs of several machines for one replica.
+        if count > self.machine.devices and self.spec.cluster.address is not None:
+            gpus: list[_GpuSlot] = []
+            for _ in range(count):
+                gpus.extend(self.take(1))
+            return tuple(gpus)
+
+        # Otherwise all GPUs of a process are on one machine. Without a known count, the cluster has as many as needed.
+        machines = 1 if self.spec.cluster.address is None else self.machine.count
+        index = 0
+        while count <= self.machine.devices and (machines is None or index < machines):
+            first = self._taken.get(index, 0)
+            if first + count <= self.machine.devices:
+                self._taken[index] = first + count
+                return tuple(_GpuSlot(index, gpu) for gpu in range(first, first + count))
+            index += 1
+        raise _too_few_gpus(self.spec, self.machine, self.ranks)
+
+
+def _uses_by_machine(training: Sequence[_ProcessGpus], sampling: Sequence[_ProcessGpus]) -> tuple[MachineUse, ...]:
+    machines = 1 + max(process[0].machine for process in [*training, *sampling])
+    uses = []
+    for index in range(machines):
+        uses.append(
+            MachineUse(
+                training_gpus=_gpus_on(index, training),
+                sampling_gpus=_gpus_on(index, sampling),
+                ranks=_count_on(index, training),
+                samplers=_count_on(index, sampling),
+            )
+        )
+    return tuple(uses)
+
+
+def _gpus_on(index: int, processes: Sequence[_ProcessGpus]) -> frozenset[int]:
+    gpus: set[int] = set()
+    for process in processes:
+        gpus.update(slot.gpu for slot in process if slot.machine == index)
+    return frozenset(gpus)
+
+
+def _count_on(index: int, processes: Sequence[_ProcessGpus]) -> int:
+    """Returns the number of processes whose first GPU is on the machine."""
+    return sum(process[0].machine == index for process in processes)
+
+
+def _too_few_gpus(spec: LocalEngineSpec, machine: Machine, ranks: int) -> BadSpec:
+    processes = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    if isinstance(spec.sampler, VllmSpec):
+        processes += f" and {max(1, spec.replicas)} x {spec.sampler.tensor_parallel} GPUs that sample"
+    if spec.cluster.address is None:
+        available = f"this machine has {machine.devices} GPUs"
+    else:
+        available = f"the cluster has {machine.count or 'any number of'} machines of {machine.devices} GPUs"
+    return BadSpec(
+        f"{processes} do not fit, as {available}; lower trainer.ranks, sampler.replicas or sampler.tensor_parallel, or "
+        "give cluster.address of a larger cluster"
+    )

@@ -2,7 +2,7 @@
 
 A `MemoryPool` is the memory of one GPU or of one machine. It holds parts, and each part has a number of bytes for each
 of four phases: "start" (loading the model), "backward" (the start of the last micro-batch's backward pass), "step"
-(AdamW) and "sampling". A pool needs the bytes of its largest phase. """
+(AdamW) and "sampling". A pool needs the bytes of its largest phase."""
 
 from __future__ import annotations
 
@@ -81,9 +81,7 @@ class MemoryPart:
     """The formula or the assumption that the number comes from."""
 
     @classmethod
-    def constant(
-        cls, key: str, name: str, size: float, source: str, phases: tuple[Phase, ...] = PHASES
-    ) -> MemoryPart:
+    def constant(cls, key: str, name: str, size: float, source: str, phases: tuple[Phase, ...] = PHASES) -> MemoryPart:
         """Returns a part of `size` bytes in each of `phases`."""
         return cls(key, name, dict.fromkeys(phases, size), source)
 

@@ -11,12 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.errors import BadSpec
-from engine.memory_plan.layout import count_ranks
-from engine.memory_plan.plan import plan_memory
+from engine.memory_plan.plan import count_ranks, plan_memory
 from engine.memory_plan.records import DEVICES_GIB, GIB, Machine, Workload
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.sampler import VllmSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec, VllmSpec
 
 MAX_COMBINED = 3
 """Largest number of changes that are tried together."""
@@ -218,6 +215,4 @@ def _with_devices(count: int) -> Callable[[Scenario], Scenario]:
 
 def _with_cluster(changes: dict[str, Any]) -> Callable[[Scenario], Scenario]:
     """Applies config changes on a cluster with as many machines as they need."""
-    return lambda scenario: replace(
-        scenario.with_changes(changes), machine=replace(scenario.machine, count=None)
-    )
+    return lambda scenario: replace(scenario.with_changes(changes), machine=replace(scenario.machine, count=None))

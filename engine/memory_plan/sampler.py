@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from engine.memory_plan.formulas import MASTER_BYTES, kv_bytes_per_token, torch_sampling, vllm_work
 from engine.memory_plan.records import GIB, PHASES, Machine, MemoryPart, Phase, ProcessMemory, Workload
 from engine.memory_plan.trainer import GPU_CONTEXT, GPU_PROCESS, TrainingSetup, compute_dtype_elements
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.sampler import VllmSpec
-from engine.specs.trainer import TorchTrainerSpec
+from engine.specs.engine import LocalEngineSpec, TorchTrainerSpec, VllmSpec
 
 VLLM_CPU_PROCESS = int(1.4 * GIB)
 """A vLLM process on the CPU without weights and KV cache. Measured: 2.2 to 2.8 GiB resident with a cache of 1 GiB and a

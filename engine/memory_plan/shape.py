@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadSpec
-from engine.models.folder import SCALAR_ARCHITECTURE, context_length_in, experts_in
-from engine.models.size import folder_parameter_count
+from engine.models.folder import (
+    SCALAR_ARCHITECTURE,
+    context_length_in,
+    experts_in,
+    folder_parameter_count,
+    parameter_count,
+    stored_config,
+)
+from storage.store.artifacts import ArtifactRef
+from storage.store.objects import ObjectStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +54,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "granite": ModelFamily(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
     "phi3": ModelFamily(),
     "gemma": ModelFamily(qkv_bias="attention_bias", output_bias="attention_bias", tied=True, head_dim=256),
-    "gemma2": ModelFamily(
-        norms=4, qkv_bias="attention_bias", output_bias="attention_bias", tied=True, head_dim=256
-    ),
+    "gemma2": ModelFamily(norms=4, qkv_bias="attention_bias", output_bias="attention_bias", tied=True, head_dim=256),
     "gemma3_text": ModelFamily(
         norms=4, qkv_bias="attention_bias", output_bias="attention_bias", head_norms=True, tied=True, head_dim=256
     ),
@@ -144,10 +150,13 @@ def shape_of(config: Mapping[str, Any], name: str, *, counted: int | None = None
         BadSpec: a mixture of experts; a missing dimension; an unknown family without `counted`.
     """
     # Refuse mixtures of experts, whose parameters these formulas would count wrongly.
-    model_type = str(config.get("model_type", ""))
     experts = experts_in(config)
     if experts:
         raise BadSpec(f"{name} is a mixture of experts ({experts}); only dense models are planned")
+
+    # The config of a vision-language model has the config of its language model inside.
+    config = {**config, **(config.get("text_config") or {})}
+    model_type = str(config.get("model_type", ""))
 
     # An unknown family may have biases and norms of its own, so its parameters must be counted in the files.
     family = FAMILIES.get(model_type)
@@ -177,6 +186,13 @@ def shape_of(config: Mapping[str, Any], name: str, *, counted: int | None = None
         scalar=any(str(class_name).endswith(SCALAR_ARCHITECTURE) for class_name in config.get("architectures") or ()),
     )
     return shape if counted else _with_count(shape, family, config, model_type)
+
+
+def stored_shape(store: ObjectStore, model: ArtifactRef) -> ModelShape:
+    """Returns the shape of a registered model: its config gives the dimensions, its files the number of parameters.
+
+    Raises BadSpec, as `shape_of`, and CorruptArtifact."""
+    return shape_of(stored_config(store, model), model.key, counted=parameter_count(store, model) or None)
 
 
 def _with_count(shape: ModelShape, family: ModelFamily, config: Mapping[str, Any], model_type: str) -> ModelShape:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from engine.backends.deepspeed.memory import StateBytes, adapter_bytes, state_bytes
 from engine.memory_plan.formulas import MASTER_BYTES, activations, autocast_weights, head_activations, torch_states
 from engine.memory_plan.records import PHASES, Machine, MemoryPart, Phase, ProcessMemory, Workload
-from engine.models.size import BYTES_IN_4BIT
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.models.folder import BYTES_IN_4BIT
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 
 MIB = 1 << 20
 CPU_PROCESS = 500 * MIB
@@ -230,12 +229,7 @@ def _deepspeed_memory(
 
 
 def _zero_adapter_memory(
-    spec: LocalEngineSpec,
-    zero: DeepSpeedSpec,
-    work: Workload,
-    lora_rank: int,
-    machine: Machine,
-    setup: TrainingSetup,
+    spec: LocalEngineSpec, zero: DeepSpeedSpec, work: Workload, lora_rank: int, machine: Machine, setup: TrainingSetup
 ) -> ProcessMemory:
     """Stages 1 to 3 with a LoRA adapter: the frozen base, which stage 3 splits, and the states of the adapter."""
     shape, compute, ranks = work.shape, setup.compute_bytes, setup.ranks
@@ -311,16 +305,12 @@ def _buffers(zero: DeepSpeedSpec, work: Workload, machine: Machine, setup: Train
     """
     compute = setup.compute_bytes
     bucket_bytes = 2 * zero.bucket_mib * MIB
-    buffers = [
-        MemoryPart.constant("buckets", "buckets", bucket_bytes, f"2 * bucket_mib={zero.bucket_mib}", TRAINING)
-    ]
+    buffers = [MemoryPart.constant("buckets", "buckets", bucket_bytes, f"2 * bucket_mib={zero.bucket_mib}", TRAINING)]
     if zero.zero_stage == 3:
         buffers.append(_gathered(zero, work, machine, setup))
     elif _copies_of_gathered(machine, setup) > 1:
         whole = compute * work.shape.parameters
-        buffers.append(
-            MemoryPart.constant("gathered", "gloo's copy of the weights", whole, f"{compute}P", ("step",))
-        )
+        buffers.append(MemoryPart.constant("gathered", "gloo's copy of the weights", whole, f"{compute}P", ("step",)))
     return buffers
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import BadSpec
-from engine.text.errors import UnsupportedFragment
+from engine.errors import BadSpec, UnsupportedFragment
 from storage.serialization import digest
 
 MAX_IMAGE_BYTES = 32 << 20

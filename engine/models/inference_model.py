@@ -18,10 +18,10 @@ from engine.errors import BadSpec, UnsupportedSchema
 from engine.models.call_batching import CallBatcher
 from engine.models.images import Images, image_digests, images_or_none
 from engine.models.scores import ScoringMixin
-from engine.models.structured import answer_once, answer_repaired, constrained_schema
 from engine.models.tape import prompt_group
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from engine.text.answer_builder import AnswerBuilder
+from engine.text.answers import answer_once, answer_repaired, constrained_schema
 from engine.text.rendering import Renderer
 from engine.text.stored_models import context_length_of
 from engine.text.threads import StringThread, TokenizedThread
@@ -211,9 +211,7 @@ class InferenceModel(ScoringMixin):
     @overload
     async def generate(self, thread: StringThread, schema: type[Answer]) -> Answer: ...
 
-    async def generate(
-        self, thread: StringThread, schema: type[Answer] | None = None
-    ) -> StringThread | Answer:
+    async def generate(self, thread: StringThread, schema: type[Answer] | None = None) -> StringThread | Answer:
         """Returns the thread with the model's answer appended.
 
         With a pydantic class as `schema`, the answer is constrained to its JSON schema

@@ -18,13 +18,11 @@ from typing import Any, Self, TypeVar, overload
 import httpx
 from pydantic import BaseModel
 
-from engine.errors import BadSpec, EngineBusy, EngineError, EngineUnreachable, NotAuthenticated
+from engine.errors import BadSpec, EngineBusy, EngineError, EngineUnreachable, NotAuthenticated, UnsupportedFragment
 from engine.http.replies import Reply, UnusableReply, post_json
 from engine.models.inference_model import changed_sampling
-from engine.models.structured import answer_once, answer_repaired
 from engine.protocol import SamplingParams
-from engine.text.answers import MalformedAnswer
-from engine.text.errors import UnsupportedFragment
+from engine.text.answers import MalformedAnswer, answer_once, answer_repaired
 from engine.text.fragments import ImageFragment
 from engine.text.threads import StringThread
 from storage.secrets import refuse_secrets
@@ -106,9 +104,7 @@ class OpenAIModel:
     @overload
     async def generate(self, thread: StringThread, schema: type[Answer]) -> Answer: ...
 
-    async def generate(
-        self, thread: StringThread, schema: type[Answer] | None = None
-    ) -> StringThread | Answer:
+    async def generate(self, thread: StringThread, schema: type[Answer] | None = None) -> StringThread | Answer:
         """Returns the thread with the answer appended.
 
         With a pydantic class as `schema`, returns the answer as an instance of it. The endpoint is asked for JSON of

@@ -18,15 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import BadSpec, SampleTooLong
+from engine.errors import BadSpec, SampleTooLong, UnsupportedFragment
 from engine.losses.spec import parse_loss
 from engine.models.images import check_images_accepted
+from engine.models.samples import as_token_ids
 from engine.models.scores import last_token_sequence
 from engine.models.tape import Enqueued, Loss, Tape, per_token, spread_sum
-from engine.models.token_arrays import as_token_ids
 from engine.protocol import TokenSequence
 from engine.specs.adapters import parse_trainable
-from engine.text.errors import UnsupportedFragment
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread, TokenizedThread
 
@@ -215,9 +214,7 @@ class Primitives:
         self._check(loss, sequence)
         return self.tape.add(loss, sequence, **columns)  # type: ignore[arg-type]  # a number stands for every token
 
-    def _add_pair(
-        self, loss: Loss, pair: tuple[TokenSequence, TokenSequence], **columns: Any
-    ) -> Enqueued:
+    def _add_pair(self, loss: Loss, pair: tuple[TokenSequence, TokenSequence], **columns: Any) -> Enqueued:
         for sequence in pair:
             self._check(loss, sequence)
         return self.tape.add_pair(loss, *pair, **columns)

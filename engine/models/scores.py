@@ -10,7 +10,7 @@ import numpy as np
 from engine.errors import BadSpec
 from engine.models.call_batching import CallBatcher
 from engine.models.folder import head_of, scalar_head_message
-from engine.models.token_arrays import as_token_ids
+from engine.models.samples import as_token_ids
 from engine.protocol import Engine, LogprobsRequest, TokenSequence
 from engine.specs.adapters import Head
 from engine.text.rendering import Renderer

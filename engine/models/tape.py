@@ -183,10 +183,7 @@ def _row(sequence: TokenSequence, columns: dict[str, Sequence[float]]) -> Row:
     checked = {name: per_token(name, values, sequence.trained) for name, values in columns.items()}
     # Every row has all columns of the schema, so that rows of different calls make one table.
     empty: Row = dict.fromkeys(SCHEMAS["batch"].names)
-    row = empty | checked | {
-        "token_ids": sequence.token_ids.tolist(),
-        "loss_mask": sequence.loss_mask.tolist(),
-    }
+    row = empty | checked | {"token_ids": sequence.token_ids.tolist(), "loss_mask": sequence.loss_mask.tolist()}
     if sequence.images:
         row["images"] = images_to_rows(sequence.images)
     return row

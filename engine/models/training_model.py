@@ -278,17 +278,13 @@ class TrainingModel(InferenceModel, Primitives):
 
         # Open a stage that starts from it.
         init_seed = self._position.root.init_seed
-        self._position.root = Root(
-            base=base, base_digest=base.sha256, trainable=self.trainable, init_seed=init_seed
-        )
+        self._position.root = Root(base=base, base_digest=base.sha256, trainable=self.trainable, init_seed=init_seed)
         self._position.policy = None
         self.base = base
         await self._open("load")
         return self.chain_of(await self.policy()).policy(0)
 
-    async def save(
-        self, model_name: str, inference_only: bool = True, ctx: HasWorkspace | None = None
-    ) -> str:
+    async def save(self, model_name: str, inference_only: bool = True, ctx: HasWorkspace | None = None) -> str:
         """Publishes the policy as a plain Hugging Face folder and returns its key, `name@version`.
 
         `inference_only=False` also writes a checkpoint with the optimizer's moments. `ctx` is ignored. It is accepted

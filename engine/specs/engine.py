@@ -2,17 +2,196 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from engine.errors import BadSpec
 from engine.specs.adapters import FullSpec, LoraSpec
-from engine.specs.cluster import ClusterSpec
-from engine.specs.sampler import SamplerSpec, TorchSamplerSpec, VllmSpec
-from engine.specs.trainer import DeepSpeedSpec, TorchTrainerSpec, TrainerSpec
 from storage.secrets import refuse_secrets
 from storage.serialization import Frozen
+
+ADDRESS = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
+"""HOST:PORT, where HOST may be [IPv6]."""
+
+
+class ClusterSpec(Frozen):
+    """A private Ray on this machine, or an existing Ray cluster."""
+
+    address: str | None = None
+    """Address of an existing Ray cluster: HOST:PORT of its head node, or "auto" for the cluster that this machine
+    belongs to. Unset: a private Ray on this machine, which listens on loopback only and ends with this process."""
+
+    @field_validator("address")
+    @classmethod
+    def _is_of_a_head_node(cls, address: str | None) -> str | None:
+        if address is None or address == "auto" or ADDRESS.fullmatch(address):
+            return address
+        raise ValueError(
+            f"cluster.address={address!r} is no address of a Ray cluster; give HOST:PORT of its head node, without "
+            "ray://, such as 10.0.0.1:6379, or 'auto'"
+        )
+
+
+class TorchTrainerSpec(Frozen):
+    """Trains with torch in the engine's process, on the CPU or one GPU."""
+
+    kind: Literal["torch"] = "torch"
+
+
+class DeepSpeedSpec(Frozen):
+    """Trains with DeepSpeed ZeRO (arXiv:1910.02054) on ranks that Ray places and starts."""
+
+    kind: Literal["deepspeed"] = "deepspeed"
+    ranks: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Number of training processes on all machines of the cluster, one per GPU. auto: the number of GPUs of the cluster
+    (without cluster.address: of this machine), minus those of vLLM's replicas; 1 on the CPU."""
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """What ZeRO splits over the ranks. 0: nothing. 1: moments and master weights. 2: also gradients. 3: also
+    weights."""
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    """Where moments and master weights are kept. cpu: in the machine's memory, and AdamW runs on the CPU."""
+    offload_parameters: Literal["none", "cpu"] = "none"
+    """Where the shards of the weights are kept between uses. Only for ZeRO 3."""
+    activation_checkpointing: Literal["none", "recompute", "offload"] = "none"
+    """Memory saving for activations. recompute: each layer keeps only its input and is run again in the backward pass.
+    offload: as recompute, with the inputs in the machine's memory."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Number of ranks that share each sequence (Ulysses, arXiv:2309.14509). It must divide `ranks` and the model's
+    numbers of attention heads and key heads."""
+    liger: bool | Literal["auto"] = "auto"
+    """Use fused Liger kernels. auto: if liger-kernel is installed and the device is a GPU."""
+    bucket_mib: int = Field(200, ge=1)
+    """Approximate size in MiB of the buckets in which gradients and weights are exchanged."""
+    start_seconds: float = Field(300.0, gt=0)
+    """Maximum time in seconds for the ranks to start."""
+    hang_seconds: float = Field(1800.0, gt=0)
+    """Maximum time in seconds without progress of a rank. If it is exceeded, all ranks are killed and started again."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DeepSpeedSpec:
+        if self.offload_parameters != "none" and self.zero_stage != 3:
+            raise ValueError(
+                f"offload_parameters={self.offload_parameters!r} needs zero_stage=3, not {self.zero_stage}: below it "
+                "every rank keeps the weights whole; set zero_stage=3, or offload_parameters='none'"
+            )
+        if self.offload_optimizer != "none" and self.zero_stage == 0:
+            raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3; zero_stage=0 keeps AdamW on every rank")
+        if self.ranks != "auto" and self.ranks % self.sequence_parallel:
+            raise ValueError(f"sequence_parallel={self.sequence_parallel} does not divide ranks={self.ranks}")
+        return self
+
+
+def layout_name(spec: DeepSpeedSpec, world_size: int) -> str:
+    """The name of the ranks' layout in the numerics of a step: "zero3x2" is ZeRO stage 3 on 2 ranks, and "zero3x4-sp2"
+    also splits each sequence over 2 ranks."""
+    sequence = f"-sp{spec.sequence_parallel}" if spec.sequence_parallel > 1 else ""
+    return f"zero{spec.zero_stage}x{world_size}{sequence}"
+
+
+def spec_of_layout(layout: str) -> DeepSpeedSpec | None:
+    """The spec of ranks with this layout name. None for a string that is not a layout name."""
+    # The inverse of layout_name. Trainers without ranks record other layouts.
+    match = re.fullmatch(r"zero([0-3])x([1-9][0-9]*)(?:-sp([1-9][0-9]*))?", layout)
+    if match is None:
+        return None
+    stage, ranks, sequence = match.groups()
+    return DeepSpeedSpec(zero_stage=int(stage), ranks=int(ranks), sequence_parallel=int(sequence or 1))  # type: ignore[arg-type]
+
+
+TrainerSpec = Annotated[TorchTrainerSpec | DeepSpeedSpec, Field(discriminator="kind")]
+
+
+Transport = Literal["memory", "shm", "ipc", "nccl", "checkpoint"]
+"""How weights are sent to vLLM: see `VllmSpec.transport`."""
+
+
+class TorchSamplerSpec(Frozen):
+    """Samples with torch in the engine's process. It uses the trainer's weights, or one copy of them."""
+
+    kind: Literal["torch"] = "torch"
+
+
+class VllmSpec(Frozen):
+    """Samples with vLLM (arXiv:2309.06180) in the engine's process, or in replicas that Ray places and starts."""
+
+    kind: Literal["vllm"] = "vllm"
+    replicas: int = Field(0, ge=0)
+    """Number of vLLM replicas that share the prompts. Each is an actor on the Ray cluster (`cluster`). 0: vLLM runs in
+    the engine's process, without Ray."""
+    placement: Literal["dedicated", "colocated"] = "dedicated"
+    """Where the replicas run. dedicated: on GPUs that the trainer does not use. colocated: on the GPUs of the trainer's
+    ranks, at most one replica per rank, which releases its memory during gradient steps."""
+    python: str | None = None
+    """Path of the replicas' Python interpreter on every machine. Its environment needs vLLM, the same version of Ray,
+    and Ostinato. Unset: the engine's interpreter."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Number of GPUs that share one copy of the model. `ModelBuilder.tp(n)` sets it for one model."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Size of the KV cache of each vLLM copy, in GiB. auto: 1 GiB on the CPU; on a GPU, what remains of `gpu_share`."""
+    gpu_share: float = Field(0.9, gt=0, lt=1)
+    """Share of a GPU's memory that vLLM may use for weights and KV cache."""
+    max_context: int | None = Field(None, ge=16)
+    """Maximum length of a prompt with its completion, in tokens. None: the model's context length."""
+    max_lora_rank: int = Field(64, ge=1)
+    """Highest rank of an adapter that vLLM can serve. vLLM reserves memory for it."""
+    eager: bool | Literal["auto"] = "auto"
+    """Run vLLM without compilation and CUDA graphs. auto: only on the CPU."""
+    sleep: bool | Literal["auto"] = "auto"
+    """Release vLLM's memory during gradient steps. auto: only if trainer and sampler share a GPU."""
+    transport: Literal["auto"] | Transport = "auto"
+    """How weights are sent to vLLM. memory, ipc: the tensors themselves, in the same process. shm: files in shared
+    memory, on the same machine. nccl: a broadcast between GPUs and machines (gloo for a process without a GPU of its
+    own). checkpoint: files in `sync_folder`. auto: memory without replicas; shm on a private Ray; on the cluster at
+    cluster.address, checkpoint if `sync_folder` is set, else nccl."""
+    sync_folder: str | None = None
+    """Folder that every machine can access. Used by transport "checkpoint", and by DeepSpeed's ranks on several
+    machines, which write the weights there."""
+    sync_seconds: float = Field(120.0, gt=0)
+    """Timeout of transport "nccl" in seconds, for connecting the processes and for each exchange of up to 256 MiB. A
+    process that does not answer in time counts as dead."""
+    start_seconds: float = Field(600.0, gt=0)
+    """Maximum time in seconds for a replica to start."""
+    answer_seconds: float = Field(1800.0, gt=0)
+    """Maximum time in seconds without progress in one call. A replica that exceeds it is killed and started again."""
+    gap: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Largest mean difference between the sampler's and the trainer's logprobs of the probe sequences of a weight sync,
+    in nats. A larger one raises SamplerOutOfSync. auto: 1e-3 in float32, 0.15 in bfloat16."""
+
+    def resolved_transport(self, cluster: ClusterSpec) -> Transport:
+        """The transport to use on this cluster: `transport`, or the choice of "auto"."""
+        if self.transport != "auto":
+            return self.transport
+        # A private Ray has one machine, whose processes share memory. On a cluster the replicas may be elsewhere.
+        if not self.replicas:
+            return "memory"
+        if cluster.address is None:
+            return "shm"
+        return "checkpoint" if self.sync_folder else "nccl"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> VllmSpec:
+        if self.transport == "checkpoint" and not self.sync_folder:
+            raise ValueError("transport='checkpoint' needs sync_folder, a folder that every machine sees")
+        if self.transport == "memory" and self.replicas:
+            raise ValueError(
+                f"transport='memory' is for vLLM in the engine's process, and replicas={self.replicas} was given; "
+                "leave replicas at 0, or transport at 'auto'"
+            )
+        if self.placement == "colocated" and not self.replicas:
+            raise ValueError(
+                "placement='colocated' is for replicas, and replicas=0 was given; set replicas to 1 or more"
+            )
+        if self.placement == "colocated" and self.tensor_parallel > 1:
+            raise ValueError(
+                "placement='colocated' puts a replica on the GPU of one rank, and "
+                f"tensor_parallel={self.tensor_parallel} was given; set tensor_parallel=1, or placement='dedicated'"
+            )
+        return self
+
+
+SamplerSpec = Annotated[TorchSamplerSpec | VllmSpec, Field(discriminator="kind")]
 
 
 class LocalEngineSpec(Frozen):

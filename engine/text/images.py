@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import ThreadError, TokenizerMissing, UnsupportedFragment
 from engine.models.images import MAX_IMAGE_BYTES, PlacedImage
-from engine.text.errors import ThreadError, TokenizerMissing, UnsupportedFragment
 from engine.text.fragments import ImageFragment
 from engine.text.turns import fragments_of
 
@@ -89,7 +89,7 @@ def image_tokens_of(folder: Path, tokenizer: Any, name: str) -> ImageTokens | No
     if image_processor.get("do_image_splitting", True):
         raise TokenizerMissing(
             f"the image processor of {name} cuts images into tiles (do_image_splitting), and this engine takes one "
-            "view per image; set \"do_image_splitting\": false in its processor's config"
+            'view per image; set "do_image_splitting": false in its processor\'s config'
         )
 
     # The vision encoder gives one vector per patch, and the connector merges scale_factor x scale_factor of them.

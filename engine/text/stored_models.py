@@ -10,14 +10,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from engine.models.folder import CONFIG_FILE, context_length_in, stored_config
+from engine.protocol import PolicySpec
 from engine.text.rendering import Renderer
 from engine.text.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from storage.chain.listing import SERVED
+from storage.chain.records import Root
+from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.download import materialise_files
 from storage.store.objects import ObjectStore
 
 CACHED_MODELS = 8
 """Number of models whose renderer, tokenizer and context length stay in memory."""
+
+DEFAULT_CHAIN = "policy"
+"""Name of the chain that represents a stage when the stage has several chains."""
 
 
 def renderer_of(store: ObjectStore, model: ArtifactRef) -> Renderer:
@@ -72,3 +79,12 @@ def _cached_tokenizer(stored: _StoredModel) -> Tokenizer:
 @lru_cache(maxsize=CACHED_MODELS)
 def _cached_context_length(stored: _StoredModel) -> int | None:
     return context_length_in(stored_config(stored.store, stored.model))
+
+
+def served_policy(model: ArtifactRef) -> PolicySpec:
+    """The chain of a served model, which never takes a step. Its run is `served/<name>`, and its stage is
+    `0-<digest of the version's content>`."""
+    _, name, _ = model.key.split("/")
+    root = Root(base=model, base_digest=model.sha256)
+    stage = keys.stage_name(0, model.sha256[:16])
+    return PolicySpec(run=f"{SERVED}/{name}", stage=stage, model=DEFAULT_CHAIN, root=root)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from engine.text.errors import TemplateNotPrefixStable, TemplateRefused, ThreadError, UnsupportedFragment
+from engine.errors import TemplateNotPrefixStable, TemplateRefused, ThreadError, UnsupportedFragment
 from engine.text.fragments import ReasoningFragment, ToolCallFragment
 from engine.text.images import images_in
 from engine.text.tokenizers import Tokenizer

@@ -9,7 +9,7 @@ from typing import Any, Never, Self
 
 from pydantic import JsonValue, model_serializer
 
-from engine.text.errors import ThreadError
+from engine.errors import ThreadError
 from engine.text.fragments import Role
 from engine.text.turns import (
     Content,

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.errors import ChatTemplateMissing, TemplateRefused, TokenizerMissing
 from engine.models.folder import read_folder_config
-from engine.text.errors import ChatTemplateMissing, TemplateRefused, TokenizerMissing
 from engine.text.images import PROCESSOR_FILES, ImageTokens, image_tokens_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from engine.text.errors import ThreadError
+from engine.errors import ThreadError
 from engine.text.fragments import (
     ALLOWED_ROLES,
     Fragment,

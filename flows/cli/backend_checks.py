@@ -12,9 +12,7 @@ from typing import Any
 
 from engine.cluster.inventory import Inventory, inventory_of
 from engine.errors import EngineError
-from engine.specs.engine import EngineSpec, HttpEngineSpec, LocalEngineSpec
-from engine.specs.sampler import VllmSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec, EngineSpec, HttpEngineSpec, LocalEngineSpec, VllmSpec
 from flows.cli.checks import Check
 
 IMPORT_TIMEOUT_SECONDS = 60.0

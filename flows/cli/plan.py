@@ -5,7 +5,6 @@ Exit status 0: it fits. 3: it does not fit, and changes that would fit are print
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,9 +18,8 @@ from engine.errors import EngineError
 from engine.memory_plan.plan import plan_memory
 from engine.memory_plan.records import DEVICES_GIB, GIB, PHASES, Machine, MemoryPlan, MemoryPool, Workload
 from engine.memory_plan.remedies import Scenario, remedies
-from engine.memory_plan.shape import PRESETS, ModelShape, preset, read_shape, shape_of
+from engine.memory_plan.shape import PRESETS, ModelShape, preset, read_shape, stored_shape
 from engine.models.folder import local_folder, registered_model
-from engine.models.size import parameter_count
 from engine.specs.adapters import LoraSpec
 from engine.specs.engine import LocalEngineSpec
 from flows.cli.backend_checks import cluster_document, describe_inventory, query_cluster, shortage
@@ -38,7 +36,6 @@ from flows.cli.output import (
 from flows.configs.common import GRPOAlgorithm
 from flows.configs.overrides import ConfigError, load_engine
 from storage.serialization import default_of
-from storage.store.artifacts import read_manifest
 from storage.store.objects import open_store
 
 DOES_NOT_FIT = 3
@@ -114,14 +111,8 @@ def find_shape(source: str, storage: str) -> ModelShape:
         raise ConfigError(
             f"{source!r} is neither a folder nor one of {', '.join(PRESETS)}; for a registered model, add --storage"
         )
-    # a registered model: its config gives the shape, its manifest the number of parameters
     store = open_store(storage)
-    ref = registered_model(store, source)
-    files = {file.name: file.key for file in read_manifest(store, ref.key).files}
-    if "config.json" not in files:
-        raise ConfigError(f"the registered model {source!r} has no config.json; import it again")
-    model_config = json.loads(store.get(files["config.json"]))
-    return shape_of(model_config, source, counted=parameter_count(store, ref) or None)
+    return stored_shape(store, registered_model(store, source))
 
 
 def workload_of(
@@ -153,9 +144,7 @@ def workload_of(
     return Workload(shape, context=context, lora_rank=rank, load_in_4bit=in_4bit, frozen=frozen)
 
 
-def find_machine(
-    spec: LocalEngineSpec, gpu: str, devices: int, *, device_gib: float, node_gib: float
-) -> Machine:
+def find_machine(spec: LocalEngineSpec, gpu: str, devices: int, *, device_gib: float, node_gib: float) -> Machine:
     """Returns a machine with the given GPUs, or this machine if the engine computes on a CPU. Raises ConfigError."""
     # refuse contradictions
     if gpu and gpu not in DEVICES_GIB:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from engine.losses.base import LossNorm
-from engine.losses.kl import KLEstimator
+from engine.losses.base import KLEstimator, LossNorm
 from engine.losses.policy_gradient import GSPOSpec
 from engine.losses.values import MSESpec
 from flows.configs.common import GRPOAlgorithm, GRPOConfig, ModelConfig, RolloutConfig

@@ -52,7 +52,7 @@ def _logger() -> logging.Logger:
 
 def log_engine_outages() -> None:
     """Adds what the engine's client logs about an engine that does not answer to the log of the current flow run."""
-    logger = logging.getLogger("engine.http.outages")
+    logger = logging.getLogger("engine.http.transport")
     # the setting PREFECT_LOGGING_EXTRA_LOGGERS may have added such a handler to the logger `engine`
     handlers = logger.handlers + logging.getLogger("engine").handlers
     if not any(isinstance(handler, APILogHandler) for handler in handlers):

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from engine.models.folder import ModelFolder, local_folder, registered_model
-from engine.models.size import base_nbytes, folder_parameter_count, parameter_count
+from engine.errors import BadSpec
+from engine.memory_plan.plan import budgeted_bytes
+from engine.memory_plan.records import Machine, Workload
+from engine.memory_plan.shape import ModelShape, read_shape, stored_shape
+from engine.models.folder import local_folder, parameter_count, registered_model
 from engine.protocol import EngineInfo
 from flows.callbacks import Cadence
 from flows.configs.common import CheckpointConfig, ModelConfig, StageConfig, TrainingConfig
@@ -32,11 +35,8 @@ N = TypeVar("N", int, Durations)
 
 MASTER_BYTES = 4
 """Bytes per parameter of the master weights, which are float32."""
-COMPUTE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 MOMENTS = 2
 """AdamW keeps two moments per parameter."""
-ADAPTER_SHARE = 0.05
-"""Parameters of an adapter relative to its base model: about that of rank 16 on every linear layer of a small model."""
 EFFICIENCY = 0.4
 """Share of the measured matrix speed that packed training and batched decoding reach."""
 CHARACTERS_PER_TOKEN = 4
@@ -141,33 +141,30 @@ def _estimate_stage(
 ) -> Estimate:
     """The estimate of a stage of which `done` steps are committed."""
     # one step of the trained model
-    parameters = parameter_count(store, base)
+    shape = _shape(store, base)
+    parameters = shape.parameters
     steps, frozen = config.count_steps(data.rows), config.needs_reference
     stored_tokens = config.tokens_per_step(data.rows, _mean_row_tokens(store, data))
     passes = 2.0 * config.passes_before_gradient + 6.0 * config.passes_of_gradient
     operations = parameters * stored_tokens * passes
-    compute_bytes, samples = COMPUTE_BYTES[info.numerics.compute_dtype], not config.has_scalar_head
-    base_bytes = _base_bytes(store, base, config.model, parameters, compute_bytes)
-    memory = _memory(config.model, parameters, compute_bytes, base_bytes, frozen=frozen, samples=samples)
+    trained = shape.with_scalar_head() if config.has_scalar_head else shape
+    memory = _memory(info, trained, config.model, frozen=int(frozen))
     steps_left = None if steps is None else max(0, steps - done)
-    disk = None if steps_left is None else _disk(config, config.model, parameters, steps_left)
-    loaded_parameters, saved_bytes = parameters * (1 + frozen), _checkpoint_bytes(config.model, parameters)
+    disk = None if steps_left is None else _disk(config, config.model, shape, steps_left)
+    loaded_parameters, saved_bytes = parameters * (1 + frozen), _checkpoint_bytes(config.model, shape)
 
     # the value model reads every token, and is trained as often as the policy
     value_model = config.critic
     if value_model is not None:
-        value_parameters = _value_parameters(store, value_model, parameters)
-        base_bytes = _base_bytes(store, base, value_model, parameters, compute_bytes)
-        memory += _memory(value_model, value_parameters, compute_bytes, base_bytes, frozen=False, samples=False)
+        value_shape = _value_shape(store, value_model, shape)
         adapters = [model.adapter for model in (config.model, value_model) if model.adapter is not None]
-        if len(adapters) == 2 and adapters[0].load_in_4bit == adapters[1].load_in_4bit and value_model.key is None:
-            # both adapters share one base model
-            memory -= int(parameters * base_bytes)
+        shared = value_model.key is None and len(adapters) == 2 and adapters[0].load_in_4bit == adapters[1].load_in_4bit
+        memory += _memory(info, value_shape.with_scalar_head(), value_model, own_base=not shared)
         if steps_left is not None and disk is not None:
-            disk += _disk(config, value_model, value_parameters, steps_left)
-        loaded_parameters += value_parameters
-        saved_bytes += _checkpoint_bytes(value_model, value_parameters)
-        operations += value_parameters * stored_tokens * (2.0 + 6.0 * config.passes_of_gradient)
+            disk += _disk(config, value_model, value_shape, steps_left)
+        loaded_parameters += value_shape.parameters
+        saved_bytes += _checkpoint_bytes(value_model, value_shape)
+        operations += value_shape.parameters * stored_tokens * (2.0 + 6.0 * config.passes_of_gradient)
 
     if steps is None or steps_left is None or disk is None:
         return Estimate(memory_bytes=memory, disk_bytes=None, durations=None)
@@ -221,55 +218,44 @@ def _checkpoints_written(
     return certain + min(shares, int((steps - done) * step_seconds / apart_seconds)) + 1
 
 
-def _value_parameters(store: ObjectStore, value_model: ValueModelConfig, policy_parameters: int) -> int:
-    """The number of parameters of the value model, which is by default a copy of the policy. Raises BadModelFolder."""
+def _value_shape(store: ObjectStore, value_model: ValueModelConfig, policy: ModelShape) -> ModelShape:
+    """The shape of the value model, which is by default a copy of the policy. Raises BadSpec, CorruptArtifact."""
     key = value_model.key
     if key is None:
-        return policy_parameters
+        return policy
     folder = local_folder(key)
-    if folder is None:
-        return parameter_count(store, registered_model(store, key))
-    return folder_parameter_count(ModelFolder.of(folder).files)
+    return _shape(store, registered_model(store, key)) if folder is None else read_shape(folder)
 
 
-def _base_bytes(
-    store: ObjectStore, base: ArtifactRef, model: ModelConfig, parameters: int, compute_bytes: int
-) -> float:
-    """Bytes per parameter of the frozen base under the adapter of `model`. The base's files are read only for one in
-    4 bits."""
-    if model.adapter is None or not model.adapter.load_in_4bit:
-        return compute_bytes
-    sizes = {"compute_bytes": compute_bytes, "master_bytes": MASTER_BYTES}
-    return base_nbytes(store, base, **sizes, load_in_4bit=True) / parameters
+def _shape(store: ObjectStore, model: ArtifactRef) -> ModelShape:
+    """The shape of a registered model. Of a model that the memory plan does not know, such as a mixture of experts,
+    only the number of parameters counts. Raises CorruptArtifact."""
+    try:
+        return stored_shape(store, model)
+    except BadSpec:
+        parameters = parameter_count(store, model)
+        return ModelShape(model.key, 0, 0, 0, 0, 0, 0, vocabulary=1, context=1, parameters=parameters, tied=True)
 
 
-def _memory(
-    model: ModelConfig, parameters: int, compute_bytes: int, base_bytes: float, *, frozen: bool, samples: bool
-) -> int:
-    """Bytes of weights, gradients and moments, of the sampler's copy, and of the frozen reference model.
-
-    The sampler has a copy in the compute precision. In float32, these are the packed matrices of a CPU; a GPU's sampler
-    shares the master weights then, and the estimate is too high. An adapter shares one copy of its base model, of
-    `base_bytes` per parameter, with the sampler and the reference.
-    """
-    if model.adapter is not None:
-        return int(parameters * (base_bytes + ADAPTER_SHARE * MASTER_BYTES * (2 + MOMENTS)))
-    sampler_bytes = compute_bytes if samples and compute_bytes <= MASTER_BYTES else 0
-    return parameters * (max(MASTER_BYTES, compute_bytes) * (2 + MOMENTS + frozen) + sampler_bytes)
+def _memory(info: EngineInfo, shape: ModelShape, model: ModelConfig, *, frozen: int = 0, own_base: bool = True) -> int:
+    """Bytes of the engine's budget that the model takes, as `ostinato engine plan` counts them."""
+    rank, in_4bit = (None, False) if model.adapter is None else (model.adapter.rank, model.adapter.load_in_4bit)
+    work = Workload(shape, context=shape.context, lora_rank=rank, load_in_4bit=in_4bit, frozen=frozen)
+    device: Literal["cpu", "cuda"] = "cuda" if info.spec.device == "cuda" else "cpu"
+    machine = Machine(device, "engine", info.devices, info.memory_bytes, None)
+    return budgeted_bytes(info.spec, work, machine, own_base=own_base)
 
 
-def _disk(config: StageConfig, model: ModelConfig, parameters: int, steps: int) -> int:
+def _disk(config: StageConfig, model: ModelConfig, shape: ModelShape, steps: int) -> int:
     """Bytes of the checkpoints that are kept, of one that is being written, and of the published model."""
-    checkpoint_bytes = _checkpoint_bytes(model, parameters)
-    return (_checkpoints(config.checkpoints, steps) + 1) * checkpoint_bytes + parameters * MASTER_BYTES
+    checkpoint_bytes = _checkpoint_bytes(model, shape)
+    return (_checkpoints(config.checkpoints, steps) + 1) * checkpoint_bytes + shape.parameters * MASTER_BYTES
 
 
-def _checkpoint_bytes(model: ModelConfig, parameters: int) -> int:
-    """Bytes of one checkpoint: weights and moments, of which an adapter has only a small share."""
-    checkpoint_bytes = parameters * MASTER_BYTES * (1 + MOMENTS)
-    if model.adapter is not None:
-        return int(ADAPTER_SHARE * checkpoint_bytes)
-    return checkpoint_bytes
+def _checkpoint_bytes(model: ModelConfig, shape: ModelShape) -> int:
+    """Bytes of one checkpoint: the trained weights and their moments."""
+    trained = shape.parameters if model.adapter is None else shape.lora(model.adapter.rank)
+    return trained * MASTER_BYTES * (1 + MOMENTS)
 
 
 def _checkpoints(config: CheckpointConfig, steps: int) -> int:

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from engine.errors import EngineError
 from engine.models.folder import router_loss_warning
 from engine.models.hub import hub_repo_of_key
-from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec, HttpEngineSpec, LocalEngineSpec
 from engine.workspace import Workspace
 from flows.configs.common import FlowConfig, TrainingConfig
 from flows.display.terminal import LoadLines, TerminalProgress

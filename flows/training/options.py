@@ -14,8 +14,7 @@ from typing import Any, TypedDict, TypeVar
 
 from pydantic import JsonValue, ValidationError
 
-from engine.losses.base import LossNorm, TermsNorm
-from engine.losses.kl import KLEstimator
+from engine.losses.base import KLEstimator, LossNorm, TermsNorm
 from engine.losses.policy_gradient import PolicyLoss
 from flows.callbacks import Callback
 from flows.configs.common import GRPOAlgorithm, SFTAlgorithm

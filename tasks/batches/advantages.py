@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import numpy as np
 from pydantic import Field
 
-from engine.losses.kl import KLEstimator
+from engine.losses.base import KLEstimator
 from storage.chain.records import CommitRecord
 from storage.serialization import Coefficient, Divisor, Frozen, Positive
 
@@ -150,7 +150,7 @@ KL_OF_GAP: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "k3": _k3,
 }
 """Estimator -> the KL per token as a function of the gap d = logprob - reference logprob. The same formulas as in
-engine.losses.kl, on arrays instead of tensors; a test compares both."""
+engine.losses.base, on arrays instead of tensors; a test compares both."""
 
 
 def whiten(values_T: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from engine.errors import BadSpec
-from engine.models.token_arrays import rows_of_lists
+from engine.models.samples import rows_of_lists
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef
 from storage.store import keys

@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Generic, TypeVar
 
-from engine.errors import EngineError, SampleTooLong
-from engine.text.errors import TextError
+from engine.errors import EngineError, SampleTooLong, TextError
 from engine.text.threads import StringThread
 from tasks.datasets.order import permutation
 

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from engine.errors import BadSpec, PermanentEngineError
 from engine.models.images import images_from_rows, images_to_rows
-from engine.models.token_arrays import rows_of_lists
+from engine.models.samples import rows_of_lists
 from engine.protocol import LogprobsRequest, TokenSequence
 from engine.text.rendering import Renderer
 from engine.text.stored_models import renderer_of

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine.text.errors import TextError, ThreadError
+from engine.errors import TextError, ThreadError
 from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.images import embed_image
 from engine.text.threads import StringThread

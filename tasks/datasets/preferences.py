@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine.text.errors import ThreadError
+from engine.errors import ThreadError
 from engine.text.threads import StringThread
 from tasks.datasets.convert import (
     RawTurn,

@@ -12,9 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from engine.errors import SampleTooLong
+from engine.errors import SampleTooLong, TemplateNotPrefixStable, TextError
 from engine.protocol import Completion
-from engine.text.errors import TemplateNotPrefixStable, TextError
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread, TokenizedThread
 from tasks.datasets.naming import NameRow

@@ -11,10 +11,9 @@ from pydantic import BaseModel
 
 from engine.errors import EngineError, SampleTooLong
 from engine.handles import InferenceModel, Model, OpenAIModel
-from engine.models.served_policy import served_policy
 from engine.protocol import SamplingParams
 from engine.text.answers import MalformedAnswer, answer_in_prose, parse_answer
-from engine.text.stored_models import renderer_of
+from engine.text.stored_models import renderer_of, served_policy
 from engine.text.threads import StringThread
 from engine.workspace import Workspace, derive_seed
 from tasks.graders.base import GraderError, IgnoreGradeException

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 from engine.handles import HasWorkspace
 from engine.protocol import Engine
-from engine.specs.cluster import ClusterSpec
-from engine.specs.engine import LocalEngineSpec
+from engine.specs.engine import ClusterSpec, LocalEngineSpec
 from engine.workspace import Workspace
 from tasks.graders.base import GraderError
 

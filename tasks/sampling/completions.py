@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from engine.errors import BadSpec, SampleTooLong
+from engine.errors import BadSpec, SampleTooLong, UnsupportedFragment
 from engine.models.images import images_or_none, images_to_rows
 from engine.protocol import Completion, GenerateRequest, SamplingParams, TokenSequence
-from engine.text.errors import UnsupportedFragment
 from engine.text.rendering import Renderer
 from engine.text.stored_models import context_length_of, renderer_of
 from engine.text.threads import StringThread

@@ -21,8 +21,7 @@ from engine.backends.torch.trainer_samplers import TorchSamplerBackend
 from engine.errors import BadSpec, SampleTooLong, UnsupportedSchema
 from engine.protocol import Completion, SamplingParams, TokenIds
 from engine.specs.adapters import LoraSpec
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.sampler import VllmSpec
+from engine.specs.engine import LocalEngineSpec, VllmSpec
 from engine.text.tokenizers import load_tokenizer
 from tests.contracts.completion_ends import check_stop_strings, with_other_end
 

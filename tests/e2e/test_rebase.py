@@ -10,8 +10,7 @@ import pytest
 from engine.local.engine import LocalEngine
 from engine.local.loaded_policies import LoadedPolicy
 from engine.local.verify import verify_run
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 from storage.chain.rebase import rebases_in_effect
 from storage.chain.records import Chain, CommitRecord, PolicyRef
 from storage.inspect.audit import audit_store

@@ -115,7 +115,7 @@ async def test_a_cancel_during_a_checkpoint_ends_at_once_and_the_same_run_goes_o
 RANKS_WITHOUT_SHARED_MEMORY = """
 import shutil
 from pathlib import Path
-from engine.backends.weight_files.staging import staging_folder
+from engine.backends.weight_files.tensor_files import staging_folder
 from engine.cluster.rank_group import RankGroup
 from storage.errors import StorageFull
 Path("/dev/shm/full").write_bytes(bytes(shutil.disk_usage("/dev/shm").free))

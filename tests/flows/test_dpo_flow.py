@@ -13,9 +13,9 @@ import pytest
 from pydantic import ValidationError
 
 import flows.training.supervised_loop
-from engine.connect import connect
 from engine.losses.pairs import SimPOSpec
 from engine.text.threads import StringThread
+from engine.workspace import connect
 from flows.catalogue import DPOConfig, SimPOConfig
 from flows.dpo import DPO, dpo
 from flows.simpo import SimPO, simpo

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 import flows.evaluation
-from engine.connect import connect
+from engine.workspace import connect
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.evaluation import evaluation
 from storage.inspect.audit import audit_store

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 import flows.grpo
-from engine.connect import connect
 from engine.local.engine import LocalEngine
+from engine.workspace import connect
 from storage.chain.leases import is_held
 from storage.errors import SemanticMismatch
 from tests.fixtures.runs.flow_runs import FlowRuns, grpo_runs

@@ -11,8 +11,8 @@ import pytest
 import flows.grpo
 import flows.ops.hooks
 import flows.runs.session
-from engine.connect import connect
 from engine.text.threads import StringThread
+from engine.workspace import connect
 from tasks.datasets.errors import BadRow
 from tests.fixtures.runs.flow_runs import FlowRuns, grpo_runs
 from tests.fixtures.runs.interruption import Interrupted, interrupt_at, keep_leases

@@ -11,7 +11,7 @@ import pytest
 
 import flows.grpo
 import flows.training.supervised_loop
-from engine.connect import connect
+from engine.workspace import connect
 from flows.catalogue import DPOConfig
 from flows.configs.common import SFTConfig
 from flows.dpo import dpo

@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 import flows.training.supervised_loop
-from engine.connect import connect
 from engine.local.verify import verify_run
+from engine.workspace import connect
 from flows.configs.common import SFTConfig
 from flows.configs.ppo import PPOConfig
 from tests.fixtures.runs.flow_runs import FlowRuns

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 import flows.recurring
 import storage.registry.decisions
-from engine.connect import connect
+from engine.workspace import connect
 from flows.configs.common import SFTConfig
 from flows.configs.recurring import RecurringConfig
 from flows.recurring import recurring

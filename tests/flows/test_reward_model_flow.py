@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import flows.training.supervised_loop
-from engine.connect import connect
 from engine.text.threads import StringThread
+from engine.workspace import connect
 from flows.catalogue import RewardModelConfig
 from flows.reward_model import RewardModelling, reward_model
 from tests.fixtures.preferences import preference_config, write_ratings

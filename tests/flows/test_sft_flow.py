@@ -10,8 +10,8 @@ import pandas
 import pytest
 
 import flows.training.supervised_loop
-from engine.connect import connect
 from engine.errors import BadSpec, SampleTooLong
+from engine.workspace import connect
 from flows.configs.common import SFTConfig
 from flows.sft import SFT, sft
 from storage.inspect.accounting import step_inputs

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from engine.backends.vllm.weight_sync.broadcast import (
+from engine.backends.replicas.broadcast import (
     BroadcastGroup,
     GroupMember,
     device_info,
@@ -16,7 +16,7 @@ from engine.backends.vllm.weight_sync.broadcast import (
     select_backend,
     send,
 )
-from engine.backends.vllm.weight_sync.manifest import manifest_of
+from engine.backends.replicas.runtime import manifest_of
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import connect as connecting
+from engine import workspace as connecting
 from engine.handles import Model, TrainingModel
 from engine.local.engine import LocalEngine
 from engine.specs.engine import EngineSpec

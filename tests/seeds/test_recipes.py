@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from engine import connect as connecting
+from engine import workspace as connecting
 from engine.handles import InferenceModel, TrainingModel
 from engine.text.threads import StringThread
 from flows.parameters import Dataset, Grader, Model, dataset_kinds

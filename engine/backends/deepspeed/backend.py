@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from engine.backends import machine
 from engine.backends.deepspeed.handles import DeepSpeedAdapter, DeepSpeedBase, DeepSpeedBasePolicy, DeepSpeedTrainer
 from engine.backends.deepspeed.meta_model import open_meta_model, streamed_weights
 from engine.backends.deepspeed.options import RankOptions
+from engine.backends.torch import backend
 from engine.backends.torch.backend import TorchBackend, available_cores
 from engine.backends.torch.loading import check_has_language_head
 from engine.backends.torch.probes import probe_model
@@ -23,9 +23,7 @@ from engine.cluster.rank_group import RankGroup
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
 from engine.protocol import ActorCount
 from engine.specs.adapters import Head, LoraSpec
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.sampler import VllmSpec
-from engine.specs.trainer import DeepSpeedSpec, layout_name
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec, VllmSpec, layout_name
 from storage.chain.records import Numerics
 
 RANK_CLASS = "engine.backends.deepspeed.ranks:RankTrainers"
@@ -135,7 +133,7 @@ class DeepSpeedBackend:
         machines."""
         if self.spec.memory_gib != "auto":
             return int(self.spec.memory_gib * (1 << 30))
-        return self.devices * machine.memory_bytes(self.device)
+        return self.devices * backend.memory_bytes(self.device)
 
     def operations_per_second(self) -> float:
         """Of all ranks together, if all their machines are like this one."""
@@ -177,9 +175,7 @@ class DeepSpeedBackend:
         """A new adapter on `base`, which it does not change."""
         self.free_dropped()
         number = next(self._numbers)
-        info = self.group.call_unless_restarted(
-            base.start_number, "load_adapter", number, base.number, spec, init_seed
-        )
+        info = self.group.call_unless_restarted(base.start_number, "load_adapter", number, base.number, spec, init_seed)
         return DeepSpeedAdapter(self, number, info, base, spec)
 
     def adapter_off(self, base: DeepSpeedBase) -> DeepSpeedBasePolicy:

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.backends.deepspeed.loading import WeightNames
 from engine.backends.deepspeed.meta_model import WeightSource
+from engine.backends.deepspeed.rank_model import WeightNames
 from engine.backends.deepspeed.shards import MOMENTS, Shards
-from engine.backends.weight_files.digests import combine_digests, digest_tensor
 from engine.backends.weight_files.pieces import (
     OPTIMIZER,
     WEIGHTS,
@@ -32,7 +31,14 @@ from engine.backends.weight_files.pieces import (
     piece_name,
     shapes_metadata,
 )
-from engine.backends.weight_files.tensor_files import Layouts, TensorWriter, check_shapes, file_order
+from engine.backends.weight_files.tensor_files import (
+    Layouts,
+    TensorWriter,
+    check_shapes,
+    combine_digests,
+    digest_tensor,
+    file_order,
+)
 from engine.cluster.rank_progress import report_progress
 from engine.errors import BadSpec
 

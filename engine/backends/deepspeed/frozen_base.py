@@ -17,15 +17,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.backends.deepspeed import files
-from engine.backends.deepspeed.loading import gather, names_of, prepare_module, probe_on_rank_0
 from engine.backends.deepspeed.meta_model import MetaModel, open_meta_model
 from engine.backends.deepspeed.options import RankOptions, deepspeed_config
-from engine.backends.deepspeed.rank_model import EvaluatedModule, RankModel
+from engine.backends.deepspeed.rank_model import (
+    EvaluatedModule,
+    RankModel,
+    gather,
+    names_of,
+    prepare_module,
+    probe_on_rank_0,
+)
 from engine.backends.deepspeed.sharded_model import named_parameters, rank_model
 from engine.backends.deepspeed.shards import frozen_shards, gather_when_called, gathered, split_parameters
 from engine.backends.deepspeed.trainer import ZeroTrainer
 from engine.backends.deepspeed.ulysses import SequenceGroup
-from engine.backends.read_only import UPDATE_REFUSED
+from engine.backends.protocol import UPDATE_REFUSED
 from engine.backends.torch.lora import replace_linears
 from engine.backends.torch.packing import Packed
 from engine.backends.torch.scalar_lm import HEAD_NAME, new_head, with_scalar_head

@@ -11,8 +11,7 @@ import torch
 
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
 from engine.backends.deepspeed.memory import adapter_bytes, state_bytes
-from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.read_only import ReadOnlyPolicy
+from engine.backends.protocol import Objective, ReadOnlyPolicy, UpdateReport
 from engine.backends.torch.batch_checks import check_gives
 from engine.errors import WorkerDied
 from engine.models.samples import Sample
@@ -73,9 +72,7 @@ class DeepSpeedTrainer:
                 "update", list(samples), objective, optimizer, max_tokens=max_tokens
             )  # fmt: skip
 
-    def logprobs(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[list[float]]:
         check_gives("logprobs", scalar=self.scalar, name="the policy")
         return self._call_within_memory("logprobs", list(sequences), temperature, max_tokens=max_tokens)
 

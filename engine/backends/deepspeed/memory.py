@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec
 
 MOMENTS_PER_WEIGHT = 2
 
@@ -77,9 +77,7 @@ def state_bytes(
 
     # Stage 0: every rank has all states, and computes with the masters, so `compute_bytes` does not matter.
     if stage == 0:
-        device = StateBytes(
-            weights=ranks * masters + all_buffers, gradients=ranks * masters, moments=ranks * moments
-        )
+        device = StateBytes(weights=ranks * masters + all_buffers, gradients=ranks * masters, moments=ranks * moments)
         return BytesByPlace(device, StateBytes())
 
     # The weights that the forward pass uses. Stage 3 splits them, in the other stages every rank has all of them.

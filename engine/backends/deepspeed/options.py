@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from engine.backends.torch.causal_lm import master_dtype_of
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec
 from storage.serialization import Frozen
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

@@ -106,12 +106,7 @@ class RankTrainers:
         torch.set_num_threads(threads)
 
     def update(
-        self,
-        number: int,
-        samples: Sequence[Sample],
-        objective: Objective,
-        optimizer: OptimizerSpec,
-        max_tokens: int,
+        self, number: int, samples: Sequence[Sample], objective: Objective, optimizer: OptimizerSpec, max_tokens: int
     ) -> UpdateReport:
         return self.trainer(number).update(samples, objective, optimizer, max_tokens=max_tokens)
 

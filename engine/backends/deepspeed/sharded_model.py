@@ -130,12 +130,7 @@ class ReplicatedModel:
     gradients over the ranks once per update."""
 
     def __init__(
-        self,
-        model: RankModel,
-        named: Mapping[str, nn.Parameter],
-        groups: list[dict[str, object]],
-        *,
-        bucket_mib: int,
+        self, model: RankModel, named: Mapping[str, nn.Parameter], groups: list[dict[str, object]], *, bucket_mib: int
     ) -> None:
         """`named` are the trained parameters, and `groups` their `parameter_groups`."""
         self.model = model

@@ -3,6 +3,9 @@
 Every method is called by every rank with equal arguments, and either returns on all of them, or raises the same error
 on all of them. Where this is impossible, because a rank fails in the middle of an exchange with the others, its process
 ends and the group with it. The engine then starts the group again.
+
+Every rank runs the same number of passes, with similar lengths at the same time, because in ZeRO 3 the ranks gather
+weights together, layer by layer. A rank without work runs an empty pass, whose loss does not count.
 """
 
 from __future__ import annotations
@@ -12,29 +15,29 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK, files
-from engine.backends.deepspeed.loading import gather, names_of, prepare_module, probe_on_ranks
 from engine.backends.deepspeed.meta_model import open_meta_model
 from engine.backends.deepspeed.options import RankOptions
-from engine.backends.deepspeed.passes import EMPTY_PASS, distribute
-from engine.backends.deepspeed.rank_model import RankModel
+from engine.backends.deepspeed.rank_model import RankModel, gather, names_of, prepare_module, probe_on_ranks
 from engine.backends.deepspeed.sharded_model import ShardedModel, shard_model
 from engine.backends.deepspeed.shards import Shards
 from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.batch_checks import check_gives, check_loss_fits_head, check_sequences, validate_batch
-from engine.backends.torch.out_of_memory import is_out_of_memory, retry_on_out_of_memory
-from engine.backends.torch.packing import Packable, Packed, pack
+from engine.backends.torch.packing import Packable, Packed, micro_batches, pack
 from engine.backends.torch.updates import (
     Accumulated,
     Totals,
     check_policy_not_nan,
     count_totals,
     has_gradient,
+    is_out_of_memory,
     micro_batch_loss,
+    retry_on_out_of_memory,
     split_by_sequence,
     update_metrics,
 )
@@ -44,6 +47,10 @@ from engine.losses.inputs import Outputs
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
 from storage.chain.records import OptimizerSpec
+
+EMPTY_PASS = Sample(np.zeros(2, np.int32), np.array([False, True]))
+SEARCH_STEPS = 6
+"""How often the batch is split again to find an even split."""
 
 
 class ZeroTrainer:
@@ -142,9 +149,7 @@ class ZeroTrainer:
         self, samples: Sequence[Sample], objective: Objective, totals: Totals, max_tokens: int
     ) -> Accumulated:
         """Runs all passes; returns the sums over all ranks."""
-        passes = distribute(
-            samples, max_tokens=max_tokens, ranks=self._groups, whole_groups=objective.loss.pairwise
-        )
+        passes = distribute(samples, max_tokens=max_tokens, ranks=self._groups, whole_groups=objective.loss.pairwise)
         rank_sums = Accumulated(max_tokens)
 
         def run() -> None:
@@ -237,9 +242,7 @@ class ZeroTrainer:
 
     # -- reading ----------------------------------------------------------------------------------------------
 
-    def logprobs(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[list[float]]:
         """Logprobs of every trained token in nats, per sequence, in the order of the sequences."""
         check_gives("logprobs", scalar=self.model.scalar, name=type(self.module).__name__)
         return self._read(sequences, lambda packed: self.sharded.logprobs(packed, temperature), max_tokens)
@@ -345,3 +348,71 @@ def _describe(error: Exception | None) -> tuple[str, bool] | None:
     if error is None:
         return None
     return str(error).splitlines()[0], isinstance(error, RuntimeError) and is_out_of_memory(error)
+
+
+def distribute(
+    samples: Sequence[Packable], *, max_tokens: int, ranks: int, whole_groups: bool = False
+) -> list[list[list[int] | None]]:
+    """[pass][rank] -> indices of the samples, or None for an empty pass. There is at least one pass, and there are no
+    more than `max_tokens` per forward pass requires.
+
+    Micro-batches are built over the samples of all ranks, then distributed by length, so that the micro-batches of one
+    pass have similar lengths.
+    """
+    # Micro-batches of all ranks, longest first. Equal lengths keep their order, so that every rank gets the same list.
+    batches: list[list[int]] = []
+    if samples:
+        batches = _split_evenly(samples, max_tokens, ranks, whole_groups)
+        batches.sort(key=lambda batch: -_tokens(samples, batch))
+
+    # Each pass takes one micro-batch per rank. The last one may not have enough.
+    passes: list[list[list[int] | None]] = []
+    for begin in range(0, max(len(batches), 1), ranks):
+        row: list[list[int] | None] = [*batches[begin : begin + ranks]]
+        row += [None] * (ranks - len(row))
+        # The order alternates, so that no rank always has the longest.
+        if len(passes) % 2 == 1:
+            row.reverse()
+        passes.append(row)
+    return passes
+
+
+def _tokens(samples: Sequence[Packable], batch: Sequence[int]) -> int:
+    """Number of tokens of the samples with these indices, each counted in full."""
+    return sum(len(samples[index].token_ids) for index in batch)
+
+
+def _split_evenly(samples: Sequence[Packable], max_tokens: int, ranks: int, whole_groups: bool) -> list[list[int]]:
+    """Micro-batches that are as small as possible without one more pass, so that ranks that would wait take a part of
+    the work instead. A binary search over the largest number of tokens."""
+    best = micro_batches(samples, max_tokens=max_tokens, whole_groups=whole_groups)
+    slots = -(-len(best) // ranks) * ranks
+    if len(best) == slots:
+        return best
+    # Bounds of the search: a micro-batch must have room for the longest unit, and for an even share of the tokens.
+    lengths = _unit_lengths(samples, whole_groups)
+    longest, total = max(lengths), sum(lengths)
+    # Invariant: `enough` tokens per micro-batch give at most `slots` micro-batches, and `too_few` give more.
+    enough = min(max_tokens, total)
+    too_few = min(max(longest, -(-total // slots)), enough) - 1
+    for _ in range(SEARCH_STEPS):
+        if enough - too_few <= 1:
+            break
+        middle = (too_few + enough) // 2
+        batches: list[list[int]] = []
+        if middle >= longest:
+            batches = micro_batches(samples, max_tokens=middle, whole_groups=whole_groups)
+        if batches and len(batches) <= slots:
+            best, enough = batches, middle
+        else:
+            too_few = middle
+    return best
+
+
+def _unit_lengths(samples: Sequence[Packable], whole_groups: bool) -> list[int]:
+    """Tokens of each unit that has to stay in one micro-batch: a sample, or with `whole_groups` a group."""
+    lengths: dict[str, int] = {}
+    for index, sample in enumerate(samples):
+        unit = sample.group if whole_groups else f"#{index}"
+        lengths[unit] = lengths.get(unit, 0) + len(sample.token_ids)
+    return list(lengths.values())

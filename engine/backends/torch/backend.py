@@ -1,21 +1,22 @@
-"""The backend of `trainer.kind = "torch"`: trainers in the engine's process."""
+"""The backend of `trainer.kind = "torch"`: trainers in the engine's process, and the memory and speed of its device."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import platform
+import time
 from collections.abc import Iterator
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from engine.backends import machine
 from engine.backends.torch.causal_lm import CausalLM, master_dtype_of
-from engine.backends.torch.four_bit import check_four_bit
 from engine.backends.torch.loading import load_model, load_with_head
+from engine.backends.torch.lora import check_four_bit
 from engine.backends.torch.shared_base import AdapterOff, AdapterTrainer, SharedBase
 from engine.backends.torch.trainer import TorchTrainer
 from engine.protocol import ActorCount
@@ -28,6 +29,12 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64
 KERNELS = "1"
 """Revision of this package's own computations. Raise it with every change that may change the last bits of a step (the
 packing, attention, loss or optimizer), so that a redo of an older step is not taken for a fault of the machine."""
+
+CPU_SHARE = 0.8
+GPU_SHARE = 0.7
+"""Share of the memory that weights, moments and gradients may fill. The rest is for activations and other processes."""
+
+_SIDE = {"cpu": 512, "cuda": 8192}
 
 
 class TorchBackend:
@@ -93,11 +100,11 @@ class TorchBackend:
     def memory_bytes(self) -> int:
         """Bytes that weights, moments and gradients may take."""
         if self.spec.memory_gib == "auto":
-            return machine.memory_bytes(self.device)
+            return memory_bytes(self.device)
         return int(self.spec.memory_gib * (1 << 30))
 
     def operations_per_second(self) -> float:
-        return machine.operations_per_second(self.device, self.compute_dtype)
+        return operations_per_second(self.device, self.compute_dtype)
 
     def load(self, folder: Path, *, head: Head = "lm", init_seed: int = 0) -> TorchTrainer:
         """A model all of whose weights are trained."""
@@ -124,9 +131,7 @@ class TorchBackend:
         return SharedBase(self._load_on_cpu(folder), device=self.device, key=key, load_in_4bit=load_in_4bit)
 
     def _load_on_cpu(self, folder: Path) -> CausalLM:
-        return load_model(
-            folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=torch.device("cpu")
-        )
+        return load_model(folder, dtype=self.master_dtype, compute_dtype=self.compute_dtype, device=torch.device("cpu"))
 
     @staticmethod
     def adapter(base: SharedBase, spec: LoraSpec, *, init_seed: int) -> AdapterTrainer:
@@ -166,3 +171,46 @@ def has_native_bfloat16(device: torch.device) -> bool:
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Bytes of the device that an engine may fill by default."""
+    if device.type == "cuda":
+        return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
+    return int(CPU_SHARE * min(_physical_memory(), _cgroup_limit()))
+
+
+@lru_cache(maxsize=4)
+def operations_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of an (n, n) matrix product: 2n³ over the shortest of five runs, with the thread count of
+    the calling thread."""
+    side = _SIDE.get(device.type, 512)
+    left = torch.ones(side, side, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(5):
+        _wait(device)
+        start = time.perf_counter()
+        torch.mm(left, left)
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * side**3 / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_limit() -> int:
+    """The memory limit of this container in bytes, or 2**62 when there is none."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                return int(file.read())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return 1 << 62

@@ -144,9 +144,7 @@ class _Attention(torch.autograd.Function):
         return query_grad_THD.to(dtype), key_grad_TKD.to(dtype), value_grad_TKD.to(dtype), None, None
 
 
-def _flash(
-    part: _Part, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _flash(part: _Part, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """(outputs (T, H, D), logsumexps of the scores (T, H)) of the part's queries."""
     query_SHQD = _by_sequence(query_THD[part.query_slice], part.sequences)
     key_SKMD, value_SKMD = (_by_sequence(x[part.key_slice], part.sequences) for x in (key_TKD, value_TKD))

@@ -58,13 +58,7 @@ def load_model(folder: Path, *, dtype: torch.dtype, compute_dtype: torch.dtype, 
 
 
 def load_with_head(
-    folder: Path,
-    *,
-    head: Head,
-    init_seed: int,
-    dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    device: torch.device,
+    folder: Path, *, head: Head, init_seed: int, dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device
 ) -> CausalLM:
     """The folder's model with the given head; see `TrainerBackend.load`. Raises BadModelFolder, BadSpec."""
     if head == "lm":

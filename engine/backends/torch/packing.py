@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.errors import SampleTooLong
 from engine.models.images import Images, PlacedImage, common_prefix_length
-from engine.models.token_arrays import LossMask, TokenArray
+from engine.models.samples import LossMask, TokenArray
 
 
 class Packable(Protocol):
@@ -32,6 +32,7 @@ class Packable(Protocol):
     def loss_mask(self) -> LossMask:
         """Whether each token is trained."""
         ...
+
     @property
     def trained(self) -> int:
         """Number of trained tokens."""
@@ -77,9 +78,7 @@ class Packed:
 # -- micro-batches ---------------------------------------------------------------------------------------------
 
 
-def micro_batches(
-    samples: Sequence[Packable], *, max_tokens: int, whole_groups: bool = False
-) -> list[list[int]]:
+def micro_batches(samples: Sequence[Packable], *, max_tokens: int, whole_groups: bool = False) -> list[list[int]]:
     """Indices of the samples of each packed forward pass, which has at most `max_tokens` packed tokens.
 
     Samples of a group stay together where they fit, so that their prompt is computed once. With `whole_groups` they

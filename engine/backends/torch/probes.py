@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from engine.backends.torch.attention import IMPLEMENTATION, PrefillLayout
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.decoding.kv_cache import DecodeLayout, PromptKeys
-from engine.backends.torch.out_of_memory import is_out_of_memory
 from engine.backends.torch.packing import Packed, PrefixGroup, pack
+from engine.backends.torch.updates import is_out_of_memory
 from engine.backends.torch.vision_lm import VisionLM
 from engine.errors import BadModelFolder, EngineError
 from engine.models.folder import UNKNOWN_CONTEXT

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.backends.prompt_checks import check_prompts
+from engine.backends.protocol import check_prompts
 from engine.backends.torch.attention import PrefillLayout
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.decoding.drawing import NoiseStream, draw_tokens
@@ -83,12 +83,7 @@ class TorchSampler:
     (engine.backends.torch.trainer_samplers)."""
 
     def __init__(
-        self,
-        model: CausalLM,
-        *,
-        max_rows: int = 64,
-        max_prefill_tokens: int = 8192,
-        tokenizer: Tokenizer | None = None,
+        self, model: CausalLM, *, max_rows: int = 64, max_prefill_tokens: int = 8192, tokenizer: Tokenizer | None = None
     ) -> None:
         """`tokenizer` tells which ids end a turn and finds stop strings. Without one, completions end at the ids of the
         model's configs, and stop strings are refused."""

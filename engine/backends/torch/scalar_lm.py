@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.causal_lm import CausalLM, at_least_float32
 from engine.backends.torch.packing import Packed
-from engine.backends.torch.token_logprobs import at_least_float32
 from engine.errors import BadModelFolder, BadSpec
 from engine.models.folder import read_head
 

@@ -8,7 +8,7 @@ model, bit for bit, in float32 and under bfloat16 autocast. Adapters are in the 
 A sampler in a lower precision shares the linear layers. It adds one copy of the other weights per base, whatever the
 number of adapters, and a copy of its adapter.
 
-With QLoRA (arXiv:2305.14314) the linear layers are held in 4 bits (engine.backends.torch.four_bit). Policy 0 then
+With QLoRA (arXiv:2305.14314) the linear layers are held in 4 bits (engine.backends.torch.lora). Policy 0 then
 computes with the dequantised weights, as the sampler and merged exports do.
 """
 
@@ -24,16 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.backends.protocol import is_sampled_on_base
-from engine.backends.read_only import ReadOnlyPolicy
+from engine.backends.protocol import ReadOnlyPolicy, is_sampled_on_base
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy
-from engine.backends.torch.four_bit import LoraLinear4bit, four_bit_layer
 from engine.backends.torch.lora import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     PEFT_PREFIX,
     LoraLinear,
+    LoraLinear4bit,
     LoraPairs,
+    four_bit_layer,
     new_pairs,
     pair_tensors,
     peft_config,
@@ -43,8 +43,7 @@ from engine.backends.torch.lora import (
 )
 from engine.backends.torch.scalar_lm import HEAD_NAME, ScalarLM, new_head, with_scalar_head
 from engine.backends.torch.trainer import STAGED_FILE, TorchTrainer, files_in
-from engine.backends.weight_files.digests import digest_tensors
-from engine.backends.weight_files.tensor_files import write_tensors
+from engine.backends.weight_files.tensor_files import digest_tensors, write_tensors
 from engine.errors import BadSpec
 from engine.models.folder import scalar_head_message
 from engine.specs.adapters import LoraSpec
@@ -56,9 +55,7 @@ class SharedBase:
     `digest` is the digest of the weights as loaded, equal to that of a full trainer before its first update, also with
     `load_in_4bit`."""
 
-    def __init__(
-        self, model: CausalLM, *, device: torch.device, key: str = "", load_in_4bit: bool = False
-    ) -> None:
+    def __init__(self, model: CausalLM, *, device: torch.device, key: str = "", load_in_4bit: bool = False) -> None:
         self.key = key
         self.digest, self.digests = digest_tensors(model.named_weights())
         self._score = copy.deepcopy(model.head) if model.scalar else None  # in master precision
@@ -68,9 +65,7 @@ class SharedBase:
         # Replace the linear layers first, so that the frozen copy for samplers has the new ones.
         new_layer = partial(four_bit_layer, device=device) if load_in_4bit else LoraLinear
         self.layers = replace_linears(model, new_layer)
-        self.model = model.with_module(
-            module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype
-        )
+        self.model = model.with_module(module.to(device), compute_dtype=model.compute_dtype, master_dtype=model.dtype)
         self._sampling: CausalLM | None = None
 
     def scalar_model(self, *, init_seed: int) -> ScalarLM:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from engine.backends.protocol import FrozenBase, Objective, UpdateReport
 from engine.backends.torch.batch_checks import check_gives, check_loss_fits_head, check_sequences, validate_batch
 from engine.backends.torch.causal_lm import CausalLM
-from engine.backends.torch.out_of_memory import is_out_of_memory, retry_on_out_of_memory
 from engine.backends.torch.packing import Packable, Packed, micro_batches, pack
 from engine.backends.torch.updates import (
     Accumulated,
@@ -23,15 +22,16 @@ from engine.backends.torch.updates import (
     check_policy_not_nan,
     count_totals,
     has_gradient,
+    is_out_of_memory,
     make_forward,
     micro_batch_loss,
+    retry_on_out_of_memory,
     set_adamw,
     split_by_sequence,
     update_metrics,
 )
-from engine.backends.weight_files.digests import digest_tensors
 from engine.backends.weight_files.pieces import moment_shapes, open_checkpoint
-from engine.backends.weight_files.tensor_files import check_shapes, shapes_of_tensors, write_tensors
+from engine.backends.weight_files.tensor_files import check_shapes, digest_tensors, shapes_of_tensors, write_tensors
 from engine.errors import NonFiniteGradient, OutOfMemory
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
@@ -173,12 +173,7 @@ class TorchTrainer:
             ) from None
 
     def _retry_on_out_of_memory(
-        self,
-        run: Callable[[int], T],
-        sequences: Sequence[Packable],
-        max_tokens: int,
-        *,
-        whole_groups: bool = False,
+        self, run: Callable[[int], T], sequences: Sequence[Packable], max_tokens: int, *, whole_groups: bool = False
     ) -> T:
         def drop_gradients() -> None:
             for parameter in self._trained_parameters():
@@ -210,9 +205,7 @@ class TorchTrainer:
 
     # -- forward passes ---------------------------------------------------------------------------------------
 
-    def logprobs(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[list[float]]:
         """Logprobs of every trained token in nats, per sequence, in the order of the sequences."""
         check_gives("logprobs", scalar=self.scalar, name=type(self.model.module).__name__)
         return self._forward_per_sequence(
@@ -251,9 +244,7 @@ class TorchTrainer:
             return self._retry_on_out_of_memory(run, sequences, max_tokens)
 
     def _check(self, sequences: Sequence[Packable]) -> None:
-        check_sequences(
-            sequences, vocab_size=self.model.vocab_size, context_length=self.model.context_length
-        )
+        check_sequences(sequences, vocab_size=self.model.vocab_size, context_length=self.model.context_length)
 
     # -- state ------------------------------------------------------------------------------------------------
 

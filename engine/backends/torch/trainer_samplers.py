@@ -21,19 +21,17 @@ from engine.backends.torch.attention import IMPLEMENTATION, register_attention
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy, master_dtype_of
 from engine.backends.torch.decoding.lean_decoder import LeanModel, can_be_lean, packed_nbytes
 from engine.backends.torch.loading import LOADING
-from engine.backends.torch.lora import (
-    LoraPairs,
-    lora_layers,
-    read_pairs,
-    replace_linears,
-    sampling_pairs,
-    use_pairs,
-)
+from engine.backends.torch.lora import LoraPairs, lora_layers, read_pairs, replace_linears, sampling_pairs, use_pairs
 from engine.backends.torch.sampler import TorchSampler
 from engine.backends.torch.shared_base import SharedTrainer
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.weight_files.staging import staging_folder
-from engine.backends.weight_files.tensor_files import check_shapes, read_into, shapes_of, shapes_of_tensors
+from engine.backends.weight_files.tensor_files import (
+    check_shapes,
+    read_into,
+    shapes_of,
+    shapes_of_tensors,
+    staging_folder,
+)
 from engine.errors import BadSpec, SamplerOutOfSync
 from engine.models.images import Images
 from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, TokenIds

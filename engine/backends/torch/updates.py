@@ -1,7 +1,8 @@
 """The parts of one optimizer update that all trainers share: which samples need a forward pass, the loss of a
-micro-batch, AdamW's parameter groups, and the metrics of the report. The trainers differ in where gradients are stored.
+micro-batch, its normalisation, which does not depend on the micro-batches, AdamW's parameter groups, and the metrics of
+the report. The trainers differ in where gradients are stored.
 
-Axes: N trained token · P pair
+Axes: N trained token · S sequence · P pair
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,11 +19,10 @@ from torch import Tensor, nn
 
 from engine.backends.protocol import Objective
 from engine.backends.torch.causal_lm import CausalLM
-from engine.backends.torch.packing import Packed, pack
-from engine.errors import BadSpec, PermanentEngineError
+from engine.backends.torch.packing import Packable, Packed, longest_unit, pack
+from engine.errors import BadSpec, OutOfMemory, PermanentEngineError
 from engine.losses.base import LossNorm, NormalisedLossSpec, PairLoss, TokenLoss
 from engine.losses.inputs import LossInputs, Outputs
-from engine.losses.normalisation import token_weights
 from engine.losses.spec import LossSpec
 from engine.models.samples import Sample
 from storage.chain.records import OptimizerSpec
@@ -34,6 +35,15 @@ _OLD_COLUMN = {"trainer": "old_logprobs", "sampler": "sampler_logprobs"}
 GAP_SUM = "logprob_gap_sum"
 """Metric of updates with `old_logprobs="forward"`: the sum over the trained tokens of the forward pass of
 |sampler's - trainer's logprob|, in nats. Samples without gradient have no forward pass and are not counted."""
+
+T = TypeVar("T")
+
+_MESSAGES = (
+    "can't allocate memory",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",  # of an allocation that torch's allocator did not make
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +141,11 @@ def normalised_loss(loss: TokenLoss | PairLoss, inputs: LossInputs, spec: LossSp
     """The part of the whole minibatch's loss that comes from these tokens or pairs."""
     if isinstance(loss, PairLoss):
         return loss.values_P.sum() / totals.groups
+
     # The weights are those of the whole minibatch, so that the losses of its micro-batches add up.
     def normalised(values_N: Tensor, norm: LossNorm, constant: float | None) -> Tensor:
         weights_N = token_weights(
-            inputs.lengths_S,
-            norm=norm,
-            total_tokens=totals.tokens,
-            total_sequences=totals.sequences,
-            constant=constant,
+            inputs.lengths_S, norm=norm, total_tokens=totals.tokens, total_sequences=totals.sequences, constant=constant
         )
         return (values_N * weights_N.to(inputs.outputs.any_N)).sum()
 
@@ -225,9 +232,7 @@ def split_by_sequence(values_N: Tensor, packed: Packed) -> list[list[float]]:
 # -- the report, and the optimizer -----------------------------------------------------------------------------
 
 
-def update_metrics(
-    sums: Mapping[str, float], *, forward_samples: Sequence[Sample], totals: Totals
-) -> dict[str, float]:
+def update_metrics(sums: Mapping[str, float], *, forward_samples: Sequence[Sample], totals: Totals) -> dict[str, float]:
     """The metrics of an update, or of a measurement. `forward_samples` are the samples that had a forward pass.
 
     TokenLoss explains the names in `sums`."""
@@ -262,3 +267,79 @@ def set_adamw(groups: Iterable[dict[str, object]], spec: OptimizerSpec) -> None:
             eps=spec.eps,
             weight_decay=spec.weight_decay if index == 0 else 0.0,
         )
+
+
+def token_weights(
+    lengths_S: Sequence[int], *, norm: LossNorm, total_tokens: int, total_sequences: int, constant: float | None = None
+) -> Tensor:
+    """Weight of each trained token (N,), in float64, with which the loss is Σ value·weight over *all* micro-batches.
+
+    token_mean: 1 / total_tokens. sequence_mean: 1 / (total_sequences · length of the token's sequence). token_sum: 1.
+    constant: 1 / (total_sequences · constant), as Dr. GRPO (arXiv:2503.20783) divides. The totals are those of the
+    whole minibatch.
+
+    Raises ValueError when the totals are smaller than those of this micro-batch alone, or the constant is missing.
+    """
+    if total_tokens < max(1, sum(lengths_S)) or total_sequences < max(1, len(lengths_S)):
+        raise ValueError(
+            f"totals of {total_tokens} tokens and {total_sequences} sequences, but this micro-batch has "
+            f"{sum(lengths_S)} and {len(lengths_S)}; give the totals of the whole minibatch"
+        )
+    # float64, since the inverse of a large total loses digits in float32. Each token has the weight of its sequence.
+    lengths = torch.tensor(list(lengths_S), dtype=torch.long)
+    if norm == "token_mean":
+        weights_S = torch.full((len(lengths),), 1 / total_tokens, dtype=torch.float64)
+    elif norm == "sequence_mean":
+        # A sequence without trained tokens has no weights, so its length of 0 must not divide.
+        weights_S = 1 / (total_sequences * lengths.clamp(min=1).double())
+    elif norm == "token_sum":
+        weights_S = torch.ones(len(lengths), dtype=torch.float64)
+    else:
+        if constant is None:
+            raise ValueError("norm='constant' needs the constant it divides by")
+        weights_S = torch.full((len(lengths),), 1 / (total_sequences * constant), dtype=torch.float64)
+    return weights_S.repeat_interleave(lengths)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether the device or the CPU is out of memory. The CPU's allocator and CUDA's libraries raise plain
+    RuntimeErrors."""
+    message = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(part in message for part in _MESSAGES)
+
+
+def retry_on_out_of_memory(
+    run: Callable[[int], T],
+    sequences: Sequence[Packable],
+    max_tokens: int,
+    *,
+    device: torch.device,
+    drop_gradients: Callable[[], None],
+    whole_groups: bool = False,
+) -> T:
+    """Returns `run(max_tokens)`. If it runs out of memory, it is run once more from the start, with half the tokens.
+
+    `drop_gradients` drops those of the failed try. With `whole_groups`, no group is split over micro-batches. Raises
+    OutOfMemory when half of the tokens do not fit either.
+    """
+    tokens = max_tokens
+    for _ in range(2):
+        try:
+            return run(tokens)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0]
+        # Free memory after the `except` block: the traceback there holds the tensors of the failed forward pass.
+        drop_gradients()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        failed, longest = tokens, longest_unit(sequences, whole_groups=whole_groups)
+        tokens = max(max_tokens // 2, longest)
+        if tokens >= failed:
+            break
+    raise OutOfMemory(
+        f"a pass of at most {failed} packed tokens (longest {'pair' if whole_groups else 'sequence'} {longest}) does "
+        f"not fit {device} memory: {reason}. Lower max_tokens_per_forward (max_batch_size, now "
+        f"{max_tokens}) or the longest sequence, or free memory held by other processes"
+    )

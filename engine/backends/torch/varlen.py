@@ -73,9 +73,7 @@ class VarlenAttention:
         key_MKD, value_MKD = key_TKD, value_TKD
         if self._gatherer is not None:
             key_MKD, value_MKD = self._gatherer.gather(key_TKD), self._gatherer.gather(value_TKD)
-        return self._kernel(
-            query_THD.contiguous(), key_MKD.contiguous(), value_MKD.contiguous(), self._pairs, scale
-        )
+        return self._kernel(query_THD.contiguous(), key_MKD.contiguous(), value_MKD.contiguous(), self._pairs, scale)
 
 
 def _pair_lengths(group: PrefixGroup) -> list[tuple[int, int]]:

@@ -37,12 +37,7 @@ class VisionLM(CausalLM):
     accepts_images = True
 
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        processor: Any,
-        compute_dtype: torch.dtype,
-        master_dtype: torch.dtype | None = None,
+        self, module: nn.Module, *, processor: Any, compute_dtype: torch.dtype, master_dtype: torch.dtype | None = None
     ) -> None:
         """`processor` is transformers' image processor of the model's folder."""
         super().__init__(module, compute_dtype=compute_dtype, master_dtype=master_dtype)

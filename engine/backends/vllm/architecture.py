@@ -1,4 +1,4 @@
-"""Reads from a model's config which models can share a sampler, and the limits of that sampler."""
+"""What vLLM is built for: the architecture of a model's config, whose models can share it, and its options."""
 
 from __future__ import annotations
 
@@ -7,12 +7,44 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.models.folder import UNKNOWN_CONTEXT, context_length_in
 
+EXTENSION = "engine.backends.vllm.extension.Extension"
+"""Import path of the class that runs inside vLLM's workers: it loads weights, and reads them back from live layers."""
+
 _IGNORED_KEYS = {"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Keys of config.json that do not describe the architecture."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How vLLM is built for one architecture. Derived from a `VllmSpec` and a trainer."""
+
+    dtype: Literal["float32", "bfloat16"]
+    max_context: int
+    """Longest prompt and completion together, tokens."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    tensor_parallel: int = 1
+    kv_cache_bytes: int | None = None
+    """Bytes of the KV cache. None: what `gpu_share` leaves."""
+    gpu_share: float = 0.9
+    """Part of a GPU's memory that vLLM may take, weights and KV cache."""
+    eager: bool = True
+    """Whether vLLM runs without compilation and CUDA graphs."""
+    max_lora_rank: int | None = None
+    """Highest rank of a LoRA adapter. None: built without LoRA, which costs a third of the decoding speed."""
+    lora_targets: tuple[str, ...] = ()
+    """Last parts of the names of the layers that adapters may change. Never the head, with which vLLM cannot score
+    prompts."""
+    sleep: bool = False
+    """Whether `sleep` frees memory."""
+    max_rows: int = 256
+    """Completions that decode together, at most."""
+    extension: str = EXTENSION
+    """Import path of the class that runs inside vLLM's workers."""
 
 
 @dataclass(frozen=True, slots=True)

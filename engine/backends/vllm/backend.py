@@ -1,7 +1,7 @@
 """The vLLM backend: makes samplers, and one shared runtime per architecture.
 
 This process has room for one vLLM engine at a time, since engines share torch's process group. Replicas
-(engine.backends.vllm.serving.pool) form one pool per architecture.
+(engine.backends.replicas.pool) form one pool per architecture.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from typing import Literal, cast
 import torch
 
 from engine.backends.protocol import Trainer, is_sampled_on_base
+from engine.backends.replicas.runtime import Runtime
 from engine.backends.torch.lora import short_names
-from engine.backends.vllm.architecture import Architecture, architecture_of
+from engine.backends.vllm.architecture import EXTENSION, Architecture, EngineOptions, architecture_of
 from engine.backends.vllm.sampler import DTYPES, VllmSampler
-from engine.backends.vllm.serving.runtime import EXTENSION, EngineOptions, Runtime
 from engine.backends.vllm.shared_runtime import SharedRuntime
 from engine.backends.vllm.vllm_api import CPU_KV_CACHE_BYTES, InProcessRuntime
 from engine.cluster.placement import Placement
 from engine.errors import BadSpec
 from engine.protocol import ActorCount
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.sampler import VllmSpec
-from engine.specs.trainer import TorchTrainerSpec
+from engine.specs.engine import LocalEngineSpec, TorchTrainerSpec, VllmSpec
 from engine.text.tokenizers import Tokenizer
 from storage.temporary import process_folder
 
@@ -156,7 +154,7 @@ class VllmSamplers:
     def _open(self, config_folder: Path, options: EngineOptions) -> Runtime:
         if self._in_process:
             return InProcessRuntime(config_folder, options)
-        from engine.backends.vllm.serving.pool_builder import open_pool
+        from engine.backends.vllm.pool_builder import open_pool
 
         trainer_placement = None
         if self._reserve_trainer_placement is not None and self.spec.placement == "colocated":

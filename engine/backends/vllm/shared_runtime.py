@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.backends.vllm.architecture import Architecture
-from engine.backends.vllm.serving.pool import VllmPool
-from engine.backends.vllm.serving.replica import count_replicas
-from engine.backends.vllm.serving.runtime import EngineOptions, Runtime
+from engine.backends.replicas.pool import ReplicaPool
+from engine.backends.replicas.replica import count_replicas
+from engine.backends.replicas.runtime import Runtime
+from engine.backends.vllm.architecture import Architecture, EngineOptions
 from engine.protocol import ActorCount
 
 
@@ -53,7 +53,7 @@ class SharedRuntime:
     def actors(self) -> ActorCount:
         """Number of replicas. Any thread may use it."""
         runtime = self._runtime  # read once: another thread may close the runtime meanwhile
-        if isinstance(runtime, VllmPool):
+        if isinstance(runtime, ReplicaPool):
             return count_replicas(runtime.replicas)
         return ActorCount()
 

@@ -20,10 +20,18 @@ import numpy
 import torch
 
 from engine.backends.protocol import OnToken
+from engine.backends.replicas.partial_completions import PartialCompletion
+from engine.backends.replicas.runtime import (
+    LoadProof,
+    Manifest,
+    Source,
+    any_broken,
+    check_replies,
+    proof_from_replies,
+    worker_ids_of,
+)
 from engine.backends.torch.decoding.drawing import processed_logprobs
-from engine.backends.vllm.serving.partial_completions import PartialCompletion
-from engine.backends.vllm.serving.runtime import EngineOptions, LoadProof, Manifest, Source
-from engine.backends.vllm.weight_sync.load_proofs import any_broken, check_replies, proof_from_replies, worker_ids_of
+from engine.backends.vllm.architecture import EngineOptions
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, StopReason, TokenIds
 from engine.text.stops import CompletionEnd, StopStrings

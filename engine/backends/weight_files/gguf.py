@@ -26,10 +26,7 @@ def convert_gguf(gguf: Path, folder: Path) -> Path:
     disable_progress_bar()
     # Without `dequantize` the model loads, but refuses to be saved (transformers 5.19).
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model.config._name_or_path = ""  # the config would contain a path of this machine

@@ -1,11 +1,17 @@
-"""Safetensors files, written and read one tensor at a time, so that at most one tensor is in memory besides the model.
+"""Safetensors files, written and read one tensor at a time, so that at most one tensor is in memory besides the model;
+the digests of their tensors, and folders in which they travel from one process to another.
 
 The bytes are those of `safetensors.torch.save_file`, and any safetensors reader opens them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -15,7 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.errors import BadSpec
+from engine.errors import BadModelFolder, BadSpec
+from engine.models.folder import SUFFIX, ModelFolder, folder_parameter_count
+from storage.errors import CorruptArtifact, StorageFull
+from storage.temporary import process_folder
 
 REOPEN_BYTES = 64 << 20
 """A reader maps the file into memory. After this many bytes it maps it again, so that the pages that were read are
@@ -38,10 +47,17 @@ _RANK = {name: rank for rank, name in enumerate(["I64", "F64", "F32", "I32", "BF
 """Order of the dtypes in a file: wide elements first, so that each tensor is aligned. Within a dtype, tensors are
 sorted by name."""
 
+MIN_CHECKED_BYTES = 2
+"""Element size in bytes from which tensors are checked. torch cannot find NaN in narrower floating-point types, which
+quantized weights use."""
 
-def write_tensors(
-    path: Path, tensors: Iterable[tuple[str, Tensor]], *, floating: torch.dtype | None = None
-) -> None:
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+SHARED_MEMORY = Path("/dev/shm")
+SPARE = 1.25
+"""Free space that is required, as a multiple of the bytes to be staged: other processes stage there too."""
+
+
+def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]], *, floating: torch.dtype | None = None) -> None:
     """Writes the tensors, floating ones cast to `floating` if it is given. Equal names and values give equal bytes, in
     whatever order they come. A cast copy is released once it is written.
 
@@ -169,3 +185,77 @@ def read_into(path: Path, target_of: Callable[[str], Tensor]) -> None:
     """Copies every tensor of the file into the tensor that `target_of` returns for its name."""
     for name, tensor in read_tensors(path):
         target_of(name).copy_(tensor)
+
+
+def checked_parameter_count(folder: ModelFolder) -> int:
+    """Counts the elements of the folder's weights and checks that all of them are finite.
+
+    Raises BadModelFolder for an incomplete file, and for a tensor that holds NaN or infinity."""
+    try:
+        count = folder_parameter_count(folder.files)
+        for name in sorted(folder.files):
+            if name.endswith(SUFFIX):
+                _check_finite(folder, name)
+    except (BadSpec, CorruptArtifact) as error:
+        raise BadModelFolder(f"{folder.path} does not load: {error}") from error
+    return count
+
+
+def _check_finite(folder: ModelFolder, name: str) -> None:
+    for tensor_name, tensor in read_tensors(folder.files[name]):
+        if not tensor.is_floating_point() or tensor.element_size() < MIN_CHECKED_BYTES:
+            continue
+        finite = torch.isfinite(tensor)
+        if not finite.all():
+            value = "NaN" if tensor.isnan().any() else "infinity"
+            raise BadModelFolder(
+                f"{folder.path / name}: the tensor {tensor_name} holds {value} in {int((~finite).sum())} of its "
+                f"{tensor.numel()} elements; export the model again from a checkpoint whose weights are finite"
+            )
+
+
+def digest_tensors(tensors: Iterable[tuple[str, Tensor]], *, base: str = "") -> tuple[str, dict[str, str]]:
+    """(digest of all tensors, digest of each by name). The tensors are sorted by name. `base` is the digest of the
+    weights that these add to, such as those under an adapter."""
+    digests = {name: digest_tensor(tensor) for name, tensor in tensors}
+    return combine_digests(digests, base=base)
+
+
+def digest_tensor(tensor: Tensor) -> str:
+    """sha256 over dtype, shape and bytes."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def combine_digests(digests: Mapping[str, str], *, base: str = "") -> tuple[str, dict[str, str]]:
+    """(digest of all, `digests`) for digests by name, which are sorted by name."""
+    lines = [f"base {base}\n"] if base else []
+    lines += [f"{name} {digest}\n" for name, digest in digests.items()]
+    return hashlib.sha256("".join(lines).encode()).hexdigest(), dict(digests)
+
+
+@contextlib.contextmanager
+def staging_folder(nbytes: int, *, inside: Path | None = None) -> Iterator[Path]:
+    """A new folder for `nbytes` of files, deleted afterwards. It is created inside `inside` if that is given, else in
+    shared memory if there is room, else in the system's folder for temporary files.
+
+    Raises StorageFull if the space is gone before the files are written, because other processes took it.
+    """
+    parent = inside or process_folder(SHARED_MEMORY if _has_room(SHARED_MEMORY, nbytes) else None)
+    folder = Path(tempfile.mkdtemp(prefix="weights-", dir=parent))
+    try:
+        yield folder
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise StorageFull(f"no space for {nbytes} bytes of weights in {folder.parent}") from error
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_room(folder: Path, nbytes: int) -> bool:
+    try:
+        return shutil.disk_usage(folder).free >= SPARE * nbytes
+    except OSError:  # this machine has no such file system
+        return False

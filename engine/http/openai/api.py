@@ -174,9 +174,7 @@ def _prepare(
         seeds += [derive_seed(seed, index, number) for number in range(count)]
     request = GenerateRequest(resolved.policy, repeated_prompts, seeds, sampling)
 
-    answers = [
-        AnswerBuilder(tokenizer, stop=body.stops, min_tokens=sampling.min_new_tokens) for _ in repeated_prompts
-    ]
+    answers = [AnswerBuilder(tokenizer, stop=body.stops, min_tokens=sampling.min_new_tokens) for _ in repeated_prompts]
     generation = Generation(
         engine,
         request,

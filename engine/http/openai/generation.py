@@ -2,7 +2,7 @@
 
 The engine samples in a thread of its own and passes each token to the event loop. When the client has disconnected, or
 every answer has met a stop string, the next token ends the call. A call that need not be streamed runs in the engine
-as a whole; if its client disconnects, it is cancelled only while it waits. """
+as a whole; if its client disconnects, it is cancelled only while it waits."""
 
 from __future__ import annotations
 

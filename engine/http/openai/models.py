@@ -1,7 +1,7 @@
 """Requests, responses and errors of the OpenAI-compatible routes.
 
 An option that has no effect here is refused by name, unless it has the value that means "none", so that no client
-believes that the option works. The only exception is `user`, which is accepted and ignored. """
+believes that the option works. The only exception is `user`, which is accepted and ignored."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from engine.errors import Fenced, OutOfMemory, PermanentEngineError, SampleTooLong, TransientEngineError, UnknownPolicy
+from engine.errors import (
+    Fenced,
+    OutOfMemory,
+    PermanentEngineError,
+    SampleTooLong,
+    TextError,
+    TransientEngineError,
+    UnknownPolicy,
+)
 from engine.http.errors import http_status, wire_name
 from engine.protocol import MOST_STOP_STRINGS, SamplingTemperature, StopString
-from engine.text.errors import TextError
 from engine.validation_messages import describe_errors, field_path
 from storage.chain.records import PolicyRef
 from storage.errors import InvalidKey, ObjectNotFound, StorageError

@@ -6,7 +6,7 @@
     name, name@version           a registered model, unless a run has that name
 
 A registered model is policy 0 of a chain that has no steps: run `served/<name>`, stage `0-<digest of the version's
-content>`. Equal requests of all clients use the same chain. """
+content>`. Equal requests of all clients use the same chain."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from collections.abc import Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from engine.http.openai.models import ApiError, ModelCard
-from engine.models.served_policy import DEFAULT_CHAIN, served_policy
 from engine.protocol import Engine
-from engine.text.stored_models import context_length_of
+from engine.text.stored_models import DEFAULT_CHAIN, context_length_of, served_policy
 from storage.chain.leases import current_epoch
 from storage.chain.listing import SERVED, is_auxiliary
 from storage.chain.records import Chain, PolicyRef, base_model_of

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from engine.errors import PermanentEngineError, TransientEngineError
+from engine.models.call_batching import report_waits_to
 from engine.text.threads import StringThread
-from engine.waiting import report_waits_to
 from storage.errors import TransientStorageError
 from storage.serialization import Frozen
 from tasks.batches.advantages import LARGEST_REWARD, REWARD_RANGE

@@ -12,10 +12,7 @@ from engine.backends import factory
 from engine.cluster import connection
 from engine.cluster.connection import connect, hold_connection
 from engine.errors import EngineUnreachable
-from engine.specs.cluster import ClusterSpec
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.sampler import VllmSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import ClusterSpec, DeepSpeedSpec, LocalEngineSpec, VllmSpec
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.cluster.hang_detector import HangDetector
-from engine.cluster.rank_progress import RankPhase
+from engine.cluster.rank_progress import HangDetector, RankPhase
 from tests.fixtures.clocks import Clock
 
 IDLE, COMPUTING, FINISHED = RankPhase.IDLE, RankPhase.COMPUTING, RankPhase.FINISHED

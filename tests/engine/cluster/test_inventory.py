@@ -7,8 +7,7 @@ import pytest
 from engine.cluster.connection import connect
 from engine.cluster.inventory import Reservation, inventory_if_connected, inventory_of, take_inventory
 from engine.cluster.placement import Bundle, Placement
-from engine.specs.cluster import ClusterSpec
-from engine.specs.engine import LocalEngineSpec
+from engine.specs.engine import ClusterSpec, LocalEngineSpec
 from flows.cli.backend_checks import describe_inventory, shortage
 from tests.fixtures.ray_nodes import ray_nodes
 

@@ -17,7 +17,7 @@ from engine.cluster.connection import PRIVATE_CPUS, Cluster, connect
 from engine.cluster.placement import Bundle, Placement
 from engine.cluster.rank_group import RankGroup
 from engine.errors import BadSpec, WorkerDied
-from engine.specs.cluster import ClusterSpec
+from engine.specs.engine import ClusterSpec
 from tests.engine.cluster.helpers import rank_group, wait_for, wait_until_gone
 
 pytestmark = pytest.mark.slow
@@ -86,7 +86,7 @@ ENGINE = """
 import signal, sys
 import ray
 from engine.cluster.connection import connect
-from engine.specs.cluster import ClusterSpec
+from engine.specs.engine import ClusterSpec
 cluster = connect(ClusterSpec())
 print(ray._private.worker._global_node.get_session_dir_path(), flush=True)
 if sys.argv[1] == "uses a dead raylet":

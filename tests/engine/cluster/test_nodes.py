@@ -10,7 +10,7 @@ import pytest
 
 from engine.cluster.rank_group import RankGroup
 from engine.errors import EngineBusy, WorkerDied
-from engine.specs.cluster import ClusterSpec
+from engine.specs.engine import ClusterSpec
 from tests.engine.cluster.helpers import rank_group
 from tests.fixtures.ray_nodes import ray_nodes
 

@@ -21,7 +21,7 @@ from engine.backends.weight_files.pieces import StoredTensors
 from engine.cluster.rank_progress import report_progress
 from engine.models.samples import Sample
 from engine.specs.adapters import Head, LoraSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec
 from storage.chain.records import OptimizerSpec
 
 TARGET = "tests.engine.deepspeed.lab:Lab"

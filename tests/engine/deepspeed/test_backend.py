@@ -10,11 +10,10 @@ import torch
 
 from engine.backends.deepspeed.backend import DeepSpeedBackend, layout_name
 from engine.backends.deepspeed.memory import StateBytes, state_bytes
-from engine.backends.deepspeed.passes import distribute
+from engine.backends.deepspeed.trainer import distribute
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
 from engine.models.samples import Sample
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 
 
 def backend(compute_dtype: str = "float32", **trainer: object) -> DeepSpeedBackend:

@@ -17,8 +17,7 @@ from engine.errors import NonFiniteGradient, OutOfMemory, WorkerDied
 from engine.losses.likelihood import CrossEntropySpec
 from engine.losses.policy_gradient import GRPOSpec
 from engine.models.samples import Sample
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 from tests.engine.deepspeed.conftest import (
     ADAMW,
     OnRanks,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from engine.connect import connect
 from engine.errors import (
     BadSpec,
 )
@@ -16,6 +15,7 @@ from engine.http.app import create_app
 from engine.http.service import EngineService, ServerOptions
 from engine.local.engine import LocalEngine
 from engine.protocol import Engine, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
+from engine.workspace import connect
 from storage.chain.records import Chain
 from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, commit_batch, new_policy, request_after

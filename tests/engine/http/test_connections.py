@@ -19,7 +19,7 @@ import pytest
 
 from engine.http import guard
 from engine.http.app import create_app
-from engine.http.connections import ConnectionLimits
+from engine.http.lifecycle import ConnectionLimits
 from engine.http.wire import MEDIA_TYPE
 from storage.store.objects import ObjectStore
 from tests.fixtures.engines import PROVENANCE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.http.metrics import Metrics
+from engine.http.service import Metrics
 from engine.protocol import ActorCount, ClusterInfo
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from engine.http.outages import OutageLog
+from engine.http.transport import OutageLog
 
 URL = "http://engine:8777"
 AWAY = f"the engine at {URL} does not answer; trying again for up to 300 s"

@@ -226,7 +226,7 @@ async def test_a_kill_within_a_call_is_logged_once_and_so_is_the_return(
     assert {record.policy.step for record in records} == {1}
     await client.close()
 
-    away, back = (record.getMessage() for record in caplog.records if record.name == "engine.http.outages")
+    away, back = (record.getMessage() for record in caplog.records if record.name == "engine.http.transport")
     assert away == f"the engine at {served.url} does not answer; trying again for up to 120 s"
     seconds = re.fullmatch(f"the engine at {served.url} answers again, after ([0-9]+) s", back)
     assert seconds is not None

@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.errors import BadModelFolder
+from engine.errors import BadModelFolder, TokenizerMissing
 from engine.local.engine import LocalEngine
-from engine.text.errors import TokenizerMissing
 from engine.text.tokenizers import load_tokenizer
 from storage.errors import InvalidKey
 from storage.store.objects import ObjectStore

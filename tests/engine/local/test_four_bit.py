@@ -11,7 +11,7 @@ import pytest
 from engine.errors import BadSpec
 from engine.local.engine import LocalEngine
 from engine.local.verify import verify_run
-from engine.models.size import base_nbytes, parameter_count
+from engine.models.folder import base_nbytes, parameter_count
 from engine.protocol import LogprobsRequest, TokenSequence
 from engine.specs.adapters import FullSpec, LoraSpec
 from engine.specs.engine import LocalEngineSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.backends.torch.updates import token_weights
 from engine.losses.base import LossNorm
-from engine.losses.normalisation import token_weights
 
 NORMS: tuple[str, ...] = LossNorm.__args__
 WHOLE = {"total_tokens": 6, "total_sequences": 2, "constant": 8.0}

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.backends.torch.updates import token_weights
 from engine.errors import BadSpec
-from engine.losses.base import TokenLoss
+from engine.losses.base import KL_ESTIMATORS, TokenLoss
 from engine.losses.inputs import LossInputs, Outputs
-from engine.losses.kl import KL_ESTIMATORS
-from engine.losses.normalisation import token_weights
 from engine.losses.policy_gradient import CISPOSpec, GRPOSpec, GSPOSpec
 from tests.engine.losses.cases import SPECS
 

@@ -11,9 +11,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from engine.errors import BadSpec
-from engine.losses.base import BaseLossSpec
+from engine.losses.base import KL_ESTIMATORS, BaseLossSpec, KLEstimator
 from engine.losses.inputs import LossInputs, Outputs
-from engine.losses.kl import KL_ESTIMATORS, KLEstimator
 from engine.losses.likelihood import CrossEntropySpec
 from engine.losses.pairs import DPOSpec
 from engine.losses.policy_gradient import CISPOSpec, GRPOSpec, GSPOSpec, OwnLossSpec

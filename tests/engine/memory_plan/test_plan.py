@@ -24,8 +24,7 @@ from engine.memory_plan.plan import plan_memory
 from engine.memory_plan.records import GIB, Machine, MemoryPlan, MemoryPool, Workload
 from engine.memory_plan.remedies import Scenario, remedies
 from engine.memory_plan.shape import FAMILIES, ModelShape, preset, read_shape, shape_of
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 
 SMALL = ModelShape(
     name="small", hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocabulary=10, context=64,

@@ -13,12 +13,11 @@ import httpx
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.errors import BadSpec, EngineBusy, EngineUnreachable, NotAuthenticated
+from engine.errors import BadSpec, EngineBusy, EngineUnreachable, NotAuthenticated, UnsupportedFragment
 from engine.handles import InferenceModel, MalformedAnswer, Model, OpenAIModel, TrainingModel
 from engine.models.inference_model import _GenerationCounts
-from engine.models.structured import constrained_schema
 from engine.protocol import Completion, LogprobsRequest, SamplingParams
-from engine.text.errors import UnsupportedFragment
+from engine.text.answers import constrained_schema
 from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.threads import StringThread
 from tests.fixtures.servers.openai_server import running_openai_server

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine import connect as connecting
+from engine import workspace as connecting
 from engine.errors import BadSpec, NonFiniteGradient, SampleTooLong
 from engine.handles import Model, TrainingModel
 from engine.protocol import Completion, GenerateRequest

@@ -10,16 +10,15 @@ import pyarrow as pa
 import pytest
 import torch
 
-from engine import connect as connecting
-from engine.errors import BadModelFolder, BadSpec
+from engine import workspace as connecting
+from engine.errors import BadModelFolder, BadSpec, TextError, ThreadError, TokenizerMissing, UnsupportedFragment
 from engine.handles import Model, TrainingModel
 from engine.http.client import EngineClient
 from engine.local.engine import LocalEngine
-from engine.local.generation_batcher import GenerationBatcher, PendingGeneration
+from engine.local.queue import GenerationBatcher, PendingGeneration
 from engine.models.images import Images, PlacedImage, common_prefix_length, images_to_rows
 from engine.models.openai_model import OpenAIModel
 from engine.protocol import Completion, GenerateRequest, LogprobsRequest, OnToken, SamplingParams, TokenSequence
-from engine.text.errors import TextError, ThreadError, TokenizerMissing, UnsupportedFragment
 from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.images import embed_images
 from engine.text.rendering import Renderer

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from engine.errors import BadModelFolder, BadSpec
-from engine.models.builder import ModelBuilder
+from engine.handles import ModelBuilder
 from engine.models.folder import experts_in, read_config
 from storage.chain.records import Root
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.errors import BadSpec, EngineUnreachable, SampleTooLong
+from engine.errors import BadSpec, EngineUnreachable, SampleTooLong, UnsupportedFragment
 from engine.handles import Model, TrainingModel
-from engine.text.errors import UnsupportedFragment
 from engine.text.threads import StringThread, TokenizedThread
 from tests.fixtures.spawning import Context, context, language_model, scoring_model
 

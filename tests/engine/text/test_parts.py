@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from engine.backends.torch.tiny import byte_tokenizer
-from engine.text.parts import encode_parts, plain_encode_parts
+from engine.text.rendering import encode_parts, plain_encode_parts
 from engine.text.tokenizers import Tokenizer
 from tests.engine.text.test_rendering import merging_tokenizer
 

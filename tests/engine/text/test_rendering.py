@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from engine.backends.torch.tiny import CHAT_TEMPLATE, byte_tokenizer
-from engine.text.errors import (
+from engine.errors import (
     ChatTemplateMissing,
     TemplateNotPrefixStable,
     TemplateRefused,

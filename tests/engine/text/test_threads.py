@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from engine.errors import PermanentEngineError
-from engine.text.errors import ThreadError
+from engine.errors import PermanentEngineError, ThreadError
 from engine.text.fragments import (
     ImageFragment,
     ReasoningFragment,

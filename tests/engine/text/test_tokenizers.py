@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.text.errors import ChatTemplateMissing, TokenizerMissing
+from engine.errors import ChatTemplateMissing, TokenizerMissing
 from engine.text.rendering import Renderer
 from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.backends.torch import four_bit
-from engine.backends.torch.four_bit import check_four_bit, four_bit_layer
+from engine.backends.torch import lora
+from engine.backends.torch.lora import check_four_bit, four_bit_layer
 from engine.backends.torch.shared_base import SharedBase, SharedTrainer
 from engine.errors import BadSpec
 from engine.protocol import SamplingParams, TokenSequence
@@ -200,7 +200,7 @@ def test_a_missing_package_is_named(tiny_folder: Path, monkeypatch: pytest.Monke
     def version(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(four_bit, "version", version)
+    monkeypatch.setattr(lora, "version", version)
     with pytest.raises(BadSpec, match=r"load_in_4bit=true.*bitsandbytes is not installed.*ostinato\[qlora\]"):
         backend().load_base(tiny_folder, load_in_4bit=True)
 

@@ -21,10 +21,10 @@ from engine.backends.protocol import Objective
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.loading import load_model
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.weight_files.digests import digest_tensors
+from engine.backends.torch.updates import token_weights
+from engine.backends.weight_files.tensor_files import digest_tensors
 from engine.errors import BadSpec, NonFiniteGradient
 from engine.losses.likelihood import CrossEntropySpec
-from engine.losses.normalisation import token_weights
 from engine.losses.policy_gradient import GRPOSpec
 from engine.models.samples import Sample
 from storage.chain.records import OptimizerSpec

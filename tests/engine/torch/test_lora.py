@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from engine.backends.protocol import Objective
-from engine.backends.torch.decoding.packed_linear import PackedLinear
+from engine.backends.torch.decoding.lean_decoder import PackedLinear
 from engine.backends.torch.loading import load_model
 from engine.backends.torch.lora import LoraLinear, LoraPair
 from engine.backends.torch.shared_base import SharedBase

@@ -12,8 +12,7 @@ import torch
 
 from engine.backends.torch.packing import micro_batches, pack, shared_prefix
 from engine.errors import BadSpec
-from engine.models.samples import Sample, samples_from_table
-from engine.models.token_arrays import as_loss_mask, as_token_ids, rows_of_lists
+from engine.models.samples import Sample, as_loss_mask, as_token_ids, rows_of_lists, samples_from_table
 from storage.store.tables import table_schema
 
 Row = tuple[list[int], list[bool], str]

@@ -22,8 +22,7 @@ from engine.backends.torch.packing import PrefixGroup
 from engine.backends.torch.probes import probe_model
 from engine.backends.torch.vision_lm import VisionLM
 from engine.errors import BadModelFolder, BadSpec
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 from tests.fixtures.architectures import PACKED, SIZES, UNPACKED, UNPACKED_ATTENTION, save_tiny, tiny_module
 
 CPU = torch.device("cpu")

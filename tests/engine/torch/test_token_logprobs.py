@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch import token_logprobs as module
-from engine.backends.torch.token_logprobs import token_logprobs, token_logprobs_and_entropy
+from engine.backends.torch import causal_lm as module
+from engine.backends.torch.causal_lm import token_logprobs, token_logprobs_and_entropy
 
 VOCABULARY = 11
 

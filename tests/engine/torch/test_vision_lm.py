@@ -15,13 +15,12 @@ from engine.backends.torch.loading import load_model, load_with_head
 from engine.backends.torch.packing import pack, shared_prefix
 from engine.backends.torch.sampler import TorchSampler
 from engine.backends.torch.trainer import TorchTrainer
-from engine.errors import BadModelFolder, BadSpec
+from engine.errors import BadModelFolder, BadSpec, UnsupportedFragment
 from engine.losses.likelihood import CrossEntropySpec
 from engine.models.images import PlacedImage
 from engine.models.samples import Sample
 from engine.protocol import SamplingParams, TokenSequence
 from engine.specs.adapters import LoraSpec
-from engine.text.errors import UnsupportedFragment
 from tests.engine.torch.gradients import distance, update
 from tests.fixtures.adapters import CE, FAST, LORA, backend
 from tests.fixtures.vision import BLUE, RED, TOKENS, plain_inputs, plain_model

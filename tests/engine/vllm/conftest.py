@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends.replicas.pool import ReplicaPool
+from engine.backends.replicas.runtime import manifest_of_files
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.tiny import build_tiny_model
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.vllm.serving.pool import VllmPool
-from engine.backends.vllm.serving.pool_builder import open_pool
-from engine.backends.vllm.weight_sync.manifest import manifest_of_files
+from engine.backends.vllm.pool_builder import open_pool
 from engine.cluster.connection import Cluster, connect
 from engine.protocol import Completion
-from engine.specs.cluster import ClusterSpec
-from engine.specs.sampler import VllmSpec
+from engine.specs.engine import ClusterSpec, VllmSpec
 from tests.engine.vllm.gating import move, spec_of
 from tests.engine.vllm.planted import FOLDER_ENV
 from tests.engine.vllm.pools import (
@@ -96,7 +95,7 @@ def cluster(faults: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def pool(cluster: Cluster, weights: list[WeightFiles]) -> Iterator[VllmPool]:
+def pool(cluster: Cluster, weights: list[WeightFiles]) -> Iterator[ReplicaPool]:
     spec = VllmSpec(replicas=2, answer_seconds=15, start_seconds=300)
     opened = open_pool(spec, weights[0].files[0].parent, OPTIONS)
     processes = [process for replica in opened.replicas for process in processes_of(replica)]
@@ -107,7 +106,7 @@ def pool(cluster: Cluster, weights: list[WeightFiles]) -> Iterator[VllmPool]:
 
 
 @pytest.fixture
-def loaded(pool: VllmPool, weights: list[WeightFiles]) -> VllmPool:
+def loaded(pool: ReplicaPool, weights: list[WeightFiles]) -> ReplicaPool:
     """Both replicas up, with weights 0."""
     until(lambda: all(replica.phase == "up" for replica in pool.replicas))
     load(pool, weights[0])
@@ -116,7 +115,7 @@ def loaded(pool: VllmPool, weights: list[WeightFiles]) -> VllmPool:
 
 
 @pytest.fixture(scope="module")
-def expected(pool: VllmPool, weights: list[WeightFiles]) -> dict[int, list[Completion]]:
+def expected(pool: ReplicaPool, weights: list[WeightFiles]) -> dict[int, list[Completion]]:
     """What one replica alone draws, by max_new_tokens."""
     load(pool, weights[0])
     pool.replicas[1].loaded_state = None

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.vllm.weight_sync.extension import Extension
+from engine.backends.vllm.extension import Extension
 from engine.errors import SamplerOutOfSync
 from engine.protocol import SamplingParams, TokenSequence
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.sampler import VllmSpec
+from engine.specs.engine import LocalEngineSpec, VllmSpec
 
 PROMPT = [3 + n % 250 for n in range(300)]
 """Several blocks of the prefix cache."""

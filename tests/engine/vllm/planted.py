@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.backends.vllm.serving.replica_actor import REPLICA_ENV
-from engine.backends.vllm.weight_sync.extension import Extension
+from engine.backends.vllm.extension import Extension
+from engine.backends.vllm.replica_actor import REPLICA_ENV
 
 PLANTED = f"{__name__}.Planted"
 FOLDER_ENV = "OSTINATO_TEST_FAULTS"

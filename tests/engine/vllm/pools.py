@@ -10,9 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.backends.vllm.serving.pool import VllmPool
-from engine.backends.vllm.serving.replica import Replica
-from engine.backends.vllm.serving.runtime import EngineOptions, Manifest
+from engine.backends.replicas.pool import ReplicaPool
+from engine.backends.replicas.replica import Replica
+from engine.backends.replicas.runtime import Manifest
+from engine.backends.vllm.architecture import EngineOptions
 from engine.cluster.actors import ActorHandle
 from engine.protocol import Completion, SamplingParams
 from tests.engine.vllm.planted import PLANTED
@@ -40,7 +41,7 @@ class WeightFiles:
     state: str
 
 
-def load(pool: VllmPool, weights: WeightFiles, **more: Any) -> None:
+def load(pool: ReplicaPool, weights: WeightFiles, **more: Any) -> None:
     pool.load(weights.files, weights.manifest, weights.state, **more)
 
 
@@ -83,7 +84,7 @@ def named(replica: Replica, what: str) -> list[psutil.Process]:
     return [process for process in below if what in " ".join([process.name(), *process.cmdline()])]
 
 
-def call(pool: VllmPool, replica: Replica, method: str, *args: Any) -> Any:
+def call(pool: ReplicaPool, replica: Replica, method: str, *args: Any) -> Any:
     """A method of the actor itself, past the pool."""
     return pool._thread.run(replica.running_actor().call(method, *args))
 

@@ -17,8 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.backends.vllm.serving.runtime import LoadProof
-from engine.backends.vllm.weight_sync.broadcast import (
+from engine.backends.replicas.broadcast import (
     BroadcastAborted,
     BroadcastGroup,
     GroupMember,
@@ -26,10 +25,9 @@ from engine.backends.vllm.weight_sync.broadcast import (
     receive,
     send,
 )
-from engine.backends.vllm.weight_sync.delivery import BroadcastDelivery
-from engine.backends.vllm.weight_sync.extension import Extension
-from engine.backends.vllm.weight_sync.load_request import LoadRequest
-from engine.backends.vllm.weight_sync.manifest import manifest_of
+from engine.backends.replicas.delivery import BroadcastDelivery, LoadRequest
+from engine.backends.replicas.runtime import LoadProof, manifest_of
+from engine.backends.vllm.extension import Extension
 from engine.errors import SamplerOutOfSync, WorkerDied
 from tests.engine.vllm.pools import ROOT
 
@@ -147,7 +145,7 @@ def test_the_wait_for_a_missing_member_has_a_timeout(store: int) -> None:
 ENTRIES = {"first": ("torch.uint8", (1000,), ""), "more": ("torch.uint8", (MORE,), "")}
 RECEIVER = f"""
 import json, sys, torch
-from engine.backends.vllm.weight_sync.broadcast import BroadcastAborted, BroadcastGroup, GroupMember, receive
+from engine.backends.replicas.broadcast import BroadcastAborted, BroadcastGroup, GroupMember, receive
 print("ready", flush=True)
 member = GroupMember(BroadcastGroup(**json.loads(sys.argv[1])), int(sys.argv[2]), torch.device("cpu"))
 try:
@@ -160,7 +158,7 @@ except BroadcastAborted as error:
 """
 SENDER = f"""
 import dataclasses, json, sys, torch
-from engine.backends.vllm.weight_sync.broadcast import BroadcastGroup, GroupMember, open_store, send
+from engine.backends.replicas.broadcast import BroadcastGroup, GroupMember, open_store, send
 store, port = open_store("127.0.0.1", 60)
 group = BroadcastGroup("g", "127.0.0.1", port, 3, "gloo", {LONG_TIMEOUT}, 1000)
 print(json.dumps(dataclasses.asdict(group)), flush=True)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm.serving.dispatch import MAX_FAILURES, dispatch_work
-from engine.backends.vllm.serving.partial_completions import PartialCompletion
-from engine.backends.vllm.serving.replica import Replica
-from engine.backends.vllm.serving.routing import WorkItem, affinity_key
+from engine.backends.replicas.dispatch import MAX_FAILURES, WorkItem, affinity_key, dispatch_work
+from engine.backends.replicas.partial_completions import PartialCompletion
+from engine.backends.replicas.replica import Replica
 from engine.errors import BadSpec, CompletionDiverged, SamplerOutOfSync, WorkerDied
 
 

@@ -14,7 +14,7 @@ import torch
 
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.vllm.weight_sync.extension import Extension
+from engine.backends.vllm.extension import Extension
 from engine.backends.weight_files.tensor_files import read_tensors, write_tensors
 from tests.engine.vllm.gating import LAYER, assert_drawn_from, assert_recovers, assert_refused, draw, plant, spec_of
 

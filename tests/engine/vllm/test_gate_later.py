@@ -14,7 +14,7 @@ import pytest
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.shared_base import AdapterTrainer
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.vllm.weight_sync.extension import Extension
+from engine.backends.vllm.extension import Extension
 from engine.errors import SamplerOutOfSync
 from engine.specs.adapters import LoraSpec
 from tests.engine.vllm.gating import (

@@ -16,7 +16,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from engine.backends.vllm.serving.replica import Replica
+from engine.backends.replicas.replica import Replica
 from engine.cluster.actors import ActorBase, ActorHandle, start_actor
 from engine.cluster.connection import Cluster
 from engine.errors import SamplerOutOfSync, WorkerDied

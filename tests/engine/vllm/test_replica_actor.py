@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from engine.backends.vllm import vllm_api
-from engine.backends.vllm.serving.replica_actor import ReplicaActor
-from engine.backends.vllm.serving.runtime import EngineOptions
+from engine.backends.vllm.architecture import EngineOptions
+from engine.backends.vllm.replica_actor import ReplicaActor
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import SamplingParams
 from engine.text.stops import StopStrings

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.vllm.serving.routing import (
+from engine.backends.replicas.dispatch import (
     LEADING_TOKENS,
     LOAD_BOUND,
     WorkItem,

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends.replicas.broadcast import select_backend, source_address
+from engine.backends.replicas.delivery import LoadRequest
 from engine.backends.vllm.backend import VllmSamplers
-from engine.backends.vllm.weight_sync.broadcast import select_backend, source_address
-from engine.backends.vllm.weight_sync.load_request import LoadRequest
 from engine.errors import BadSpec
-from engine.specs.cluster import ClusterSpec
-from engine.specs.sampler import VllmSpec
+from engine.specs.engine import ClusterSpec, VllmSpec
 from tests.engine.vllm.gating import spec_of
 
 CPU = torch.device("cpu")

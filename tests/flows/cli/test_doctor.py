@@ -17,10 +17,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from engine.specs.cluster import ClusterSpec
-from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
-from engine.specs.sampler import VllmSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import ClusterSpec, DeepSpeedSpec, HttpEngineSpec, LocalEngineSpec, VllmSpec
 from flows.cli import checks
 from flows.cli.backend_checks import check_backends
 from flows.cli.checks import Check

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.specs.sampler import VllmSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec, VllmSpec
 from flows.configs.overrides import ConfigError, load_engine
 
 ENGINE = 'device = "cpu"\n[trainer]\nkind = "deepspeed"\nranks = 2\n[sampler]\nkind = "vllm"\n'

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from engine.local.engine import LocalEngine
-from engine.models.size import base_nbytes, parameter_count
+from engine.memory_plan.plan import plan_memory
+from engine.memory_plan.records import Machine, Workload
+from engine.memory_plan.shape import read_shape
+from engine.models.folder import base_nbytes, parameter_count
 from engine.protocol import EngineInfo
 from engine.specs.engine import LocalEngineSpec
 from flows.catalogue import SFTToGSPOConfig
@@ -27,6 +30,12 @@ from tests.fixtures.toy import toy_config, write_prompts
 
 PROMPT_TOKENS = 18
 """A prompt of the toy task has 72 characters as a stored row, and a token is counted as four characters."""
+HEAD = 259 * 128
+"""Weights of the tiny model's head, which is its embedding: 259 tokens, 128 hidden features."""
+PACKED = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 512) + HEAD
+"""Weights that a sampler packs: queries, output, keys, values and the MLP's three matrices of four layers; the head."""
+ADAPTER = 4 * 16 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 512))
+"""Weights of an adapter of rank 16: the rank times input and output of each of these matrices but the head."""
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
 
 
@@ -34,7 +43,7 @@ def info(**changes: Any) -> EngineInfo:
     numerics = Numerics(backend="torch", device="cpu", compute_dtype="float32", threads=1, max_tokens=8192)
     fields = {
         "numerics": numerics, "store_id": "s", "memory_bytes": 8 * GIB, "memory_used_bytes": 0,
-        "operations_per_second": 1e9,
+        "operations_per_second": 1e9, "spec": LocalEngineSpec(device="cpu", compute_dtype="float32"),
     }  # fmt: skip
     return EngineInfo.model_validate(fields | changes)
 
@@ -59,17 +68,19 @@ async def test_memory_counts_weights_gradients_moments_and_the_reference(world: 
     assert parameter_count(store, base) == parameters
     # Weights, gradients and two moments in float32, the matrices that the sampler packs, and the reference.
     with_reference = estimate(store, GRPOConfig.model_validate(config), base, [data], info())
-    assert with_reference.memory_bytes == parameters * 4 * 6
+    assert with_reference.memory_bytes == 4 * (5 * parameters + PACKED)
     config["algorithm"]["kl_beta"] = 0
-    assert estimate(store, GRPOConfig.model_validate(config), base, [data], info()).memory_bytes == parameters * 4 * 5
-    # In bfloat16 the sampler has a copy of its own.
-    halves = info(numerics=info().numerics.model_copy(update={"compute_dtype": "bfloat16"}))
+    alone = estimate(store, GRPOConfig.model_validate(config), base, [data], info())
+    assert alone.memory_bytes == 4 * (4 * parameters + PACKED)
+    # In bfloat16 the sampler has a copy of its own, the tied head once more, and a second form of what it packs.
+    halves = info(spec=LocalEngineSpec(device="cpu", compute_dtype="bfloat16"))
+    copied = 2 * (parameters + HEAD + PACKED)
     sampled = estimate(store, GRPOConfig.model_validate(config), base, [data], halves)
-    assert sampled.memory_bytes == parameters * (4 * 4 + 2)  # the sampler's copy
-    # A value model needs as much as the policy, and more disk and time.
-    valued = PPOConfig.model_validate(config)
-    assert estimate(store, valued, base, [data], info()).memory_bytes == parameters * 4 * (4 + 4 + 1)
-    assert estimate(store, valued, base, [data], halves).memory_bytes == parameters * (4 * (4 + 4) + 2)  # one samples
+    assert sampled.memory_bytes == 16 * parameters + copied
+    # A value model needs as much as the policy without a sampler, with 128 weights of its head; more disk and time.
+    valued, values = PPOConfig.model_validate(config), 16 * (parameters + 128)
+    assert estimate(store, valued, base, [data], info()).memory_bytes == 4 * (4 * parameters + PACKED) + values
+    assert estimate(store, valued, base, [data], halves).memory_bytes == 16 * parameters + copied + values
     named = valued.model_copy(update={"value_model": ValueModelConfig(key=str(tiny_folder))})
     assert estimate(store, named, base, [data], info()) == estimate(store, valued, base, [data], info())
     plain = estimate(store, GRPOConfig.model_validate(config), base, [data], info())
@@ -81,16 +92,42 @@ async def test_memory_counts_weights_gradients_moments_and_the_reference(world: 
     # Adapters share the weights of their base.
     config["model"]["adapter"] = {}
     adapter = estimate(store, GRPOConfig.model_validate(config), base, [data], info()).memory_bytes
-    assert adapter < 1.5 * parameters * 4
+    assert adapter == 4 * parameters + 16 * ADAPTER
     both = PPOConfig.model_validate(config | {"value_model": {"adapter": {}}})
-    assert estimate(store, both, base, [data], info()).memory_bytes < 2 * adapter - 0.9 * parameters * 4  # one base
+    assert estimate(store, both, base, [data], info()).memory_bytes == adapter + 16 * ADAPTER  # one base
     # A base in 4 bits is smaller, and another one than the plain base.
     config["model"]["adapter"] = {"load_in_4bit": True}
     in_4bit = base_nbytes(store, base, compute_bytes=4, master_bytes=4, load_in_4bit=True)
     small = estimate(store, GRPOConfig.model_validate(config), base, [data], info()).memory_bytes
     assert adapter - small == pytest.approx(parameters * 4 - in_4bit, abs=1)
     mixed = PPOConfig.model_validate(config | {"value_model": {"adapter": {}}})
-    assert estimate(store, mixed, base, [data], info()).memory_bytes == small + adapter
+    assert estimate(store, mixed, base, [data], info()).memory_bytes == small + adapter + 4 * 128
+
+
+async def test_the_gate_and_the_plan_count_the_same_bytes(world: Any, tiny_folder: Path) -> None:
+    store, base, data, config = world
+    needed = estimate(store, GRPOConfig.model_validate(config), base, [data], info()).memory_bytes
+    work, machine = Workload(read_shape(tiny_folder), context=512), Machine.cpu(64 * GIB)
+    for admitted, problems in ((needed, 0), (needed - 1, 1)):
+        spec = LocalEngineSpec(device="cpu", compute_dtype="float32", memory_gib=admitted / GIB)
+        assert len(plan_memory(spec, work, machine).problems) == problems
+
+
+async def test_an_engine_names_what_auto_stands_for(tmp_path: Path) -> None:
+    engine = LocalEngine(f"file://{tmp_path}", LocalEngineSpec(threads=1, deterministic=True, max_rows=3))
+    answered = await engine.info()
+    await engine.close()
+    expected = LocalEngineSpec(threads=1, deterministic=True, max_rows=3, device="cpu", compute_dtype="float32")
+    assert answered.spec == expected
+
+
+async def test_a_model_without_known_dimensions_counts_its_parameters(world: Any) -> None:
+    store, base, data, config = world
+    config["algorithm"]["kl_beta"] = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.memory_plan.shape.stored_config", lambda *_: {"num_experts": 8})
+        memory = estimate(store, GRPOConfig.model_validate(config), base, [data], info()).memory_bytes
+    assert memory == 16 * parameter_count(store, base)
 
 
 async def test_time_is_steps_times_passes_over_tokens(world: Any) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.connect import connect
 from engine.handles import Model
 from engine.text.threads import StringThread
+from engine.workspace import connect
 from flows.grpo import GRPO
 from flows.recipe import RecipeContext
 from flows.runs import events as flow_events

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import flows.grpo
-from engine.connect import connect
 from engine.local.verify import verify_run
+from engine.workspace import connect
 from flows.configs.common import GRPOConfig
 from flows.configs.ppo import PPOConfig
 from flows.ppo import ppo

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import connect as connecting
+from engine import workspace as connecting
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.grpo import GRPO

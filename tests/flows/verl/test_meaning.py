@@ -17,11 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from engine.backends.torch.updates import token_weights
 from engine.losses.inputs import Outputs
-from engine.losses.normalisation import token_weights
 from engine.losses.policy_gradient import POLICY_LOSSES
-from engine.specs.engine import LocalEngineSpec
-from engine.specs.trainer import DeepSpeedSpec
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 from flows.configs.common import GRPOConfig
 from flows.configs.ppo import GSPOConfig, PPOConfig, value_only_steps
 from flows.gspo import GSPO

@@ -10,10 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engine.errors import SampleTooLong
+from engine.errors import SampleTooLong, ThreadError, UnsupportedFragment
 from engine.handles import TrainingModel
 from engine.losses.likelihood import CrossEntropySpec
-from engine.text.errors import ThreadError, UnsupportedFragment
 from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread

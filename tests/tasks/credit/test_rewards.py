@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.losses.kl import KL_ESTIMATORS
+from engine.losses.base import KL_ESTIMATORS
 from tasks.batches.advantages import KL_OF_GAP, Overlong, reinforce_plus_plus, subtract_group_mean, whiten
 
 

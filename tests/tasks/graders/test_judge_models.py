@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from engine import connect as connecting
+from engine import workspace as connecting
 from engine.handles import InferenceModel
 from engine.text.threads import StringThread
 from engine.workspace import Workspace

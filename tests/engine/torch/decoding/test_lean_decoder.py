@@ -11,8 +11,7 @@ from torch import nn
 
 from engine.backends.torch.attention import IMPLEMENTATION, PackedLayout, register_attention
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy
-from engine.backends.torch.decoding.lean_decoder import MODEL_TYPES, LeanModel, can_be_lean
-from engine.backends.torch.decoding.packed_linear import has_one_row_form
+from engine.backends.torch.decoding.lean_decoder import MODEL_TYPES, LeanModel, can_be_lean, has_one_row_form
 from engine.backends.torch.packing import PrefixGroup
 from engine.backends.torch.sampler import TorchSampler
 from engine.backends.torch.trainer_samplers import TorchSamplerBackend, WholeModelSampler

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.backends.torch.decoding.packed_linear import PackedLinear, can_pack
+from engine.backends.torch.decoding.lean_decoder import PackedLinear, can_pack
 from tests.fixtures.rounding import rounding
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.vllm.serving.pool import VllmPool
+from engine.backends.replicas.pool import ReplicaPool
 from engine.errors import SamplerOutOfSync
 from engine.protocol import Completion
 from tests.engine.vllm.pools import LONG, PROMPTS, SEEDS, SHORT, WeightFiles, call, count_requests, load, same
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def test_two_replicas_share_a_call_and_draw_what_one_draws(
-    loaded: VllmPool, expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
+    loaded: ReplicaPool, expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request_counts = count_requests(monkeypatch)
     same(loaded.generate(PROMPTS, SEEDS, SHORT), expected[12])
@@ -27,7 +27,7 @@ def test_two_replicas_share_a_call_and_draw_what_one_draws(
     loaded.check("state-0")
 
 
-def test_tokens_are_told_in_the_callers_thread_and_are_those_returned(loaded: VllmPool) -> None:
+def test_tokens_are_told_in_the_callers_thread_and_are_those_returned(loaded: ReplicaPool) -> None:
     heard: dict[int, list[tuple[int, float]]] = {}
     threads = set()
 
@@ -43,7 +43,7 @@ def test_tokens_are_told_in_the_callers_thread_and_are_those_returned(loaded: Vl
     }
 
 
-def test_what_a_listener_raises_ends_the_call_on_the_replicas(loaded: VllmPool, weights: list[WeightFiles]) -> None:
+def test_what_a_listener_raises_ends_the_call_on_the_replicas(loaded: ReplicaPool, weights: list[WeightFiles]) -> None:
     class Enough(Exception):
         pass
 
@@ -56,7 +56,7 @@ def test_what_a_listener_raises_ends_the_call_on_the_replicas(loaded: VllmPool, 
     load(loaded, weights[0])  # resets the prefix cache, which completions that still ran would keep busy
 
 
-def test_scores_are_the_logprobs_of_the_draw(loaded: VllmPool) -> None:
+def test_scores_are_the_logprobs_of_the_draw(loaded: ReplicaPool) -> None:
     drawn = loaded.generate(PROMPTS[:3], SEEDS[:3], SHORT)
     scored = loaded.score([p + c.token_ids for p, c in zip(PROMPTS[:3], drawn, strict=True)])
     for prompt, completion, logprobs in zip(PROMPTS[:3], drawn, scored, strict=True):
@@ -68,7 +68,7 @@ def test_scores_are_the_logprobs_of_the_draw(loaded: VllmPool) -> None:
 
 
 def test_an_update_that_one_of_two_replicas_only_acknowledges_is_refused(
-    loaded: VllmPool, weights: list[WeightFiles], faults: Path
+    loaded: ReplicaPool, weights: list[WeightFiles], faults: Path
 ) -> None:
     (faults / "replica-1").touch()
     try:
@@ -80,7 +80,7 @@ def test_an_update_that_one_of_two_replicas_only_acknowledges_is_refused(
         loaded.generate(PROMPTS, SEEDS, SHORT)
 
 
-def test_the_check_names_a_replica_whose_weights_changed(loaded: VllmPool, weights: list[WeightFiles]) -> None:
+def test_the_check_names_a_replica_whose_weights_changed(loaded: ReplicaPool, weights: list[WeightFiles]) -> None:
     loaded.check("state-0")
     call(loaded, loaded.replicas[1], "rpc", "ostinato_check_and_spoil")
     with pytest.raises(SamplerOutOfSync, match="replica-1"):
@@ -90,7 +90,7 @@ def test_the_check_names_a_replica_whose_weights_changed(loaded: VllmPool, weigh
 
 
 def test_other_weights_draw_other_tokens_and_the_first_ones_come_back(
-    loaded: VllmPool, weights: list[WeightFiles], expected: dict[int, list[Completion]]
+    loaded: ReplicaPool, weights: list[WeightFiles], expected: dict[int, list[Completion]]
 ) -> None:
     load(loaded, weights[1])
     other = loaded.generate(PROMPTS, SEEDS, SHORT)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.backends.replicas import delivery
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.vllm.backend import VllmSamplers
-from engine.backends.vllm.weight_sync import delivery
 from engine.cluster.connection import Cluster
 from engine.errors import SamplerOutOfSync
 from engine.specs.adapters import LoraSpec

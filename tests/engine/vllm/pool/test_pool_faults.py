@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.backends.vllm.serving.pool import VllmPool
+from engine.backends.replicas.pool import ReplicaPool
 from engine.errors import SamplerOutOfSync
 from engine.protocol import Completion
 from tests.engine.vllm.pools import (
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def test_kill_of_a_replica_in_the_middle_of_a_call_loses_nothing(
-    loaded: VllmPool, expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
+    loaded: ReplicaPool, expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request_counts = count_requests(monkeypatch)
     victim = process_of(loaded.replicas[0])
@@ -57,7 +57,7 @@ def test_kill_of_a_replica_in_the_middle_of_a_call_loses_nothing(
 
 
 def test_a_replica_that_died_between_calls_comes_back_with_proven_weights_or_none(
-    loaded: VllmPool, weights: list[WeightFiles], expected: dict[int, list[Completion]], tmp_path: Path
+    loaded: ReplicaPool, weights: list[WeightFiles], expected: dict[int, list[Completion]], tmp_path: Path
 ) -> None:
     same(loaded.generate(PROMPTS, SEEDS, SHORT), expected[12])
     loaded.check("state-0")
@@ -83,7 +83,7 @@ def test_a_replica_that_died_between_calls_comes_back_with_proven_weights_or_non
 
 
 def test_a_hung_replica_is_killed_and_its_requests_go_elsewhere(
-    loaded: VllmPool, expected: dict[int, list[Completion]]
+    loaded: ReplicaPool, expected: dict[int, list[Completion]]
 ) -> None:
     replica = loaded.replicas[0]
     before, victim = replica.starts, process_of(replica)
@@ -93,7 +93,7 @@ def test_a_hung_replica_is_killed_and_its_requests_go_elsewhere(
     until(lambda: replica.starts > before and replica.phase == "up")
 
 
-def test_a_replica_that_drew_and_ended_before_the_check_is_not_trusted(loaded: VllmPool) -> None:
+def test_a_replica_that_drew_and_ended_before_the_check_is_not_trusted(loaded: ReplicaPool) -> None:
     loaded.generate(PROMPTS, SEEDS, SHORT)
     replica = loaded.replicas[1]
     victim = process_of(replica)
@@ -107,9 +107,9 @@ def test_no_replica_outlives_a_parent_that_is_killed(tmp_path: Path, weights: li
     program = f"""
 import time
 from pathlib import Path
-from engine.backends.vllm.serving.pool_builder import open_pool
-from engine.backends.vllm.serving.runtime import EngineOptions
-from engine.specs.sampler import VllmSpec
+from engine.backends.vllm.pool_builder import open_pool
+from engine.backends.vllm.architecture import EngineOptions
+from engine.specs.engine import VllmSpec
 options = EngineOptions(dtype="float32", max_context=512, vocab_size=259, kv_cache_bytes=128 << 20)
 pool = open_pool(VllmSpec(replicas=1), Path({str(weights[0].files[0].parent)!r}), options)
 print(pool.replicas[0].actor.process.pid, flush=True)
@@ -127,7 +127,7 @@ time.sleep(600)
 
 
 def test_kill_of_the_engine_in_the_middle_of_a_call_loses_nothing(
-    loaded: VllmPool, expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
+    loaded: ReplicaPool, expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process that answers lives on for a while: what it says of its dead engine must not be believed."""
     request_counts = count_requests(monkeypatch)
@@ -147,7 +147,7 @@ def test_kill_of_the_engine_in_the_middle_of_a_call_loses_nothing(
     loaded.check("state-0")
 
 
-def test_an_engine_killed_between_calls_is_replaced(loaded: VllmPool) -> None:
+def test_an_engine_killed_between_calls_is_replaced(loaded: ReplicaPool) -> None:
     replica = loaded.replicas[1]
     before, processes = replica.starts, processes_of(replica)
     core_of(replica).kill()
@@ -156,7 +156,7 @@ def test_an_engine_killed_between_calls_is_replaced(loaded: VllmPool) -> None:
     loaded.check("state-0")
 
 
-def test_a_load_survives_the_death_of_one_engine(loaded: VllmPool, weights: list[WeightFiles]) -> None:
+def test_a_load_survives_the_death_of_one_engine(loaded: ReplicaPool, weights: list[WeightFiles]) -> None:
     first, second = loaded.replicas
     before, victim = second.starts, core_of(second)
     victim.send_signal(signal.SIGSTOP)
@@ -172,7 +172,7 @@ def test_a_load_survives_the_death_of_one_engine(loaded: VllmPool, weights: list
 
 
 def test_a_replica_that_says_it_is_broken_is_another_process_before_it_draws_again(
-    loaded: VllmPool, weights: list[WeightFiles], expected: dict[int, list[Completion]], faults: Path
+    loaded: ReplicaPool, weights: list[WeightFiles], expected: dict[int, list[Completion]], faults: Path
 ) -> None:
     replica = loaded.replicas[1]
     before, processes = replica.starts, processes_of(replica)
@@ -190,7 +190,7 @@ def test_a_replica_that_says_it_is_broken_is_another_process_before_it_draws_aga
     loaded.check("state-0", full=True)
 
 
-def test_a_replica_that_breaks_while_it_comes_back_is_not_up(loaded: VllmPool, faults: Path) -> None:
+def test_a_replica_that_breaks_while_it_comes_back_is_not_up(loaded: ReplicaPool, faults: Path) -> None:
     replica = loaded.replicas[0]
     (faults / "replica-0.broken").touch()
     process_of(replica).kill()
@@ -203,7 +203,7 @@ def test_a_replica_that_breaks_while_it_comes_back_is_not_up(loaded: VllmPool, f
 
 
 def test_a_draining_replica_finishes_what_it_has_and_ends(
-    loaded: VllmPool, expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
+    loaded: ReplicaPool, expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request_counts = count_requests(monkeypatch)
     replica = loaded.replicas[1]

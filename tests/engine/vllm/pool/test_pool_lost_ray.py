@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.vllm.serving.pool_builder import open_pool
+from engine.backends.vllm.pool_builder import open_pool
 from engine.cluster.connection import Cluster, connect
-from engine.specs.cluster import ClusterSpec
-from engine.specs.sampler import VllmSpec
+from engine.specs.engine import ClusterSpec, VllmSpec
 from tests.engine.vllm.planted import FOLDER_ENV
 from tests.engine.vllm.pools import (
     OPTIONS,

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.vllm.serving.pool_builder import open_pool
-from engine.backends.vllm.serving.replica_actor import ReplicaActor
-from engine.backends.vllm.weight_sync.manifest import manifest_of_files
+from engine.backends.replicas.runtime import manifest_of_files
+from engine.backends.vllm.pool_builder import open_pool
+from engine.backends.vllm.replica_actor import ReplicaActor
 from engine.backends.weight_files.tensor_files import write_tensors
 from engine.protocol import TokenIds
-from engine.specs.cluster import ClusterSpec
-from engine.specs.sampler import VllmSpec
+from engine.specs.engine import ClusterSpec, VllmSpec
 from tests.engine.vllm.pools import OPTIONS, ROOT, until
 from tests.fixtures.ray_nodes import ray_nodes
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from engine.backends.vllm.serving.pool import VllmPool
-from engine.backends.vllm.serving.pool_builder import open_pool
+from engine.backends.replicas.pool import ReplicaPool
+from engine.backends.vllm.pool_builder import open_pool
 from engine.cluster.connection import Cluster
 from engine.protocol import Completion
-from engine.specs.sampler import VllmSpec
+from engine.specs.engine import VllmSpec
 from tests.engine.vllm.pools import OPTIONS, PROMPTS, SEEDS, SHORT, WeightFiles, load, named, same, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(cluster: Cluster, weights: list[WeightFiles]) -> Iterator[VllmPool]:
+def two_ranks(cluster: Cluster, weights: list[WeightFiles]) -> Iterator[ReplicaPool]:
     spec = VllmSpec(replicas=1, tensor_parallel=2, answer_seconds=60, start_seconds=300)
     opened = open_pool(spec, weights[0].files[0].parent, replace(OPTIONS, tensor_parallel=2))
     yield opened
@@ -26,7 +26,7 @@ def two_ranks(cluster: Cluster, weights: list[WeightFiles]) -> Iterator[VllmPool
 
 
 @pytest.fixture(scope="module")
-def drawn(two_ranks: VllmPool, weights: list[WeightFiles]) -> list[Completion]:
+def drawn(two_ranks: ReplicaPool, weights: list[WeightFiles]) -> list[Completion]:
     load(two_ranks, weights[0])
     completions = two_ranks.generate(PROMPTS, SEEDS, SHORT)
     two_ranks.check("state-0")
@@ -34,7 +34,7 @@ def drawn(two_ranks: VllmPool, weights: list[WeightFiles]) -> list[Completion]:
 
 
 def test_two_ranks_hold_a_part_each_and_score_what_they_drew(
-    two_ranks: VllmPool, weights: list[WeightFiles], drawn: list[Completion]
+    two_ranks: ReplicaPool, weights: list[WeightFiles], drawn: list[Completion]
 ) -> None:
     (replica,) = two_ranks.replicas
     assert len(set(replica.worker_ids)) == 2
@@ -45,7 +45,7 @@ def test_two_ranks_hold_a_part_each_and_score_what_they_drew(
 
 
 def test_a_rank_that_is_killed_takes_its_replica_with_it_and_both_come_back(
-    two_ranks: VllmPool, drawn: list[Completion]
+    two_ranks: ReplicaPool, drawn: list[Completion]
 ) -> None:
     (replica,) = two_ranks.replicas
     before = replica.starts

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends.replicas.pool import ReplicaPool
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.shared_base import AdapterTrainer
-from engine.backends.vllm.serving.pool import VllmPool
 from engine.cluster.connection import Cluster
 from engine.protocol import SamplingParams, TokenSequence
 from engine.specs.adapters import LoraSpec
@@ -60,9 +60,9 @@ def sampler(backend: Any, adapter: AdapterTrainer, tiny_folder: Path) -> Iterato
     sampler.close()
 
 
-def pool_of(sampler: Any) -> VllmPool:
+def pool_of(sampler: Any) -> ReplicaPool:
     pool = sampler._shared.ensure_running()
-    assert isinstance(pool, VllmPool)
+    assert isinstance(pool, ReplicaPool)
     return pool
 
 

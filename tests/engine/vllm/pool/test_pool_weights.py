@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm.serving.pool import VllmPool
-from engine.backends.vllm.serving.replica import Replica
-from engine.backends.vllm.serving.runtime import Manifest
+from engine.backends.replicas.pool import ReplicaPool
+from engine.backends.replicas.replica import Replica
+from engine.backends.replicas.runtime import Manifest
 from engine.errors import SamplerOutOfSync, WorkerDied
 
 NAMES = ("replica-0", "replica-1")
@@ -71,11 +71,11 @@ def stand_in(replica: Replica) -> StandIn:
 
 
 @pytest.fixture
-def pool() -> Iterator[VllmPool]:
+def pool() -> Iterator[ReplicaPool]:
     def make(on_up: Any) -> list[Replica]:
         return [Standing(name, partial(StandIn, name), {}, on_up, 10.0) for name in NAMES]  # type: ignore[arg-type]
 
-    pool = VllmPool(make, lambda: None)
+    pool = ReplicaPool(make, lambda: None)
     yield pool
     pool.close()
 
@@ -93,7 +93,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_replica_that_comes_back_during_a_load_holds_what_was_sent_last_or_nothing(
-    pool: VllmPool, file: Path, gone: bool
+    pool: ReplicaPool, file: Path, gone: bool
 ) -> None:
     """By the same state, with other bytes: what it was about to hold must not pass for what the others hold."""
     pool.load([file], manifest_of("before"), "state")
@@ -125,7 +125,7 @@ def test_a_replica_that_comes_back_during_a_load_holds_what_was_sent_last_or_not
     assert (digests[2:], back.loaded_state) == (([], None) if gone else (["after"], "state"))
 
 
-def test_no_replica_holds_weights_in_a_sleep_or_after_it(pool: VllmPool, file: Path) -> None:
+def test_no_replica_holds_weights_in_a_sleep_or_after_it(pool: ReplicaPool, file: Path) -> None:
     pool.load([file], manifest_of("a"), "state")
     pool.sleep()
     assert [replica.loaded_state for replica in pool.replicas] == [None, None]
@@ -144,7 +144,7 @@ def test_no_replica_holds_weights_in_a_sleep_or_after_it(pool: VllmPool, file: P
     pool.check("state")
 
 
-def test_a_replica_that_is_gone_does_not_keep_the_others_from_sleeping(pool: VllmPool) -> None:
+def test_a_replica_that_is_gone_does_not_keep_the_others_from_sleeping(pool: ReplicaPool) -> None:
     first, second = pool.replicas
     gone = stand_in(first)
     gone.dead = True
@@ -154,7 +154,7 @@ def test_a_replica_that_is_gone_does_not_keep_the_others_from_sleeping(pool: Vll
     assert stand_in(second).arguments("wake") == [()] and not gone.arguments("wake")
 
 
-def test_a_broken_replica_is_down_and_the_load_refused(pool: VllmPool, file: Path) -> None:
+def test_a_broken_replica_is_down_and_the_load_refused(pool: ReplicaPool, file: Path) -> None:
     first, second = pool.replicas
     stand_in(second).overrides = {"error": "no room", "broken": True}
     with pytest.raises(SamplerOutOfSync, match="replica-1, worker 0: no room"):
@@ -164,7 +164,7 @@ def test_a_broken_replica_is_down_and_the_load_refused(pool: VllmPool, file: Pat
     assert (first.loaded_state, second.loaded_state) == ("state", None)
 
 
-def test_an_adapter_that_one_replica_does_not_prove_stays_nowhere(pool: VllmPool, file: Path) -> None:
+def test_an_adapter_that_one_replica_does_not_prove_stays_nowhere(pool: ReplicaPool, file: Path) -> None:
     pool.load([file], manifest_of("a"), "state")
     first, second = pool.replicas
     stand_in(second).overrides = {"error": "it is not what the slot holds"}
@@ -174,7 +174,7 @@ def test_an_adapter_that_one_replica_does_not_prove_stays_nowhere(pool: VllmPool
     assert [stand_in(replica).arguments("remove_adapter") for replica in (first, second)] == [[("first",)]] * 2
 
 
-def test_an_adapter_is_with_the_replicas_that_took_it(pool: VllmPool, file: Path) -> None:
+def test_an_adapter_is_with_the_replicas_that_took_it(pool: ReplicaPool, file: Path) -> None:
     pool.load([file], manifest_of("a"), "state")
     first, second = pool.replicas
     stand_in(second).dead = True
@@ -186,7 +186,7 @@ def test_an_adapter_is_with_the_replicas_that_took_it(pool: VllmPool, file: Path
         pool.check_adapter("first")
 
 
-def test_a_replica_that_only_scored_may_end_before_the_check(pool: VllmPool, file: Path) -> None:
+def test_a_replica_that_only_scored_may_end_before_the_check(pool: ReplicaPool, file: Path) -> None:
     """As the gate asks for scores at the end of a sync: an end after it would else cost the next call its draws."""
     pool.load([file], manifest_of("a"), "state")
     assert pool.score([[n, 1, 2] for n in range(16)]) == [[-1.0, -1.0]] * 16

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import flows.grpo
-from engine.connect import connect
 from engine.local.verify import verify_run
+from engine.workspace import connect
 from flows.configs.common import GRPOConfig
 from flows.configs.reinforcement import Regularisation
 from flows.training.rollout_collection import BatchNotFilled

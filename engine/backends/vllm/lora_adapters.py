@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.lora import A_NAME, ADAPTER_CONFIG_FILE, ADAPTER_FILE, B_NAME, PEFT_PREFIX
-from engine.backends.vllm.weight_sync.readback import ReadbackPlan, TensorSlot
+from engine.backends.vllm.readback import ReadbackPlan, TensorSlot
 from engine.backends.weight_files.tensor_files import read_tensors, tensor_bytes
 
 

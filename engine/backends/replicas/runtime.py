@@ -1,24 +1,24 @@
-"""The interface of a running vLLM, as `VllmSampler` uses it: one engine in this process (vllm_api.InProcessRuntime), or
-a pool of replicas (pool.VllmPool).
+"""The interface of a running sampler that proves its weights, as `VllmSampler` uses it: one engine in this process
+(vllm_api.InProcessRuntime), or a pool of replicas (pool.ReplicaPool).
 
 A runtime loads weights, samples tokens, and proves which weights it holds. The sampler decides when to load weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from engine.backends.protocol import OnToken
+from engine.backends.weight_files.tensor_files import read_tensors, tensor_bytes
+from engine.errors import BadSpec, SamplerOutOfSync
 from engine.protocol import Completion, SamplingParams, TokenIds
 from engine.text.stops import StopStrings
-
-EXTENSION = "engine.backends.vllm.weight_sync.extension.Extension"
-"""Import path of the class that runs inside vLLM's workers: it loads weights, and reads them back from live layers."""
 
 Manifest = dict[str, tuple[str, tuple[int, ...], str]]
 """The weights that the trainer staged. By tensor name: (dtype as in str(torch.dtype), shape, sha256 of the row-major
@@ -26,35 +26,6 @@ bytes). In JSON the tuples are lists; both are accepted."""
 
 Source = Sequence[Path] | Mapping[str, Tensor]
 """Weights to load: safetensors files that the workers can open, or the tensors themselves (same process only)."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How vLLM is built for one architecture. Derived from a `VllmSpec` and a trainer."""
-
-    dtype: Literal["float32", "bfloat16"]
-    max_context: int
-    """Longest prompt and completion together, tokens."""
-    vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()
-    tensor_parallel: int = 1
-    kv_cache_bytes: int | None = None
-    """Bytes of the KV cache. None: what `gpu_share` leaves."""
-    gpu_share: float = 0.9
-    """Part of a GPU's memory that vLLM may take, weights and KV cache."""
-    eager: bool = True
-    """Whether vLLM runs without compilation and CUDA graphs."""
-    max_lora_rank: int | None = None
-    """Highest rank of a LoRA adapter. None: built without LoRA, which costs a third of the decoding speed."""
-    lora_targets: tuple[str, ...] = ()
-    """Last parts of the names of the layers that adapters may change. Never the head, with which vLLM cannot score
-    prompts."""
-    sleep: bool = False
-    """Whether `sleep` frees memory."""
-    max_rows: int = 256
-    """Completions that decode together, at most."""
-    extension: str = EXTENSION
-    """Import path of the class that runs inside vLLM's workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +44,8 @@ class LoadProof:
 
 
 class Runtime(Protocol):
-    """A running vLLM. Every method raises WorkerDied if one of its processes is gone, and SamplerOutOfSync if it holds
-    other weights than expected."""
+    """A running sampler. Every method raises WorkerDied if one of its processes is gone, and SamplerOutOfSync if it
+    holds other weights than expected."""
 
     accepts_tensors: bool
     """Whether `load` accepts tensors. Otherwise it needs files."""
@@ -161,3 +132,87 @@ class Runtime(Protocol):
     def alive(self) -> bool: ...
 
     def close(self) -> None: ...
+
+
+def any_broken(replies: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a worker reports that no further load can repair it, so that its process must be replaced."""
+    return any(reply.get("broken") for reply in replies)
+
+
+def worker_ids_of(replies: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [reply["worker_id"] for reply in replies]
+
+
+def check_replies(replies: Sequence[Mapping[str, Any]], worker_ids: Sequence[str], *, who: str = "vLLM") -> None:
+    """Raises SamplerOutOfSync if a worker reports an error, or the workers are not those of `worker_ids`, in order."""
+    for reply in replies:
+        if reply.get("error"):
+            raise SamplerOutOfSync(f"{who}, worker {reply['rank']}: {reply['error']}")
+    # A worker makes a new id whenever its process starts, so other ids mean that the weights are gone.
+    if worker_ids_of(replies) != list(worker_ids):
+        raise SamplerOutOfSync(f"{who} was restarted: its workers are not those that the weights were loaded into")
+
+
+def proof_from_replies(replies: Sequence[Mapping[str, Any]], state: str, *, who: str = "vLLM") -> LoadProof:
+    """The proof of one load, over all workers of one engine. Raises SamplerOutOfSync if a worker reports an error."""
+    check_replies(replies, worker_ids_of(replies), who=who)
+    if not replies or any(reply["state"] != state for reply in replies):
+        states = [reply["state"] for reply in replies]
+        raise SamplerOutOfSync(f"{who} replied for other weights than {state}: {states}")
+    # Each worker proves its part of the model, so one worker's reply is the proof of a part.
+    parts: list[LoadProof] = []
+    for reply in replies:
+        unread = tuple(reply["unread"])
+        parts.append(LoadProof(state, reply["tensors"], reply["values"], unread, reply["seconds"]))
+    return _combine(parts, state)
+
+
+def merge_proofs(proofs: Sequence[LoadProof], state: str) -> LoadProof:
+    """One proof for all replicas. Raises SamplerOutOfSync if they received different numbers of tensors."""
+    if len({proof.tensors for proof in proofs}) > 1:
+        raise SamplerOutOfSync(f"the replicas hold unequal numbers of tensors of {state}: {proofs}")
+    return _combine(proofs, state)
+
+
+def _combine(proofs: Sequence[LoadProof], state: str) -> LoadProof:
+    """One proof for all of several. They were made at the same time, so the longest duration counts."""
+    values_read = 0
+    unread = set[str]()
+    seconds: dict[str, float] = {}
+    for proof in proofs:
+        values_read += proof.values_read
+        unread.update(proof.unread)
+        for part, duration in proof.seconds.items():
+            seconds[part] = max(duration, seconds.get(part, 0.0))
+    return LoadProof(state, proofs[0].tensors, values_read, tuple(sorted(unread)), seconds)
+
+
+def entry_of(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
+    """(dtype, shape, sha256 of the row-major bytes)."""
+    return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+
+
+def manifest_of(tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+    """The manifest of (name, tensor) pairs. Raises BadSpec if a name occurs twice."""
+    manifest: Manifest = {}
+    for name, tensor in tensors:
+        if name in manifest:
+            raise BadSpec(f"tensor {name} was staged twice")
+        manifest[name] = entry_of(tensor)
+    return manifest
+
+
+def manifest_of_files(paths: Sequence[Path]) -> Manifest:
+    """The manifest of safetensors files. Raises BadSpec for an incomplete file, or if a name occurs twice."""
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for path in paths:
+            yield from read_tensors(path)
+
+    return manifest_of(tensors())
+
+
+def digest_of(manifest: Manifest) -> str:
+    """Equal for equal names, dtypes, shapes and bytes; the order of the tensors does not matter."""
+    lines = (f"{name} {dtype} {list(shape)} {sha256}\n" for name, (dtype, shape, sha256) in sorted(manifest.items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

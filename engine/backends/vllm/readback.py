@@ -141,9 +141,7 @@ def _model_name(model: nn.Module, name: str) -> str:
     return names[0] if names else name
 
 
-def _candidates(
-    model: nn.Module, modules: dict[str, nn.Module], prefix: str
-) -> Iterator[tuple[str, int | None]]:
+def _candidates(model: nn.Module, modules: dict[str, nn.Module], prefix: str) -> Iterator[tuple[str, int | None]]:
     """Yields (module path, part of a fused layer or None) where the tensor of module `prefix` may be held."""
     if prefix in modules:
         yield _base_layer_path(modules, prefix), None
@@ -273,12 +271,7 @@ def fingerprints(tensor: Tensor) -> Fingerprints | None:
 
 
 def pick(
-    slot: TensorSlot,
-    current: Fingerprints | None,
-    previous: Fingerprints | None,
-    rng: random.Random,
-    *,
-    count: int,
+    slot: TensorSlot, current: Fingerprints | None, previous: Fingerprints | None, rng: random.Random, *, count: int
 ) -> list[int]:
     """Chooses `count` columns (rows of an embedding) to read.
 
@@ -302,9 +295,7 @@ def pick(
 
 
 @torch.inference_mode()
-def read_slots(
-    model: nn.Module, slots: Iterable[TensorSlot], picks: Picks
-) -> Iterator[tuple[TensorSlot, Tensor]]:
+def read_slots(model: nn.Module, slots: Iterable[TensorSlot], picks: Picks) -> Iterator[tuple[TensorSlot, Tensor]]:
     """Yields the values of the live layers at these picks, in the shapes of `TensorSlot.expected_values`."""
     # Read vectors and embeddings at once. Group the linear slots, so that those of one layer share its calls.
     modules = dict(model.named_modules())

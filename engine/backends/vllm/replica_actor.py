@@ -1,6 +1,6 @@
 """The Ray actor of one replica: it runs vLLM's AsyncLLM, and records which weights its workers were proven to hold.
 
-The pool (engine.backends.vllm.serving.pool) calls it through Ray. It samples only from the weights that were proven
+The pool (engine.backends.replicas.pool) calls it through Ray. It samples only from the weights that were proven
 since the process started: a process that was started again has random weights and refuses to sample. An instance whose
 workers are broken refuses every call and reports this to the pool, which replaces the process.
 
@@ -18,10 +18,10 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from engine.backends.replicas.partial_completions import Chunk
+from engine.backends.replicas.runtime import any_broken
 from engine.backends.vllm import vllm_api
-from engine.backends.vllm.serving.partial_completions import Chunk
-from engine.backends.vllm.serving.runtime import EngineOptions
-from engine.backends.vllm.weight_sync.load_proofs import any_broken
+from engine.backends.vllm.architecture import EngineOptions
 from engine.cluster.actors import ActorBase
 from engine.errors import SamplerOutOfSync, WorkerDied
 from engine.protocol import SamplingParams, TokenIds

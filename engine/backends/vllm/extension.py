@@ -25,14 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.backends.vllm.weight_sync import lora_adapters, readback
-from engine.backends.vllm.weight_sync.broadcast import (
-    BroadcastAborted,
-    BroadcastGroup,
-    GroupMember,
-    device_info,
-    receive,
-)
+from engine.backends.replicas.broadcast import BroadcastAborted, BroadcastGroup, GroupMember, device_info, receive
+from engine.backends.vllm import lora_adapters, readback
 from engine.backends.weight_files.tensor_files import read_tensors, tensor_bytes
 from engine.errors import BadSpec
 
@@ -177,11 +171,7 @@ class Extension:
             return self._load_failed(source, f"vLLM did not load the weights: {type(error).__name__}: {error}")
         self._ostinato_fingerprints, self._ostinato_proven = receiver.fingerprints, proven
         ended = time.perf_counter()
-        seconds = {
-            "receive": receiver.seconds,
-            "load": loaded - started - receiver.seconds,
-            "readback": ended - loaded,
-        }
+        seconds = {"receive": receiver.seconds, "load": loaded - started - receiver.seconds, "readback": ended - loaded}
         return self._reply(state=state, tensors=len(manifest), values=values, unread=plan.unread, seconds=seconds)
 
     def _load_failed(self, source: Any, error: str) -> Reply:

@@ -10,18 +10,17 @@ from pathlib import Path
 
 import torch
 
-from engine.backends.vllm.serving.pool import OnUp, VllmPool
-from engine.backends.vllm.serving.replica import Replica
-from engine.backends.vllm.serving.replica_actor import ReplicaActor
-from engine.backends.vllm.serving.runtime import EngineOptions
-from engine.backends.vllm.weight_sync.delivery import FILE_DELIVERY, BroadcastDelivery, WeightDelivery
+from engine.backends.replicas.delivery import FILE_DELIVERY, BroadcastDelivery, WeightDelivery
+from engine.backends.replicas.pool import OnUp, ReplicaPool
+from engine.backends.replicas.replica import Replica
+from engine.backends.vllm.architecture import EngineOptions
+from engine.backends.vllm.replica_actor import ReplicaActor
 from engine.cluster.actors import ActorHandle, node_address, start_actor
 from engine.cluster.connection import Cluster, connect
 from engine.cluster.inventory import take_inventory
 from engine.cluster.placement import SHARED_GPU, Bundle, Placement
 from engine.errors import BadSpec, WorkerDied
-from engine.specs.cluster import ClusterSpec
-from engine.specs.sampler import VllmSpec
+from engine.specs.engine import ClusterSpec, VllmSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ def open_pool(
     exclude_first_gpu: bool = False,
     trainer_placement: Placement | None = None,
     actor_class: type[ReplicaActor] = ReplicaActor,
-) -> VllmPool:
+) -> ReplicaPool:
     """Starts the replicas of `spec` on the cluster, and waits until they are up.
 
     Args:
@@ -95,7 +94,7 @@ def open_pool(
         raise
     # With LoRA the base is sent only once, so the pool must keep it for replicas that restart.
     keep_weights = options.max_lora_rank is not None
-    return VllmPool(
+    return ReplicaPool(
         make_replicas, release_resources, keep_weights=keep_weights, delivery=delivery,
         is_connected=lambda: not connection.loss(),
     )  # fmt: skip

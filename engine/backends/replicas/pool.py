@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from engine.backends.protocol import OnToken
-from engine.backends.vllm.serving import partial_completions
-from engine.backends.vllm.serving.dispatch import dispatch_work
-from engine.backends.vllm.serving.loop_thread import LoopThread
-from engine.backends.vllm.serving.partial_completions import PartialCompletion, TokenQueue
-from engine.backends.vllm.serving.replica import Replica
-from engine.backends.vllm.serving.replica_calls import (
+from engine.backends.replicas import partial_completions
+from engine.backends.replicas.delivery import FILE_DELIVERY, LoadRequest, WeightDelivery
+from engine.backends.replicas.dispatch import WorkItem, affinity_key, dispatch_work
+from engine.backends.replicas.partial_completions import PartialCompletion, TokenQueue
+from engine.backends.replicas.replica import (
     POLL_INTERVAL,
+    Replica,
     call_all,
     call_surviving,
     describe_replicas,
@@ -35,11 +36,15 @@ from engine.backends.vllm.serving.replica_calls import (
     replicas_up,
     wait_until,
 )
-from engine.backends.vllm.serving.routing import WorkItem, affinity_key
-from engine.backends.vllm.serving.runtime import LoadProof, Manifest, Source
-from engine.backends.vllm.weight_sync.delivery import FILE_DELIVERY, WeightDelivery
-from engine.backends.vllm.weight_sync.load_proofs import any_broken, check_replies, merge_proofs, proof_from_replies
-from engine.backends.vllm.weight_sync.load_request import LoadRequest
+from engine.backends.replicas.runtime import (
+    LoadProof,
+    Manifest,
+    Source,
+    any_broken,
+    check_replies,
+    merge_proofs,
+    proof_from_replies,
+)
 from engine.cluster.actors import ActorHandle
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, TokenIds
@@ -51,7 +56,7 @@ OnUp = Callable[[Replica], Awaitable[None]]
 MakeReplicas = Callable[[OnUp], list[Replica]]
 
 
-class VllmPool:
+class ReplicaPool:
     """Implements runtime.Runtime over several replicas."""
 
     def __init__(
@@ -406,3 +411,29 @@ class VllmPool:
         await asyncio.gather(*self._supervisors, return_exceptions=True)
         self._forget_last_load()
         self._delivery.close()
+
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """A thread that runs an event loop until `close`."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the loop and returns its result. Must not be called from the loop's thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def close(self) -> None:
+        """Stops the loop and ends the thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()

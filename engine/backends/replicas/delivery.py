@@ -1,4 +1,4 @@
-"""Delivers weights to the replicas of a pool: from files, or by a broadcast (`weight_sync.broadcast`).
+"""Delivers weights to the replicas of a pool: from files, or by a broadcast (`broadcast`).
 
 This module is the engine's side of the broadcast: it decides which replicas take part, forms the group of their
 workers, and collects the outcome of each replica. The group is used for many syncs. A new group is formed if a replica
@@ -21,17 +21,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from engine.backends.vllm.serving.replica import Replica
-from engine.backends.vllm.serving.runtime import LoadProof, Manifest, Source
-from engine.backends.vllm.weight_sync.broadcast import (
+from engine.backends.replicas.broadcast import (
     BUCKET_BYTES,
     BroadcastAborted,
     BroadcastGroup,
@@ -41,8 +43,8 @@ from engine.backends.vllm.weight_sync.broadcast import (
     select_backend,
     send,
 )
-from engine.backends.vllm.weight_sync.load_proofs import check_replies, worker_ids_of
-from engine.backends.vllm.weight_sync.load_request import LoadRequest
+from engine.backends.replicas.replica import Replica
+from engine.backends.replicas.runtime import LoadProof, Manifest, Source, check_replies, worker_ids_of
 from engine.backends.weight_files.tensor_files import read_tensors
 from engine.cluster.actors import ActorHandle
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
@@ -51,6 +53,60 @@ log = logging.getLogger(__name__)
 
 ABORT_TIMEOUT = 10.0
 """Seconds that a worker may take to notice that the broadcast was aborted."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """The arguments of one `load`."""
+
+    paths: tuple[str, ...]
+    """The safetensors files. Empty if the weights were broadcast; they cannot be loaded again then."""
+    manifest: Manifest
+    state: str
+    full: bool
+    """Whether every column is read back, instead of a sample."""
+    link_folder: Path | None = None
+    """Folder of links to the files, which keep them after the caller has removed its own; see `with_linked_files`."""
+    group: str = ""
+    """Name of the broadcast group that the weights are sent to."""
+
+    @property
+    def source(self) -> list[str] | str:
+        """The `source` argument of `Extension.ostinato_load`: paths, or the name of a broadcast group."""
+        return list(self.paths) if self.paths else self.group
+
+    @property
+    def files_exist(self) -> bool:
+        """Whether a replica can load the weights again."""
+        return bool(self.paths) and all(Path(path).is_file() for path in self.paths)
+
+    def with_linked_files(self) -> LoadRequest:
+        """A request for hard links to the same files, in a new folder next to the caller's.
+
+        The links take no space while the original files exist. Without support for links in the file system, this
+        returns the request itself.
+        """
+        if not self.paths:
+            return self
+        # A hard link must be in the file system of its file. The caller deletes the files' own folder.
+        folder = Path(tempfile.mkdtemp(prefix="ostinato-base-", dir=Path(self.paths[0]).parent.parent))
+        links: list[str] = []
+        try:
+            for number, path in enumerate(self.paths):
+                link = folder / f"{number}.safetensors"
+                os.link(path, link)
+                links.append(str(link))
+        except OSError as error:
+            log.warning("the weights are not kept for replicas that are started again: %s", error)
+            shutil.rmtree(folder, ignore_errors=True)
+            return self
+        return replace(self, paths=tuple(links), link_folder=folder)
+
+    def remove_links(self) -> None:
+        """Deletes the links of `with_linked_files`."""
+        if self.link_folder is not None:
+            shutil.rmtree(self.link_folder, ignore_errors=True)
+
 
 LoadInto = Callable[[Replica, LoadRequest], Awaitable[LoadProof]]
 """Lets one replica load the weights of a request."""
@@ -104,9 +160,7 @@ class BroadcastDelivery:
 
     accepts_tensors = True
 
-    def __init__(
-        self, host: str, device: torch.device, *, timeout: float, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def __init__(self, host: str, device: torch.device, *, timeout: float, bucket_bytes: int = BUCKET_BYTES) -> None:
         """Nothing is opened yet.
 
         Args:
@@ -230,9 +284,7 @@ class BroadcastDelivery:
         backend = select_backend(devices)
         log.info("weights go to %d workers by %s", len(devices) - 1, backend)
         name, port = f"ostinato-{secrets.token_hex(16)}", self._store[1]
-        return BroadcastGroup(
-            name, self._store_host, port, len(devices), backend, self._timeout, self._bucket_bytes
-        )
+        return BroadcastGroup(name, self._store_host, port, len(devices), backend, self._timeout, self._bucket_bytes)
 
     async def _call_workers(
         self, replicas: Sequence[Replica], calls: Sequence[tuple[Any, ...]]

@@ -1,1 +1,0 @@
-"""Runs vLLM replicas as Ray actors: starts them, restarts them when they fail, and distributes requests over them."""

@@ -1,1 +1,0 @@
-"""Loads a trainer's weights into vLLM, and proves that they arrived."""

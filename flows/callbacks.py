@@ -238,9 +238,7 @@ class EnvironmentValidation:
         model, prompts = moment.model, _prompts(moment, self.dataset, 1)
         moment.announce(f"{len(prompts.rows)} held-out prompts")
         plan = EpisodeEvaluationPlan(
-            prompts=prompts,
-            sampling=self.sampling or model.sampling.model_copy(update=GREEDY),
-            episodes=self.episodes,
+            prompts=prompts, sampling=self.sampling or model.sampling.model_copy(update=GREEDY), episodes=self.episodes
         )
         return await evaluate_in_environment(model.workspace, moment.policy, plan)
 

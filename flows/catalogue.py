@@ -324,9 +324,7 @@ class ChosenTraining(Frozen):
         for name, (_, use) in data.inputs.items():
             uses["train" if name == "dataset" else name] = use
         sources = {name: getattr(data, name) for name in uses}
-        resolved = {
-            name: source.resolved(store, uses[name]) for name, source in sources.items() if source is not None
-        }
+        resolved = {name: source.resolved(store, uses[name]) for name, source in sources.items() if source is not None}
         model = self.config.model
         repo = hub_repo_of_key(model.key)
         if repo is not None:

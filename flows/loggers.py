@@ -49,9 +49,7 @@ class StageNotifier:
     every few seconds and at the end, so that an unreachable server does not slow training down.
     """
 
-    def __init__(
-        self, name: str, *, page: Page | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, name: str, *, page: Page | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
         self.progress = 0.0
         """Fraction of the stage that is done."""

@@ -43,10 +43,7 @@ class SFT(SupervisedLoop):
     loss = CrossEntropySpec()
 
     def __init__(
-        self,
-        dataset: list[StringThread] | LoadedDataset,
-        model: TrainingModel,
-        **options: Unpack[SupervisedOptions],
+        self, dataset: list[StringThread] | LoadedDataset, model: TrainingModel, **options: Unpack[SupervisedOptions]
     ) -> None:
         super().__init__(model, options)
         self.dataset = dataset

@@ -59,9 +59,7 @@ async def sft_to_gspo(config: SFTToGSPOConfig) -> dict[str, Any]:
         )  # fmt: skip
 
 
-async def _training_stages(
-    config: SFTToGSPOConfig, session: RunSession, logger: TerminalProgress
-) -> tuple[SFT, GSPO]:
+async def _training_stages(config: SFTToGSPOConfig, session: RunSession, logger: TerminalProgress) -> tuple[SFT, GSPO]:
     """The training classes of both stages, which train the same model."""
     sft_arguments = await supervised_arguments(config.first, session, logger)
     gspo_arguments = await rollout_arguments(config.second, session, logger)

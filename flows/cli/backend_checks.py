@@ -147,9 +147,4 @@ def cluster_document(inventory: Inventory) -> dict[str, Any]:
                 "reservations": reservations,
             }
         )  # fmt: skip
-    return {
-        "gpus": inventory.gpus,
-        "free_gpus": inventory.free_gpus,
-        "free_cpus": inventory.free_cpus,
-        "nodes": nodes,
-    }
+    return {"gpus": inventory.gpus, "free_gpus": inventory.free_gpus, "free_cpus": inventory.free_cpus, "nodes": nodes}

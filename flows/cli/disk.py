@@ -63,9 +63,7 @@ def du(
 
 def _only(usage: StoreUsage, run: str, storage: str) -> StoreUsage:
     """Returns the bytes of one run, or of the runs of a sweep. Raises ObjectNotFound."""
-    rows = [row for row in usage.runs if row.run == run] or [
-        row for row in usage.runs if row.run.startswith(f"{run}/")
-    ]
+    rows = [row for row in usage.runs if row.run == run] or [row for row in usage.runs if row.run.startswith(f"{run}/")]
     if not rows:
         raise ObjectNotFound(f"no run {run!r} in {storage}; 'ostinato runs ls' lists the runs")
     return StoreUsage(runs=tuple(rows), datasets=0, imported_models=0, models_of_deleted_runs=0, other=0)

@@ -96,9 +96,7 @@ def describe_validation(
     return f"{noun} in the {model.__name__} config:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def validation_lines(
-    error: ValidationError, model: Any, config: Any = None, *, remedy: str = SET_KEY
-) -> list[str]:
+def validation_lines(error: ValidationError, model: Any, config: Any = None, *, remedy: str = SET_KEY) -> list[str]:
     """One line per wrong key: its dotted name, what was given and what is expected; for an unknown key, the nearest
     known one of its group.
 

@@ -39,12 +39,7 @@ class TerminalProgress:
     a log file.
     """
 
-    def __init__(
-        self,
-        console: Console | None = None,
-        *,
-        logging: LoggingConfig | None = None,
-    ) -> None:
+    def __init__(self, console: Console | None = None, *, logging: LoggingConfig | None = None) -> None:
         self.logging = logging or LoggingConfig(loggers=())
         """The trackers that also get the metrics."""
         self._console = console or Console(highlight=False)

@@ -111,11 +111,7 @@ def _body(automation: AutomationCore) -> dict[str, object]:
 def _absence_trigger(*, after: str, seconds: int) -> EventTrigger:
     """Fires if a flow run sends no event for `seconds` after the event `after`."""
     return _flow_run_trigger(
-        after={after},
-        expect={ANY_EVENT},
-        posture=Posture.Proactive,
-        threshold=1,
-        within=timedelta(seconds=seconds),
+        after={after}, expect={ANY_EVENT}, posture=Posture.Proactive, threshold=1, within=timedelta(seconds=seconds)
     )
 
 

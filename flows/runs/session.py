@@ -93,9 +93,7 @@ def workspace_of(config: FlowConfig, run: str) -> Workspace:
     provenance = Provenance(
         code_version=code_version(), config_digest=digest(canonical_json(config.semantic())), seed=config.seed
     )
-    return Workspace(
-        store=config.storage.url, engine=config.engine, run=run, seed=config.seed, provenance=provenance
-    )
+    return Workspace(store=config.storage.url, engine=config.engine, run=run, seed=config.seed, provenance=provenance)
 
 
 def with_hub_commits(workspace: Workspace, config: BaseModel) -> Workspace:
@@ -201,8 +199,6 @@ def _check_config(workspace: Workspace, config: TrainingConfig, *, resumed: bool
     _heldout_source(workspace, config)
 
 
-
-
 def _heldout_source(workspace: Workspace, config: TrainingConfig) -> DeclaredDataset | None:
     """The held-out data in the version that the run uses. None: it has none. Raises DatasetError."""
     source, use = config.data.heldout, config.data.heldout_use
@@ -211,9 +207,7 @@ def _heldout_source(workspace: Workspace, config: TrainingConfig) -> DeclaredDat
     return source.resolved(workspace.open_store(), use, run=workspace.run, commits=workspace.hub)
 
 
-def _load(
-    workspace: Workspace, source: TrainingSource, use: DatasetUse, logger: TerminalProgress
-) -> LoadedDataset:
+def _load(workspace: Workspace, source: TrainingSource, use: DatasetUse, logger: TerminalProgress) -> LoadedDataset:
     """Loads a dataset and its order, announces it if it is new, and notes the version of a registered one."""
     title = source.title
     data = load_prompts(workspace, source, use, LoadLines(title, logger.note))
@@ -249,9 +243,7 @@ async def _check_fit(
     return [expected.text(info)]
 
 
-def _load_heldout(
-    workspace: Workspace, config: TrainingConfig, logger: TerminalProgress
-) -> LoadedDataset | None:
+def _load_heldout(workspace: Workspace, config: TrainingConfig, logger: TerminalProgress) -> LoadedDataset | None:
     """Loads the rows that the run evaluates on. None: it has none."""
     source = _heldout_source(workspace, config)
     if source is None:

@@ -162,9 +162,7 @@ async def training_steps(
     # both are closed when the loop ends, also by an exception
     async with (
         CheckpointWriter(
-            loop.model.workspace,
-            loop.checkpoints,
-            on_saved=partial(_checkpoint_saved, loop, time_left),
+            loop.model.workspace, loop.checkpoints, on_saved=partial(_checkpoint_saved, loop, time_left)
         ) as checkpoints,
         StepReporter(
             loop.model,

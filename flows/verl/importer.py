@@ -83,12 +83,7 @@ class Imported:
 
 
 def import_verl(
-    path: Path,
-    *,
-    overrides: Sequence[str] = (),
-    sets: Sequence[str] = (),
-    kind: str | None = None,
-    force: bool = False,
+    path: Path, *, overrides: Sequence[str] = (), sets: Sequence[str] = (), kind: str | None = None, force: bool = False
 ) -> Imported:
     """Imports a verl config or a launch script (.sh). `overrides` are `key=value` pairs of verl, `sets` are `key=value`
     pairs of our config.

@@ -18,7 +18,6 @@ from engine.handles import TrainingModel
 from engine.losses.pairs import DPOVariant
 from engine.text.threads import StringThread
 from flows.catalogue import DPOAlgorithm, DPOConfig
-from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
 from flows.training.arguments import accept_aliases
 from flows.training.options import SupervisedOptions
@@ -57,7 +56,7 @@ class DPO(PreferenceLoop):
         super().__init__(dataset, model, options)
 
 
-@checked_flow(name="dpo", flow_run_name=flow_run_title)
+@checked_flow()
 async def dpo(config: DPOConfig) -> dict[str, Any]:
     """Trains a model on preferences, publishes it and reports.
 

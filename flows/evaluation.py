@@ -20,7 +20,7 @@ from flows.configs.evaluation import EvaluationFlowConfig, StoredAnswers, Suite,
 from flows.display.run_log import put_markdown, put_table
 from flows.display.terminal import TerminalProgress
 from flows.ops.deployment_settings import with_deployment_settings
-from flows.ops.run_names import EVALUATION_KEY_PREFIX, flow_run_title
+from flows.ops.run_names import EVALUATION_KEY_PREFIX
 from flows.ops.termination import check_attempts, reraise_termination
 from flows.recipe import RecipeContext
 from flows.runs.checked_flow import checked_flow
@@ -95,7 +95,7 @@ class LoadedSuite:
         )
 
 
-@checked_flow(name="evaluation", flow_run_name=flow_run_title)
+@checked_flow()
 async def evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     """Evaluates models on fixed prompts, and compares them in pairs on the same prompts.
 

@@ -18,7 +18,6 @@ from engine.losses.policy_gradient import GSPOSpec
 from engine.text.threads import StringThread
 from flows.configs.ppo import GSPOAlgorithm, GSPOConfig
 from flows.grpo import GRPO
-from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
 from flows.training.arguments import accept_aliases
 from flows.training.options import GRPOOptions
@@ -55,7 +54,7 @@ class GSPO(GRPO):
         super().__init__(dataset, model, grader, max_num_grpo_steps=max_num_gspo_steps, **options)
 
 
-@checked_flow(name="gspo", flow_run_name=flow_run_title)
+@checked_flow()
 async def gspo(config: GSPOConfig) -> dict[str, Any]:
     """Trains a model with GSPO, evaluates it before and after on held-out prompts, publishes it and reports.
 

@@ -36,7 +36,6 @@ from flows.display.run_log import put_markdown
 from flows.display.terminal import TerminalProgress
 from flows.evaluation import LoadedSuite, evaluation
 from flows.ops.deployment_settings import with_deployment_settings
-from flows.ops.run_names import flow_run_title
 from flows.ops.termination import check_attempts, reraise_termination
 from flows.promotion.gate import GateVerdict, judge
 from flows.promotion.model_card import commit_card, decision_sections, find_card
@@ -128,7 +127,7 @@ class DecisionInputs:
         return f"{self.config.run_key}/{self.training_digest}"
 
 
-@checked_flow(name="recurring", flow_run_name=flow_run_title)
+@checked_flow()
 async def recurring(config: RecurringConfig) -> dict[str, Any]:
     """Fine-tunes a model again when there is new data, and promotes the result only if it beats the champion.
 

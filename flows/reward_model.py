@@ -19,7 +19,6 @@ from engine.losses.pairs import RankingSpec
 from engine.losses.values import MSESpec
 from engine.text.threads import StringThread
 from flows.catalogue import PreferenceOptimizer, RewardModelAlgorithm, RewardModelConfig
-from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
 from flows.training.options import SupervisedOptions
 from flows.training.supervised_loop import SupervisedLoop, train_on_dataset
@@ -71,7 +70,7 @@ def _ranks(dataset: list[tuple[StringThread, StringThread]] | list[StringThread]
     return kinds != {True}
 
 
-@checked_flow(name="reward_model", flow_run_name=flow_run_title)
+@checked_flow()
 async def reward_model(config: RewardModelConfig) -> dict[str, Any]:
     """Trains a reward model on preferences or ratings, publishes it and reports.
 

@@ -18,7 +18,6 @@ from engine.losses.likelihood import CrossEntropySpec
 from engine.text.threads import StringThread
 from flows.configs.common import SFTConfig
 from flows.configs.optimizer import SFTOptimizer
-from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
 from flows.training.options import SupervisedOptions
 from flows.training.supervised_loop import SupervisedLoop, train_on_dataset
@@ -59,7 +58,7 @@ class SFT(SupervisedLoop):
         return load_prompts(self.model.workspace, InlineDataset.of(self.dataset), "completion")
 
 
-@checked_flow(name="sft", flow_run_name=flow_run_title)
+@checked_flow()
 async def sft(config: SFTConfig) -> dict[str, Any]:
     """Fine-tunes a model on conversations, publishes it and reports.
 

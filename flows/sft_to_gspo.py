@@ -15,7 +15,6 @@ from flows.callbacks import Cadence
 from flows.catalogue import SFTToGSPOConfig
 from flows.display.terminal import TerminalProgress
 from flows.gspo import GSPO
-from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
 from flows.runs.session import RunSession, open_run
 from flows.sft import SFT
@@ -25,7 +24,7 @@ from flows.training.rollout_flow import rollout_arguments
 from flows.training.supervised_loop import supervised_arguments
 
 
-@checked_flow(name="sft_to_gspo", flow_run_name=flow_run_title)
+@checked_flow()
 async def sft_to_gspo(config: SFTToGSPOConfig) -> dict[str, Any]:
     """Fine-tunes a model on conversations, continues with GSPO on graded rollouts, and publishes it. Evaluates it on
     held-out prompts before, between and after the two stages, and writes a report.

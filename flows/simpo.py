@@ -17,7 +17,6 @@ from typing import Any, Unpack
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.catalogue import SimPOAlgorithm, SimPOConfig
-from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
 from flows.training.options import SupervisedOptions
 from flows.training.supervised_loop import PreferenceLoop, train_on_dataset
@@ -53,7 +52,7 @@ class SimPO(PreferenceLoop):
         super().__init__(dataset, model, options)
 
 
-@checked_flow(name="simpo", flow_run_name=flow_run_title)
+@checked_flow()
 async def simpo(config: SimPOConfig) -> dict[str, Any]:
     """Trains a model on preferences without a reference model, publishes it and reports.
 

@@ -38,6 +38,7 @@ from flows.configs.overrides import WHOLE, ConfigError, validation_lines
 from flows.display.log_file import log_failure, log_file
 from flows.ops.hooks import ON_END
 from flows.ops.local_server import SERVER_HOME, local_prefect_server, use_server
+from flows.ops.run_names import flow_run_title
 from flows.ops.termination import TooManyAttempts
 from flows.runs.expected_errors import EXPECTED_ERRORS
 
@@ -135,9 +136,10 @@ async def _survive_outage(make_call: Callable[[], Coroutine[Any, Any, Any]], nam
 
 
 def checked_flow(
-    *, name: str, flow_run_name: str | Callable[[], str] | None = None
+    *, name: str | None = None, flow_run_name: str | Callable[[], str] | None = None
 ) -> Callable[[Function[Config, R]], CheckedFlow[Config, R]]:
-    """Makes a flow of an async function with one parameter, `config`, a pydantic model.
+    """Makes a flow of an async function with one parameter, `config`, a pydantic model. Without a `name` the flow has
+    that of the function, and its runs have the title of their config.
 
     A caller of the flow gets the error itself, as from any other flow.
     """
@@ -168,7 +170,8 @@ def checked_flow(
         run.__annotations__ = get_type_hints(function)
         source = inspect.getsourcefile(function)
         version = file_hash(source) if source else None
-        flow = CheckedFlow(run, name=name, flow_run_name=flow_run_name, version=version, **ON_END)
+        title = flow_run_title if name is None else flow_run_name
+        flow = CheckedFlow(run, name=name or run.__name__, flow_run_name=title, version=version, **ON_END)
         if flow.is_of_program:
             print_expected_errors()
         return flow

@@ -14,6 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.errors import BadSpec
+from engine.memory_plan.processes import (
+    SamplerMemory,
+    TrainingSetup,
+    count_sequences,
+    torch_sampler,
+    trainer_memory,
+    vllm_sampler,
+)
 from engine.memory_plan.records import (
     GIB,
     Machine,
@@ -25,8 +33,6 @@ from engine.memory_plan.records import (
     Workload,
     format_ranges,
 )
-from engine.memory_plan.sampler import SamplerMemory, count_sequences, torch_sampler, vllm_sampler
-from engine.memory_plan.trainer import TrainingSetup, trainer_memory
 from engine.specs.adapters import LoraSpec
 from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec, VllmSpec
 

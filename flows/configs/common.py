@@ -225,10 +225,12 @@ class CheckpointConfig(Frozen):
     every_steps: int | None = Field(None, ge=1)
     """Number of steps after which a named checkpoint is written, again and again (instead of frequency)."""
     recovery_seconds: float = Field(300.0, gt=0)
-    """Age of the last checkpoint, in seconds, above which a recovery checkpoint is written. It bounds the time that a
-    resume needs to recompute steps."""
+    """Age of the last checkpoint, in seconds, above which a recovery checkpoint is written. With the duration of a
+    save, it bounds the time that a resume needs to recompute steps. Training stops while the engine copies the
+    weights: the time between checkpoints grows where that is more than 5 % of it."""
     recovery_steps: int | None = Field(None, ge=1)
-    """Number of steps after which a recovery checkpoint is written, however fast they are. None: by time alone."""
+    """Number of steps after which a recovery checkpoint is written, however fast they are, but not before the last
+    checkpoint is saved. None: by time alone."""
     keep_last: int = Field(default_of(Retention, "keep_last"), ge=1)
     """Number of recovery checkpoints that are kept during the run. A finished run keeps its last checkpoint."""
     keep_named: int | None = Field(None, ge=1)

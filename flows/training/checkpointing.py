@@ -1,12 +1,15 @@
 """When a training loop writes checkpoints, and how it continues while one is being written.
 
 Named checkpoints follow the progress of the run. Recovery checkpoints follow the number of steps and the time, and
-limit how much work a crash repeats.
+limit how much work a crash repeats. The loop waits until the engine has copied the weights, and never for the upload of
+a recovery checkpoint: the next one begins when the last is committed and the interval has passed since. The interval
+grows where copying would take more than MAX_SHARE of the time.
 
 A checkpoint of a share of the run (`frequency`) is skipped if it would follow the last one too soon (`MIN_SECONDS`,
-`SAVES_BETWEEN`). Its step gets the name all the same, so that the names of a run do not depend on its speed: a policy
-without a checkpoint is computed from an earlier one. Checkpoints at intervals of steps, and those of the last step, are
-never skipped.
+`SAVES_BETWEEN`) or while another is being saved. Its step gets the name all the same, so that the names of a run do not
+depend on its speed: a policy without a checkpoint is computed from an earlier one. Checkpoints at intervals of steps,
+and those of the last step, are never skipped. The end of the run waits for them; the engine holds a few of them on its
+disk and makes the next one wait if there are more (`engine.local.saving`).
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ MIN_SECONDS = 60.0
 """Shortest time between two checkpoints of which the second is one of a share of the run."""
 SAVES_BETWEEN = 10.0
 """The same, as a multiple of the time that the last checkpoint took to be saved."""
+MAX_SHARE = 0.05
+"""Largest share of the time for which recovery checkpoints stop the training: the engine copies the weights."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +56,25 @@ class CheckpointSchedule:
     def __init__(self, config: CheckpointConfig | None = None) -> None:
         self.config = config or CheckpointConfig()
         self.retention = self.config.retention
-        self._last_write = time.monotonic()
-        self._save_seconds = 0.0
+        self._last_end = time.monotonic()
+        """When the last checkpoint was committed, or begun if it is not committed yet."""
+        self._saving = 0
+        self._copy_seconds, self._save_seconds = 0.0, 0.0
+        self._recovery_step_passed = False
+        """Whether a step of `recovery_steps` has come since the last checkpoint."""
 
     def due(self, step: int, total_steps: int | None, *, model: str) -> Due | None:
         """The checkpoint to write after 0-based `step`, or None."""
         named = self._named(step, total_steps, model)
         # a named checkpoint is a recovery checkpoint too
-        by_steps = self._is_recovery_step(step)
-        by_time = self._seconds_since_last() > self.config.recovery_seconds
-        if not (named or by_steps or by_time):
+        self._recovery_step_passed |= self._is_recovery_step(step)
+        by_time = self._seconds_since_last() > self.recovery_seconds
+        recovery = (self._recovery_step_passed or by_time) and not self._saving
+        if not (named or recovery):
             return None
-        if not (by_steps or by_time) and self._is_skipped(step, total_steps):
+        if not recovery and self._is_skipped(step, total_steps):
             return Due(named, name_only=True)
-        self._last_write = time.monotonic()
+        self._last_end, self._recovery_step_passed = time.monotonic(), False
         return Due(named)
 
     def planned(self, step: int, total_steps: int, *, model: str) -> bool:
@@ -81,18 +91,35 @@ class CheckpointSchedule:
             return None
         return Due(named, name_only=self._is_skipped(steps_done - 1, total_steps))
 
-    def saved(self, seconds: float) -> None:
-        """Notes how long the last checkpoint took to be saved."""
-        self._save_seconds = seconds
+    @property
+    def recovery_seconds(self) -> float:
+        """The time from one checkpoint to the beginning of the next recovery checkpoint."""
+        return max(self.config.recovery_seconds, self._copy_seconds / MAX_SHARE)
+
+    @property
+    def longest_redo(self) -> float:
+        """Seconds of training that a kill repeats at most, if the next checkpoint takes as long as the last one: the
+        steps between the copy of a checkpoint and the commit of the next."""
+        return self.recovery_seconds + 2 * self._save_seconds
+
+    def begun(self, seconds: float) -> None:
+        """Notes that the engine has copied the weights of a checkpoint, for which the loop waited `seconds`."""
+        self._copy_seconds = seconds
+        self._saving += 1
+
+    def ended(self, seconds: float) -> None:
+        """Notes that a checkpoint was saved, or failed, `seconds` after it had begun."""
+        self._last_end, self._save_seconds = time.monotonic(), seconds
+        self._saving -= 1
 
     def _is_skipped(self, step: int, total_steps: int | None) -> bool:
         """Whether the checkpoint of a share of the run is skipped after 0-based `step`."""
         if self.config.every_steps is not None or step + 1 == total_steps:
             return False
-        return self._seconds_since_last() < max(MIN_SECONDS, SAVES_BETWEEN * self._save_seconds)
+        return self._saving > 0 or self._seconds_since_last() < max(MIN_SECONDS, SAVES_BETWEEN * self._save_seconds)
 
     def _seconds_since_last(self) -> float:
-        return time.monotonic() - self._last_write
+        return time.monotonic() - self._last_end
 
     def _is_recovery_step(self, step: int) -> bool:
         recovery_steps = self.config.recovery_steps
@@ -119,7 +146,7 @@ def _multiples(steps_done: int, total_steps: int, frequency: float) -> int:
 
 
 class CheckpointWriter:
-    """Writes checkpoints to the store while the loop takes its next steps, at most one at a time.
+    """Writes checkpoints to the store while the loop takes its next steps.
 
     If a checkpoint fails after its retries, the loop fails at the next checkpoint or at the end of the block.
     """
@@ -129,9 +156,9 @@ class CheckpointWriter:
         workspace: Workspace,
         schedule: CheckpointSchedule,
         *,
-        on_saved: Callable[[float], None] = lambda seconds: None,
+        on_saved: Callable[[PolicyRef, float], None] = lambda policy, seconds: None,
     ) -> None:
-        """`on_saved` is called with the duration of each checkpoint in seconds."""
+        """`on_saved` is called with the policy of each checkpoint and its duration in seconds."""
         self._workspace, self._schedule, self._on_saved = workspace, schedule, on_saved
         self._saving: asyncio.Task[None] | None = None
 
@@ -149,18 +176,27 @@ class CheckpointWriter:
             await self._start(policy, None, self._schedule.retention.of_finished())
 
     async def _start(self, policy: PolicyRef, name: str | None, retention: Retention) -> None:
-        """Begins to save `policy`, after the previous checkpoint is complete."""
-        await self._finish()
+        """Begins to save `policy`. Raises the error of an earlier checkpoint that failed."""
+        if self._saving is not None and self._saving.done():
+            await self._finish()
         # wait for the engine's copy of the weights, which the next step changes
-        await begin_checkpoint(self._workspace, policy, name=name)
-        self._saving = asyncio.ensure_future(self._save(policy, name, retention))
-
-    async def _save(self, policy: PolicyRef, name: str | None, retention: Retention) -> None:
         started = time.monotonic()
-        await save_checkpoint(self._workspace, policy, name=name, retention=retention)
-        seconds = time.monotonic() - started
-        self._schedule.saved(seconds)
-        self._on_saved(seconds)
+        await begin_checkpoint(self._workspace, policy, name=name)
+        self._schedule.begun(time.monotonic() - started)
+        self._saving = asyncio.ensure_future(self._save(self._saving, policy, name, retention))
+
+    async def _save(
+        self, previous: asyncio.Task[None] | None, policy: PolicyRef, name: str | None, retention: Retention
+    ) -> None:
+        """Completes the previous checkpoint, and then this one."""
+        started = time.monotonic()
+        try:
+            if previous is not None:
+                await previous
+            await save_checkpoint(self._workspace, policy, name=name, retention=retention)
+        finally:
+            self._schedule.ended(time.monotonic() - started)
+        self._on_saved(policy, time.monotonic() - started)
 
     async def _finish(self) -> None:
         if self._saving is not None:

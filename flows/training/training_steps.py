@@ -20,6 +20,7 @@ from itertools import count
 
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
+from flows.display.durations import format_duration
 from flows.training.checkpointing import CheckpointWriter, Due
 from flows.training.idle_steps import IdleSteps
 from flows.training.rollout_collection import CollectedRollouts
@@ -164,7 +165,7 @@ async def training_steps(
         CheckpointWriter(
             loop.model.workspace,
             loop.checkpoints,
-            on_saved=partial(time_left.record, LAST_CHECKPOINT),
+            on_saved=partial(_checkpoint_saved, loop, time_left),
         ) as checkpoints,
         StepReporter(
             loop.model,
@@ -196,6 +197,15 @@ def time_left_of(loop: TrainingLoop, first_step: int, total_steps: int | None) -
         due = [done for done in steps_done if callback.cadence.due(done, total_steps)]
         planned.setdefault(kind_of_work(number, callback), []).extend(due)
     return TimeLeft(total_steps, {kind: sorted(due) for kind, due in planned.items()})
+
+
+def _checkpoint_saved(loop: TrainingLoop, time_left: TimeLeft, policy: PolicyRef, seconds: float) -> None:
+    """Records how long a checkpoint took, and says what a kill would cost from now on."""
+    time_left.record(LAST_CHECKPOINT, seconds)
+    loop.logger.note(
+        f"checkpoint of step {policy.step} of {policy.model} saved in {format_duration(seconds)}; until the next one, "
+        f"a kill repeats up to about {format_duration(loop.checkpoints.longest_redo)} of training"
+    )
 
 
 async def _last_common_policies(models: Sequence[TrainingModel]) -> list[PolicyRef]:

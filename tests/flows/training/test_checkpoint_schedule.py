@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import selectors
 from typing import Any
 
 import pytest
 
+from engine.workspace import Workspace
 from flows.configs.common import CheckpointConfig
-from flows.training.checkpointing import CheckpointSchedule
+from flows.training.checkpointing import CheckpointSchedule, CheckpointWriter
+from storage.chain.records import PolicyRef
+from storage.errors import StorageUnavailable
+from storage.store.artifacts import Provenance
 
 
 def named(total: int | None, steps: int | None = None, **config: Any) -> dict[int, str]:
@@ -103,7 +109,8 @@ def test_checkpoints_of_shares_that_would_be_seconds_apart_are_only_names(monkey
 def test_a_long_save_makes_checkpoints_of_shares_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeTime(monkeypatch)
     schedule = CheckpointSchedule(CheckpointConfig(frequency=0.25, recovery_seconds=1e6))
-    schedule.saved(15.0)
+    schedule.begun(1.0)
+    schedule.ended(15.0)
     # 150 s is ten times 15 s
     found = clock.due(schedule, 4, step_seconds=100)
     assert found == {"policy-0.25": False, "policy-0.5": True, "policy-0.75": False, "policy-1": True}
@@ -123,3 +130,127 @@ def test_a_resume_gives_the_name_and_writes_the_last_checkpoint() -> None:
     assert [found and (found.named, found.name_only) for found in missed] == [
         None, None, ("policy-0.5", True), None, ("policy-1", False),
     ]  # fmt: skip
+
+
+WORKSPACE = Workspace(
+    store="memory://slow-saves", run="run", provenance=Provenance(code_version="test", config_digest="0" * 64, seed=0)
+)
+
+
+class VirtualSelector(selectors.SelectSelector):
+    """Moves the clock of the loop on instead of waiting."""
+
+    now = 1000.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            return super().select()
+        self.now += max(0.0, timeout)
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer when nothing else is to be done."""
+
+    def __init__(self) -> None:
+        self._clock = VirtualSelector()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now
+
+
+class SlowSaves:
+    """A run on a virtual clock with the real classes: a copy of the weights stops the training, an upload does not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, copy: float, upload: float) -> None:
+        self.loop = VirtualLoop()
+        self.begun: list[int] = []
+        self.saving, self.most = 0, 0
+        self.fails_at: int | None = None
+        monkeypatch.setattr("flows.training.checkpointing.time.monotonic", self.loop.time)
+
+        async def begin(_: object, policy: PolicyRef, **__: object) -> None:
+            self.begun.append(policy.step)
+            await asyncio.sleep(copy)
+
+        async def save(_: object, policy: PolicyRef, **__: object) -> None:
+            self.saving += 1
+            self.most = max(self.most, self.saving)
+            await asyncio.sleep(upload)
+            self.saving -= 1
+            if policy.step == self.fails_at:
+                raise StorageUnavailable("the store is away")
+
+        monkeypatch.setattr("flows.training.checkpointing.begin_checkpoint", begin)
+        monkeypatch.setattr("flows.training.checkpointing.save_checkpoint", save)
+
+    def run(self, config: CheckpointConfig, steps: int, *, step_seconds: float) -> tuple[float, float]:
+        """(seconds until the last step is done, seconds until the last checkpoint is saved)"""
+
+        async def train() -> tuple[float, float]:
+            started = self.loop.time()
+            schedule = CheckpointSchedule(config)
+            async with CheckpointWriter(WORKSPACE, schedule) as writer:
+                for step in range(steps):
+                    await asyncio.sleep(step_seconds)
+                    due = schedule.due(step, steps, model="policy")
+                    if due is not None:
+                        await writer.write([policy_at(step + 1)], due)
+                trained = self.loop.time() - started
+            return trained, self.loop.time() - started
+
+        try:
+            return self.loop.run_until_complete(train())
+        finally:
+            self.loop.close()
+
+
+def policy_at(step: int) -> PolicyRef:
+    return PolicyRef(run="run", stage="stage", model="policy", step=step, state="0" * 64)
+
+
+def test_recovery_checkpoints_that_take_longer_than_their_interval_do_not_stop_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 60 steps of 102 s are 6,120 s. A save takes 590 s, which is longer than the interval of 300 s.
+    world = SlowSaves(monkeypatch, copy=5.0, upload=585.0)
+    trained, ended = world.run(CheckpointConfig(frequency=None), 60, step_seconds=102.0)
+    assert trained == 60 * 102.0 + 5.0 * len(world.begun), "only the copies of the weights stop the training"
+    assert world.most == 1
+    # After a commit, 300 s pass before the next begins at the end of a step: nine steps of 102 s from one to the next.
+    assert world.begun == [3, 12, 21, 30, 39, 48, 57]
+    assert ended == pytest.approx(max(trained, (57 * 102 + 7 * 5) + 585)), "the end waits for the last one"
+
+
+def test_copies_take_at_most_a_twentieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The copy takes 60 s, so that the next one is due 1,200 s after the last was committed, not 300 s.
+    world = SlowSaves(monkeypatch, copy=60.0, upload=40.0)
+    trained, _ = world.run(CheckpointConfig(frequency=None), 200, step_seconds=100.0)
+    assert trained == 200 * 100.0 + 60.0 * len(world.begun)
+    assert 60.0 * (len(world.begun) - 1) <= 0.05 * trained
+    assert len(world.begun) > 10
+
+
+def test_a_recovery_step_within_a_save_is_made_up_for_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Due after each fifth step; the save of step 5 ends between steps 11 and 12.
+    world = SlowSaves(monkeypatch, copy=0.0, upload=65.0)
+    config = CheckpointConfig(frequency=None, recovery_steps=5, recovery_seconds=1e6)
+    world.run(config, 20, step_seconds=10.0)
+    assert world.begun == [5, 12, 19]
+
+
+def test_named_checkpoints_at_intervals_of_steps_are_all_saved_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SlowSaves(monkeypatch, copy=1.0, upload=100.0)
+    trained, ended = world.run(CheckpointConfig(every_steps=2, recovery_seconds=1e6), 6, step_seconds=10.0)
+    assert world.begun == [2, 4, 6] and world.most == 1
+    assert trained == 6 * 10.0 + 3 * 1.0
+    assert ended == 20.0 + 1.0 + 3 * 100.0
+
+
+def test_a_checkpoint_that_fails_ends_the_loop_at_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SlowSaves(monkeypatch, copy=1.0, upload=10.0)
+    world.fails_at = 2
+    with pytest.raises(StorageUnavailable):
+        world.run(CheckpointConfig(every_steps=2, recovery_seconds=1e6), 60, step_seconds=10.0)
+    assert world.begun == [2], "the next one, which was due after step 4, did not begin"

@@ -1,6 +1,6 @@
 """`plan_memory`: computes what each device and each machine holds, before anything starts. Without torch.
 
-The formulas are in `engine.memory_plan.formulas`. Processes are placed on GPUs as Ray would place them: the ranks fill
+The formulas are in `engine.memory_plan.shape`. Processes are placed on GPUs as Ray would place them: the ranks fill
 one machine after the other, replicas on dedicated GPUs take those that are left, and the engine's own process runs on
 the first machine, where the torch trainer takes the first GPU.
 

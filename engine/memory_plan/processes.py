@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.backends.deepspeed.memory import StateBytes, adapter_bytes, state_bytes
-from engine.memory_plan.formulas import (
+from engine.memory_plan.records import GIB, PHASES, Machine, MemoryPart, Phase, ProcessMemory, Workload
+from engine.memory_plan.shape import (
     MASTER_BYTES,
     activations,
     autocast_weights,
@@ -17,7 +18,6 @@ from engine.memory_plan.formulas import (
     torch_states,
     vllm_work,
 )
-from engine.memory_plan.records import GIB, PHASES, Machine, MemoryPart, Phase, ProcessMemory, Workload
 from engine.models.folder import BYTES_IN_4BIT
 from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec, TorchTrainerSpec, VllmSpec
 

@@ -17,8 +17,7 @@ from engine.backends.deepspeed.memory import adapter_bytes, state_bytes
 from engine.backends.deepspeed.meta_model import open_meta_model, streamed_weights
 from engine.backends.deepspeed.options import RankOptions
 from engine.backends.protocol import Objective, ReadOnlyPolicy, UpdateReport
-from engine.backends.torch import backend
-from engine.backends.torch.backend import TorchBackend, available_cores
+from engine.backends.torch.backend import TorchBackend, available_cores, memory_bytes
 from engine.backends.torch.loading import check_has_language_head
 from engine.backends.torch.probes import probe_model
 from engine.backends.torch.updates import check_gives
@@ -139,7 +138,7 @@ class DeepSpeedBackend:
         machines."""
         if self.spec.memory_gib != "auto":
             return int(self.spec.memory_gib * (1 << 30))
-        return self.devices * backend.memory_bytes(self.device)
+        return self.devices * memory_bytes(self.device)
 
     def operations_per_second(self) -> float:
         """Of all ranks together, if all their machines are like this one."""

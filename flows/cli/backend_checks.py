@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from engine.cluster.inventory import Inventory
+from engine.cluster.connection import Inventory
 from engine.specs.engine import DeepSpeedSpec, EngineSpec, HttpEngineSpec, LocalEngineSpec, VllmSpec
 from flows.cli.checks import Check
 from flows.cli.cluster import describe_inventory, query_cluster, shortage

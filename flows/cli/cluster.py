@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.cluster.inventory import Inventory, inventory_of
+from engine.cluster.connection import Inventory, inventory_of
 from engine.errors import EngineError
 from engine.specs.engine import LocalEngineSpec
 

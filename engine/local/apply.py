@@ -178,7 +178,7 @@ def _objective(request: StepRequest) -> Objective:
         loss=parse_loss(request.loss),
         temperature=request.temperature,
         old_logprobs=request.old_logprobs,
-        skip_non_finite=request.nan_policy == "skip",
+        skip_nan_gradients=request.nan_policy == "skip",
     )
 
 

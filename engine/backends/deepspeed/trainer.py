@@ -144,7 +144,7 @@ class ZeroTrainer:
 
         # Take the step. All ranks have the same norm, so all raise or none.
         norm, moved = self.sharded.step(optimizer)
-        if not moved and not objective.skip_non_finite:
+        if not moved and not objective.skip_nan_gradients:
             raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
         return UpdateReport(
             metrics=update_metrics(accumulated.sums, forward_samples=with_gradient, totals=totals)

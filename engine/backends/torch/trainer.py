@@ -149,7 +149,7 @@ class TorchTrainer:
         norm = float(nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm))
         if isfinite(norm):
             self._step(adamw)
-        elif not objective.skip_non_finite:
+        elif not objective.skip_nan_gradients:
             raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
         adamw.zero_grad(set_to_none=True)
         return UpdateReport(

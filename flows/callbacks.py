@@ -28,14 +28,13 @@ from storage.store.artifacts import ArtifactRef
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import DatasetUse, InlineDataset, InlinePairs
-from tasks.evaluation.completions import evaluate_policy
-from tasks.evaluation.episodes import evaluate_in_environment
+from tasks.evaluation.heldout import evaluate_policy
 from tasks.evaluation.lm_validation import ValidationLossPlan, validate_loss
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
 from tasks.load import load_prompts
 from tasks.loggers.base import Table
-from tasks.plans import EpisodeEvaluationPlan, EpisodePlan, EvaluationPlan, Grading, PromptShard
+from tasks.plans import EpisodePlan, EvaluationPlan, Grading, PromptShard
 from tasks.reports.flow_run_page import sample_rows
 
 
@@ -217,7 +216,7 @@ class GraderEvaluation:
         plan = EvaluationPlan(
             prompts=prompts,
             sampling=self.sampling or model.sampling.model_copy(update=GREEDY),
-            grading=grading_of(self.grader),
+            source=grading_of(self.grader),
             label=self.name,
         )
         return await evaluate_policy(model.workspace, moment.policy, plan)
@@ -237,10 +236,10 @@ class EnvironmentValidation:
     async def at(self, moment: Moment) -> ArtifactRef:
         model, prompts = moment.model, _prompts(moment, self.dataset, 1)
         moment.announce(f"{len(prompts.rows)} held-out prompts")
-        plan = EpisodeEvaluationPlan(
-            prompts=prompts, sampling=self.sampling or model.sampling.model_copy(update=GREEDY), episodes=self.episodes
+        plan = EvaluationPlan(
+            prompts=prompts, sampling=self.sampling or model.sampling.model_copy(update=GREEDY), source=self.episodes
         )
-        return await evaluate_in_environment(model.workspace, moment.policy, plan)
+        return await evaluate_policy(model.workspace, moment.policy, plan)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from tasks.plans import EpisodePlan
 class ENVGSPO(ENVGRPO):
     """Trains `model` in place on episodes, as ENVGRPO does, with GSPO's loss; its other arguments are ENVGRPO's.
 
-    Raises tasks.batches.episodes.NotOneGrade when an episode does not have exactly one grade: grade the last turn, and
+    Raises tasks.batches.columns.NotOneGrade when an episode does not have exactly one grade: grade the last turn, and
     grade in `on_limit` an episode that a limit ends.
     """
 

@@ -3,7 +3,7 @@ loop is PPO's; the flow around it is `env_ppo`.
 
 Advantages (GAE, arXiv:1506.02438) run over the policy's own tokens of an episode, in order; the environment's tokens
 are skipped. A turn's grade is on the turn's last token, and -beta (l - q) on each. Where the history of an episode is
-rewritten, credit flows on: see tasks.batches.episode_values.
+rewritten, credit flows on: see tasks.batches.rl.credited.
 
     ostinato run env_ppo --config examples/env_ppo.yaml
 """

@@ -28,6 +28,7 @@ from flows.training.rollout_loop import RolloutLoop
 from flows.training.rollout_sources import RolloutSource
 from flows.training.training_steps import training_steps
 from storage.chain.records import PolicyRef
+from tasks.batches.rl import prepare_batch
 from tasks.datasets.load import LoadedDataset
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
@@ -90,7 +91,7 @@ class PPO(RolloutLoop):
                 # the batch: advantages, and the log-probabilities that are needed before the step
                 kl_beta = self.next_kl_beta(steps)
                 plan = self.batch_plan(start, kl_beta)
-                batch = await self.source.prepare_batch(
+                batch = await prepare_batch(
                     workspace, policy, collected.rollouts, collected.graded, plan, critic.plan(value), step=step.index
                 )
                 # both models take a step on the batch

@@ -21,7 +21,6 @@ FAILPOINTS: frozenset[str] = frozenset(
         "rollout.after_data",
         "rollout.after_manifest",
         "trajectory.turn",
-        "trajectory.after_data",
         "grade.after_data",
         "batch.after_data",
         # a gradient step

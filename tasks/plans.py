@@ -21,8 +21,6 @@ AdvantageEstimator = Literal[
     "reinforce_plus_plus", "reinforce_plus_plus_baseline",
 ]  # fmt: skip
 Returns = Literal["rewards", "advantages"]
-NO_EFFECT_ON_RESULT = {"reaction_seconds", "concurrency", "max_masked_fraction"}
-"""Fields of an EpisodePlan that are not part of an evaluation's key."""
 
 
 class TooManyMasked(Exception):
@@ -138,27 +136,21 @@ class ValuePlan(Frozen):
 
 
 class EvaluationPlan(Frozen):
-    """Prompts, sampling and grader of an evaluation. Equal plans of one policy give one artifact."""
+    """Prompts, sampling, and the grader or the environment of an evaluation. Equal plans of one policy give one
+    artifact."""
 
     prompts: PromptShard
     sampling: SamplingParams
-    grading: Grading
+    source: Grading | EpisodePlan
     label: str = "held-out"
     """Name for readers. It is not part of the artifact's key."""
 
     def name(self, policy: PolicyRef) -> str:
-        # Neither the label nor the place where the grader runs changes the result.
-        body = self.model_dump(mode="json", exclude={"label": True, "grading": {"grader": {"workers"}}})
-        return f"{policy.step:06d}-{digest(canonical_json(body))[:12]}"
-
-
-class EpisodeEvaluationPlan(Frozen):
-    """Prompts, sampling and environment of an evaluation. Equal plans of one policy give one artifact."""
-
-    prompts: PromptShard
-    sampling: SamplingParams
-    episodes: EpisodePlan
-
-    def name(self, policy: PolicyRef) -> str:
-        body = self.model_dump(mode="json", exclude={"episodes": NO_EFFECT_ON_RESULT})
+        body = self.model_dump(mode="json", include={"prompts", "sampling"})
+        # Neither the place where the grader runs nor the patience with an environment changes the result.
+        if isinstance(self.source, Grading):
+            body["grading"] = self.source.model_dump(mode="json", exclude={"grader": {"workers"}})
+        else:
+            no_effect = {"reaction_seconds", "concurrency", "max_masked_fraction"}
+            body["episodes"] = self.source.model_dump(mode="json", exclude=no_effect)
         return f"{policy.step:06d}-{digest(canonical_json(body))[:12]}"

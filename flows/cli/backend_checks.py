@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from engine.cluster.inventory import Inventory, inventory_of
+from engine.cluster.connection import Inventory, inventory_of
 from engine.errors import EngineError
 from engine.specs.engine import DeepSpeedSpec, EngineSpec, HttpEngineSpec, LocalEngineSpec, VllmSpec
 from flows.cli.checks import Check

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.cluster.inventory import Inventory
+from engine.cluster.connection import Inventory
 from engine.errors import EngineError
 from engine.memory_plan.plan import plan_memory
 from engine.memory_plan.records import DEVICES_GIB, GIB, PHASES, Machine, MemoryPlan, MemoryPool, Workload

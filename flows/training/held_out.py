@@ -14,10 +14,11 @@ from flows.training.rollout_sources import RolloutSource
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
 from storage.store.tables import read_table
+from tasks.evaluation.heldout import evaluate_policy
 from tasks.evaluation.statistics import PairedDifference, paired_difference
 from tasks.evaluation.validation_curve import reward_by_prompt
 from tasks.load import load_prompts
-from tasks.plans import PromptShard
+from tasks.plans import EvaluationPlan, PromptShard
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class HeldoutEvaluator:
         # evaluate each policy once, so that Prefect shows one task run for it
         table = self._tables.get(policy.uri)
         if table is None:
-            table = await self.source.evaluate(self.workspace, policy, self.prompts, self.sampling)
+            plan = EvaluationPlan(prompts=self.prompts, sampling=self.sampling, source=self.source.plan)
+            table = await evaluate_policy(self.workspace, policy, plan)
             self._tables[policy.uri] = table
         return table
 

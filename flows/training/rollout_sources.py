@@ -15,16 +15,10 @@ from flows.training.arguments import grading_of
 from flows.training.options import EpisodeLimits
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
-from tasks.batches.episode_values import prepare_ppo_episode_batch
-from tasks.batches.episodes import prepare_trajectories
-from tasks.batches.ppo import prepare_ppo_batch
-from tasks.batches.rl import prepare_batch
 from tasks.environments.spec import environment_spec
-from tasks.evaluation.completions import evaluate_policy
-from tasks.evaluation.episodes import evaluate_in_environment
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec, grader_spec
-from tasks.plans import BatchPlan, EpisodeEvaluationPlan, EpisodePlan, EvaluationPlan, Grading, PromptShard, ValuePlan
+from tasks.plans import EpisodePlan, Grading, PromptShard
 from tasks.sampling.completions import generate_rollouts
 from tasks.sampling.episodes import play_episodes
 from tasks.sampling.grading import grade_rollouts
@@ -39,6 +33,11 @@ class RolloutSource(Protocol):
     samples_again: ClassVar[bool]
     """Whether a step in which no rollout got a grade samples its prompts once more."""
 
+    @property
+    def plan(self) -> Grading | EpisodePlan:
+        """The grader or the environment, with its limits."""
+        ...
+
     def arguments(self) -> dict[str, Any]:
         """The argument of a training class that creates this source."""
         ...
@@ -49,67 +48,26 @@ class RolloutSource(Protocol):
         """The committed rollouts of a shard, sampled from `policy`, and their grades."""
         ...
 
-    async def prepare_batch(
-        self,
-        workspace: Workspace,
-        policy: PolicyRef,
-        rollouts: list[ArtifactRef],
-        graded: list[ArtifactRef],
-        plan: BatchPlan,
-        values: ValuePlan | None = None,
-        *,
-        step: int,
-    ) -> ArtifactRef:
-        """The committed batch of a step. With `values`, a value model gives the advantages and returns."""
-        ...
-
-    async def evaluate(
-        self, workspace: Workspace, policy: PolicyRef, prompts: PromptShard, sampling: SamplingParams
-    ) -> ArtifactRef:
-        """The committed evaluation of a policy on held-out prompts."""
-        ...
-
 
 @dataclass(frozen=True)
 class Completions:
     """Completions of the prompts, graded by a grader."""
 
-    grading: Grading
+    plan: Grading
     prompts_are_rows: ClassVar[bool] = True
     samples_again: ClassVar[bool] = True
 
     def arguments(self) -> dict[str, Any]:
-        return {"grader": self.grading}
+        return {"grader": self.plan}
 
     async def sample_and_grade(
         self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
     ) -> tuple[ArtifactRef, ArtifactRef]:
         rollouts = await generate_rollouts(workspace, policy, shard, sampling, step=step)
         graded = await grade_rollouts(
-            workspace, rollouts, self.grading, stage=policy.stage, step=step, shard=shard.index
+            workspace, rollouts, self.plan, stage=policy.stage, step=step, shard=shard.index
         )
         return rollouts, graded
-
-    async def prepare_batch(
-        self,
-        workspace: Workspace,
-        policy: PolicyRef,
-        rollouts: list[ArtifactRef],
-        graded: list[ArtifactRef],
-        plan: BatchPlan,
-        values: ValuePlan | None = None,
-        *,
-        step: int,
-    ) -> ArtifactRef:
-        if values is None:
-            return await prepare_batch(workspace, policy, rollouts, graded, plan, step=step)
-        return await prepare_ppo_batch(workspace, policy, rollouts, graded, plan, values, step=step)
-
-    async def evaluate(
-        self, workspace: Workspace, policy: PolicyRef, prompts: PromptShard, sampling: SamplingParams
-    ) -> ArtifactRef:
-        plan = EvaluationPlan(prompts=prompts, sampling=sampling, grading=self.grading)
-        return await evaluate_policy(workspace, policy, plan)
 
 
 @dataclass(frozen=True)
@@ -130,27 +88,6 @@ class Episodes:
         episodes = await play_episodes(workspace, policy, shard, sampling, self.plan, step=step)
         # the table of episodes has the grades of their turns
         return episodes, episodes
-
-    async def prepare_batch(
-        self,
-        workspace: Workspace,
-        policy: PolicyRef,
-        rollouts: list[ArtifactRef],
-        graded: list[ArtifactRef],
-        plan: BatchPlan,
-        values: ValuePlan | None = None,
-        *,
-        step: int,
-    ) -> ArtifactRef:
-        if values is None:
-            return await prepare_trajectories(workspace, policy, rollouts, plan, step=step)
-        return await prepare_ppo_episode_batch(workspace, policy, rollouts, plan, values, step=step)
-
-    async def evaluate(
-        self, workspace: Workspace, policy: PolicyRef, prompts: PromptShard, sampling: SamplingParams
-    ) -> ArtifactRef:
-        plan = EpisodeEvaluationPlan(prompts=prompts, sampling=sampling, episodes=self.plan)
-        return await evaluate_in_environment(workspace, policy, plan)
 
 
 def source_of(grader: BaseGrader | GraderSpec | Grading | RolloutSource) -> RolloutSource:

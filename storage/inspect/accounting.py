@@ -7,7 +7,6 @@ with another run.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +31,7 @@ class StepInputs(Frozen):
     """Step of the policy that was made."""
     batch: ArtifactRef
     rollouts: tuple[ArtifactRef, ...]
-    """Completions, or trajectories of episodes."""
+    """Completions or episodes."""
     graded: tuple[ArtifactRef, ...]
     datasets: tuple[ArtifactRef, ...]
 
@@ -45,7 +44,7 @@ def step_inputs(store: ObjectStore, record: CommitRecord) -> StepInputs:
     # the parents of the batch: rollouts and grades, or a dataset where nothing was sampled
     batch = _artifact_of_uri(store, f"{record.request.batch.key}#{record.request.batch.sha256}")
     batch_parents = [_artifact_of_uri(store, uri) for uri in batch.parents if not uri.startswith("policy:")]
-    rollouts = [ref for ref in batch_parents if ref.kind in ("rollouts", "trajectories")]
+    rollouts = [ref for ref in batch_parents if ref.kind == "rollouts"]
     graded = [ref for ref in batch_parents if ref.kind == "graded"]
 
     # the parents of the rollouts: datasets
@@ -74,10 +73,8 @@ def check_accounting(store: ObjectStore, record: CommitRecord) -> list[str]:
     """
     try:
         inputs = step_inputs(store, record)
-        if any(ref.kind == "trajectories" for ref in inputs.rollouts):
-            return _EpisodeAccounting(store, record, inputs).check()
         if inputs.rollouts:
-            return _CompletionAccounting(store, record, inputs).check()
+            return _Accounting(store, record, inputs).check()
         return _check_dataset_rows(store, record, inputs)
     except (StorageError, KeyError, ValueError) as error:
         return [f"its prompts cannot be counted: {error}"]
@@ -124,12 +121,24 @@ def _check_dataset_rows(store: ObjectStore, record: CommitRecord, inputs: StepIn
 
 @dataclass
 class _Accounting:
-    """Checks that are common to steps on completions and on episodes."""
+    """Checks a step on rollouts: completions with their grades, or episodes that their environment graded."""
 
     store: ObjectStore
     record: CommitRecord
     inputs: StepInputs
     problems: list[str] = field(default_factory=list)
+    with_grades: set[str] = field(default_factory=set)
+    """URIs of the rollouts of which a trajectory got a grade."""
+
+    def check(self) -> list[str]:
+        manifests = self._manifests()
+        self._check_taken(manifests)
+        columns = _COMPLETION_COLUMNS if self.inputs.graded else _EPISODE_COLUMNS
+        sampled = {ref.uri: self._rows(ref, columns) for ref in self.inputs.rollouts}
+        self._check_sampled(manifests, sampled)
+        self._check_trained(self._expected_rows(sampled))
+        self._check_resampled(manifests)
+        return self.problems
 
     def _rows(self, ref: ArtifactRef, columns: list[str]) -> list[Row]:
         return read_table(self.store, ref, columns).to_pylist()
@@ -184,56 +193,67 @@ class _Accounting:
                     f"{prompt!r}"
                 )
 
-
-@dataclass
-class _CompletionAccounting(_Accounting):
-    """Checks a step on sampled and graded completions."""
-
-    with_grades: set[str] = field(default_factory=set)
-    """URIs of the rollouts of which a completion got a grade."""
-
-    def check(self) -> list[str]:
-        manifests = self._manifests()
-        self._check_taken(manifests)
-        sampled = {ref.uri: self._rows(ref, _COMPLETION_COLUMNS) for ref in self.inputs.rollouts}
-        self._check_sampled(manifests, sampled)
-        self._check_trained(self._check_graded(sampled))
-        self._check_resampled(manifests)
-        return self.problems
-
     def _check_sampled(self, manifests: list[Manifest], sampled: dict[str, list[Row]]) -> None:
         state = self._sampler_state()
         indices: dict[tuple[int, str], list[int]] = defaultdict(list)
-        # each shard has the same number of completions of each prompt, from the right policy
         for manifest in manifests:
             rows = sampled[manifest.ref.uri]
-            prompts = _count(manifest, "prompts") - _count(manifest, "dropped")
-            if (prompts == 0 and rows) or (prompts and (not rows or len(rows) % prompts)):
-                self.problems.append(f"{manifest.key} has {len(rows)} completions of {prompts} prompts")
+            # each shard has the same number of completions of each prompt; single episodes may have been dropped
+            if self.inputs.graded:
+                prompts = _count(manifest, "prompts") - _count(manifest, "dropped")
+                if (prompts == 0 and rows) or (prompts and (not rows or len(rows) % prompts)):
+                    self.problems.append(f"{manifest.key} has {len(rows)} completions of {prompts} prompts")
+            # all were sampled from the right policy
             if any(row["policy_state"] != state for row in rows):
                 self.problems.append(f"{manifest.key} was sampled by another policy than the one that the step says")
+            # the segments of a trajectory are adjacent and in order
+            expected: tuple[CompletionId, int] | None = None
             for row in rows:
-                indices[row["prompt_index"], row["prompt_id"]].append(row["completion"])
-        # each completion index of a prompt occurs once
+                if row["segment"] == 0:
+                    indices[row["prompt_index"], row["prompt_id"]].append(row["completion"])
+                elif (_completion_id(row), row["segment"]) != expected:
+                    self.problems.append(
+                        f"completion {row['completion']} of prompt {row['prompt_id']!r} does not have each of its "
+                        "segments once, in order"
+                    )
+                expected = (_completion_id(row), row["segment"] + 1)
+        # each index of a prompt's completions occurs once
         for (_, prompt), completions in indices.items():
             if sorted(completions) != list(range(len(completions))):
                 self.problems.append(
                     f"prompt {prompt!r} has the completions {sorted(completions)}, not each number once"
                 )
 
-    def _check_graded(self, sampled: dict[str, list[Row]]) -> Counter[CompletionId]:
-        """Checks the grades, and returns the completions that the batch must have: graded, not empty, and not left out
-        by its rules."""
+    def _expected_rows(self, sampled: dict[str, list[Row]]) -> Counter[CompletionId]:
+        """Checks the grades, and returns the rows that the batch must have: of graded trajectories, not empty, and not
+        left out by its rules."""
         rules = self._rules()
         expected = Counter[CompletionId]()
         rewards: dict[str, set[float]] = defaultdict(set)
+        grades_by_shard = self._grades_of_graders(sampled) if self.inputs.graded else _grades_of_environment(sampled)
+        for uri, grades in grades_by_shard.items():
+            for row in sampled[uri]:
+                name = _completion_id(row)
+                if name not in grades:
+                    continue
+                self.with_grades.add(uri)
+                rewards[row["prompt_id"]].add(grades[name])
+                is_masked = rules.get("mask_truncated") and "length" in row["stop_reasons"]
+                if sum(row["turn_tokens"]) and not is_masked:
+                    expected[name] += 1
+        if rules.get("drop_equal_groups"):
+            expected = Counter({name: count for name, count in expected.items() if len(rewards[name[0]]) > 1})
+        return expected
+
+    def _grades_of_graders(self, sampled: dict[str, list[Row]]) -> dict[str, dict[CompletionId, float]]:
+        """The grade of each graded completion of each shard. Each shard must have one table of grades, with one row for
+        each completion."""
         graded_by_parent: dict[str, list[ArtifactRef]] = defaultdict(list)
         for ref in self.inputs.graded:
             for uri in ref.parents:
                 graded_by_parent[uri].append(ref)
-
+        grades_by_shard = {}
         for uri, rows in sampled.items():
-            # each shard has one table of grades, with one row for each completion
             refs = graded_by_parent.pop(uri, [])
             if len(refs) != 1:
                 self.problems.append(f"{uri.partition('#')[0]} was graded {len(refs)} times, expected once")
@@ -244,21 +264,10 @@ class _CompletionAccounting(_Accounting):
                     f"{refs[0].key} does not grade the completions of {uri.partition('#')[0]}, one each"
                 )
                 continue
-            # which of the graded completions must be in the batch
-            for row, grade in zip(rows, grades, strict=True):
-                if grade["status"] != "ok":
-                    continue
-                self.with_grades.add(uri)
-                rewards[row["prompt_id"]].add(grade["reward"])
-                is_masked = rules.get("mask_truncated") and row["stop_reason"] == "length"
-                if row["completion_ids"] and not is_masked:
-                    expected[_completion_id(row)] += 1
-
-        if rules.get("drop_equal_groups"):
-            expected = Counter({name: count for name, count in expected.items() if len(rewards[name[0]]) > 1})
+            grades_by_shard[uri] = {_completion_id(row): row["reward"] for row in grades if row["status"] == "ok"}
         for refs in graded_by_parent.values():
             self.problems.extend(f"{ref.key} grades no shard of this step" for ref in refs)
-        return expected
+        return grades_by_shard
 
     def _check_resampled(self, manifests: list[Manifest]) -> None:
         """Checks that prompts were sampled a second time only where no completion of the first time got a grade, and
@@ -274,53 +283,22 @@ class _CompletionAccounting(_Accounting):
             self.problems.append(f"{counts[0]} prompts were sampled, and {counts[1]} of them a second time")
 
 
-class _EpisodeAccounting(_Accounting):
-    """Checks a step on episodes, which are sampled and graded together. Each segment of an episode is a row."""
-
-    def check(self) -> list[str]:
-        manifests = self._manifests()
-        self._check_taken(manifests)
-        episodes = self._read_episodes(manifests)
-        # each segment of an episode occurs once, and each episode of a prompt
-        for (prompt, index), rows in episodes.items():
-            if [row["segment"] for row in rows] != list(range(len(rows))):
-                self.problems.append(
-                    f"episode {index} of prompt {prompt!r} does not have each of its segments once, in order"
-                )
-        self._check_indices(episodes)
-        # the batch must have the sampled segments of all episodes with a grade
-        expected = Counter[CompletionId]()
-        for rows in episodes.values():
-            if any(row["graded_turns"] for row in rows):
-                sampled = [row for row in rows if row["status"] == "ok" and row["turn_tokens"]]
-                expected.update(map(_completion_id, sampled))
-        self._check_trained(expected)
-        return self.problems
-
-    def _read_episodes(self, manifests: list[Manifest]) -> dict[CompletionId, list[Row]]:
-        """Reads the segments of each episode, and checks the policy that sampled them."""
-        state = self._sampler_state()
-        episodes: dict[CompletionId, list[Row]] = defaultdict(list)
-        for manifest in manifests:
-            rows = self._rows(manifest.ref, _EPISODE_COLUMNS)
-            if any(row["policy_state"] != state for row in rows):
-                self.problems.append(f"{manifest.key} was played by another policy than the one that the step says")
-            # keep all rows of such a shard: without them the batch would seem to have rows that it should not have
-            for row in rows:
-                episodes[_completion_id(row)].append(row)
-        return episodes
-
-    def _check_indices(self, episodes: Iterable[CompletionId]) -> None:
-        indices_by_prompt: dict[str, list[int]] = defaultdict(list)
-        for prompt, index in episodes:
-            indices_by_prompt[prompt].append(index)
-        for prompt, indices in indices_by_prompt.items():
-            if sorted(indices) != list(range(len(indices))):
-                self.problems.append(f"prompt {prompt!r} has the episodes {sorted(indices)}, not each number once")
+def _grades_of_environment(sampled: dict[str, list[Row]]) -> dict[str, dict[CompletionId, float]]:
+    """The sum of the grades of each graded episode of each shard."""
+    grades_by_shard: dict[str, dict[CompletionId, float]] = {}
+    for uri, rows in sampled.items():
+        grades: dict[CompletionId, float] = defaultdict(float)
+        for row in rows:
+            if row["status"] == "ok" and row["grades"]:
+                grades[_completion_id(row)] += sum(row["grades"])
+        grades_by_shard[uri] = grades
+    return grades_by_shard
 
 
-_EPISODE_COLUMNS = ["prompt_id", "completion", "segment", "turn_tokens", "graded_turns", "status", "policy_state"]
-_COMPLETION_COLUMNS = ["prompt_index", "prompt_id", "completion", "completion_ids", "stop_reason", "policy_state"]
+_COMPLETION_COLUMNS = [
+    "prompt_index", "prompt_id", "completion", "segment", "turn_tokens", "stop_reasons", "policy_state",
+]  # fmt: skip
+_EPISODE_COLUMNS = [*_COMPLETION_COLUMNS, "grades", "status"]
 
 
 def _completion_id(row: Row) -> CompletionId:

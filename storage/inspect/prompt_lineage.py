@@ -133,7 +133,7 @@ def _uses_in_step(store: ObjectStore, record: CommitRecord, ids: set[str]) -> li
                     step=step,
                     prompt=row["prompt_id"],
                     completion=row["completion"],
-                    text=row["text"],
+                    text=row.get("text"),  # an episode has none
                     reward=grade["reward"],
                     status=grade["status"],
                     trained=completion_id in trained,

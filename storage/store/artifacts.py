@@ -33,7 +33,7 @@ MANIFEST_VERSION = 1
 MAX_ATTEMPT_SECONDS = 12 * 3600.0
 """Older attempts are not committed. Garbage collection deletes unreferenced data when it is twice as old."""
 MANIFEST_NAME = Path(keys.manifest_of_files("folder")).name
-_FAILPOINT_NAMES = {"rollouts": "rollout", "trajectories": "trajectory", "graded": "grade"}
+_FAILPOINT_NAMES = {"rollouts": "rollout", "graded": "grade"}
 
 
 class Provenance(Frozen):

@@ -34,35 +34,20 @@ SCHEMAS: dict[str, pa.Schema] = {
     ),
     # samples and their grades
     "rollouts": _schema(
+        # One row per segment of a trajectory, whose tokens form one sequence. The segments of a trajectory are adjacent
+        # and in order. A completion is a trajectory of one segment with one turn.
         ("prompt_index", pa.int64()),
         ("prompt_id", pa.string()),
-        ("completion", pa.int32()),
-        ("seed", pa.uint64()),
-        ("prompt_ids", _LISTS_INT),
-        ("completion_ids", _LISTS_INT),
-        ("logprobs", _LISTS_FLOAT),
-        ("stop_reason", pa.string()),
-        ("text", pa.string()),
-        ("thread", pa.string()),
-        ("policy_state", pa.string()),
-    ),
-    "trajectories": _schema(  # one row per segment of an episode; the segments of an episode are adjacent
-        ("prompt_index", pa.int64()),
-        ("prompt_id", pa.string()),
-        ("completion", pa.int32()),  # index of the episode among those of its prompt
+        ("completion", pa.int32()),  # index of the trajectory among those of its prompt
         ("segment", pa.int32()),
+        ("first_turn", pa.int32()),  # index of the segment's first sampled turn in the trajectory
         ("token_ids", _LISTS_INT),
         ("loss_mask", _LISTS_BOOL),  # true: sampled in this segment
         ("logprobs", _LISTS_FLOAT),  # under the sampler, one per sampled token
-        ("first_turn", pa.int32()),  # index of the segment's first assistant turn in the episode
-        ("turn_tokens", _LISTS_INT),  # number of sampled tokens in each turn of this segment
-        ("graded_turns", _LISTS_INT),  # indices of the turns that have a grade; `grades` has one value for each
-        ("grades", _LISTS_DOUBLE),
-        ("status", pa.string()),  # of the whole episode: ok, masked, ignored
-        ("ending", pa.string()),  # environment, turns, tokens, time, masked, ignored
-        ("thread", pa.string()),
+        ("turn_tokens", _LISTS_INT),  # this and the next: one per sampled turn of the segment
+        ("stop_reasons", pa.list_(pa.string())),
+        ("thread", pa.string()),  # the prompt of a completion, or the whole conversation of an episode
         ("policy_state", pa.string()),
-        nullable=[("reason", pa.string())],
     ),
     "graded": pa.schema(
         [
@@ -133,7 +118,20 @@ SCHEMAS: dict[str, pa.Schema] = {
 _IMAGES = pa.list_(pa.struct([("start", pa.int32()), ("tokens", pa.int32()), ("data", pa.binary())]))
 
 OPTIONAL: dict[str, pa.Schema] = {
-    "rollouts": _schema(nullable=[("images", _IMAGES)]),  # images of the prompt
+    "rollouts": _schema(
+        nullable=[
+            ("images", _IMAGES),  # of the prompt
+            # of a completion
+            ("seed", pa.uint64()),
+            ("text", pa.string()),
+            # of an episode, which its environment graded
+            ("graded_turns", _LISTS_INT),  # indices of the turns that have a grade; `grades` has one value for each
+            ("grades", _LISTS_DOUBLE),
+            ("status", pa.string()),  # of the whole episode: ok, masked, ignored
+            ("ending", pa.string()),  # environment, turns, tokens, time, masked, ignored
+            ("reason", pa.string()),
+        ]
+    ),
     "graded": _schema(nullable=[("answer", pa.string())]),  # extracted by the grader, for a majority vote
     "batch": _schema(nullable=[("images", _IMAGES)]),
 }

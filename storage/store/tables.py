@@ -61,7 +61,7 @@ RECENT_BYTES = 128 << 20
 RECENT_TABLES = 64
 """Number of tables that RECENT keeps. Besides its bytes, a table takes some 10 kB for its schema, columns and buffers:
 more than the content of a small table."""
-RECENT_KINDS = frozenset({"rollouts", "trajectories", "graded", "batch"})
+RECENT_KINDS = frozenset({"rollouts", "graded", "batch"})
 """Kinds of tables that one task of a step writes and another reads."""
 
 TableKey = tuple[str, str, str]
@@ -307,6 +307,8 @@ def _with_schema(table: pa.Table, schema: pa.Schema, kind: str) -> pa.Table:
     for field in schema:
         if field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    if set(table.column_names) == set(schema.names):
+        table = table.select(schema.names)
     if table.schema != schema:
         raise SchemaMismatch(f"rows of a {kind} table have {table.column_names}, those before them {schema.names}")
     return table

@@ -90,8 +90,9 @@ def _over_valid(
 
 
 def discounted(rewards_T: np.ndarray, lengths_N: np.ndarray, factor: float) -> np.ndarray:
-    """(T,) float64: G_t = r_t + factor G_{t+1} within each sequence, where G past the end of a sequence is 0."""
-    sums_T = np.array(rewards_T, dtype=np.float64)
+    """(T,): G_t = r_t + factor G_{t+1} within each sequence, where G past the end of a sequence is 0. It is computed in
+    the type of the rewards."""
+    sums_T = np.array(rewards_T)
     ends_N = np.cumsum(lengths_N)
     starts_N = ends_N - lengths_N
     # Step backwards through all sequences at once: first the last token but one of each, then the one before it.

@@ -1,92 +1,231 @@
-"""Builds the rows of an RL batch as Arrow columns, whole shards at a time, without a Python object per token.
+"""Grades of trajectories, their advantages, and the rows of an RL batch as Arrow columns, whole shards at a time,
+without a Python object per token.
 
-Axes: N row · T token of all rows, one after the other
+A completion is a trajectory of one segment with one turn.
+
+Axes: K trajectory of a step · N segment, a row of the rollouts · U turn of all trajectories · G grade · T token of all
+rows, one after the other
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from engine.errors import BadSpec
+from storage.store.artifacts import ArtifactRef
+from storage.store.objects import ObjectStore
 from storage.store.tables import table_schema
-from tasks.batches.advantages import ESTIMATORS, Rewards
+from tasks.batches.advantages import ESTIMATORS, Rewards, discounted, subtract_group_mean
+from tasks.sampling.shards import read_tables
+
+_GRADES_OF_GRADER = ("prompt_id", "completion", "reward", "status")
+_GRADES_OF_ENVIRONMENT = (
+    "prompt_id", "completion", "segment", "turn_tokens", "graded_turns", "grades", "status", "ending",
+)  # fmt: skip
+
+
+class NotOneGrade(BadSpec):
+    """A loss over whole sequences needs exactly one grade per trajectory."""
+
+
+def read_grades(store: ObjectStore, graded: list[ArtifactRef]) -> Grades:
+    """The grades of a step. `graded` are the grades of each shard, or rollouts that their environment graded."""
+    by_environment = any(ref.kind == "rollouts" for ref in graded)
+    columns = _GRADES_OF_ENVIRONMENT if by_environment else _GRADES_OF_GRADER
+    tables = list(read_tables(store, graded, columns))
+    return Grades(pa.concat_tables(tables))
+
+
+class TrainedRows(NamedTuple):
+    """Rows of the batch, and their turns."""
+
+    columns: dict[str, pa.Array]
+    turns: np.ndarray
+    """Index of each turn of the rows among all turns of the step."""
+    turn_tokens: np.ndarray
+    """Number of trained tokens of each of these turns."""
+
+    @classmethod
+    def concatenate(cls, parts: list[TrainedRows]) -> TrainedRows:
+        """The rows of several shards."""
+        columns = {}
+        for name in parts[0].columns:
+            columns[name] = pa.concat_arrays([part.columns[name] for part in parts])
+        turns = np.concatenate([part.turns for part in parts])
+        return cls(columns, turns, np.concatenate([part.turn_tokens for part in parts]))
 
 
 class Grades:
-    """The grades of all completions of a step, and the advantages computed from them.
+    """The grades of all trajectories of a step, and the advantages computed from them.
 
     It holds some tens of bytes per completion, so all grades of a step fit into memory. Its rows are the rows of the
-    shards, one shard after the other. `table` has the columns prompt_id, completion, reward and status.
+    shards, one shard after the other. `table` has the columns of `graded` tables, or those of rollouts with grades.
     """
 
     def __init__(self, table: pa.Table) -> None:
-        self._prompts = table.column("prompt_id").combine_chunks()
-        self._completions = table.column("completion").combine_chunks()
-        valid = pc.equal(table.column("status"), "ok")
-        rewards = pc.if_else(valid, table.column("reward"), pa.scalar(None, pa.float64()))
-        self.rewards: pa.Array = rewards.combine_chunks()
-        """Null where the grade is masked or ignored."""
-        self.rewards_after_penalty_N = self.rewards.to_numpy(zero_copy_only=False).astype(np.float64)
-        """The rewards minus the penalties, from which advantages are computed; NaN where there is no reward."""
-        self.masked_N = np.zeros(len(self.rewards), dtype=bool)
-        """True for completions that are left out of the batch. Their rewards still count in their groups."""
-        self._in_batch_N = np.zeros(len(self.rewards), dtype=bool)
+        columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+        self.by_environment = "grades" in columns
+        self._prompts, self._completions = columns["prompt_id"], columns["completion"]
+        self._endings = columns.get("ending")
+        # The segments and turns of each trajectory.
+        rows = table.num_rows
+        turns_N, first_N = np.ones(rows, np.int32), np.ones(rows, bool)
+        if self.by_environment:
+            turns_N, first_N = _lengths(columns["turn_tokens"]), _numbers(columns["segment"]) == 0
+        self._trajectory_N = np.cumsum(first_N, dtype=np.int32) - 1
+        self._first_row_K = np.flatnonzero(first_N).astype(np.int32)
+        self._turn_starts_N = _offsets(turns_N).astype(np.int32)
+        self.trajectory_U = np.repeat(self._trajectory_N, turns_N)
+        """The trajectory of each turn."""
+        self._turns_K = np.bincount(self.trajectory_U, minlength=len(self._first_row_K)).astype(np.int32)
+        self._finished_K = _numbers(pc.equal(columns["status"], "ok"))[self._first_row_K]
+        self.masked_count = int(_numbers(pc.equal(columns["status"], "masked"))[self._first_row_K].sum())
+        """Number of trajectories without a grade because of an error."""
 
-    def advantages(self, estimator: str) -> np.ndarray:
-        """float32 [N]: the advantage of each completion; NaN where the grade is masked or ignored."""
-        shaped = [None if np.isnan(reward) else reward for reward in self.rewards_after_penalty_N.tolist()]
-        return group_advantages(self._prompts, shaped, estimator)
+        # The grades, and the turns that have them.
+        if self.by_environment:
+            row_G = np.repeat(np.arange(rows), _lengths(columns["grades"]))
+            first_row_G = self._first_row_K[self._trajectory_N[row_G]]
+            self.turn_G = self._turn_starts_N[first_row_G] + _flatten(columns["graded_turns"])
+            self.grade_G = _flatten(columns["grades"]).astype(np.float64)
+        else:
+            rewards_K = _numbers(columns["reward"]).astype(np.float64)
+            self.turn_G = np.flatnonzero(self._finished_K & ~np.isnan(rewards_K)).astype(np.int32)
+            self.grade_G = rewards_K[self.turn_G]
+        self._trajectory_G = self.trajectory_U[self.turn_G]
+        self.rewards_K = self._sums_of_grades()
+        """The sum of the grades of each trajectory, before penalties; NaN where it has none."""
+        self._group_K = _group_numbers(self._prompts)[self._first_row_K]
+        self.masked_K = np.zeros(len(self._first_row_K), dtype=bool)
+        """True for trajectories that are left out of the batch. Their rewards still count in their groups."""
+        self._in_batch_N = np.zeros(rows, dtype=bool)
+
+    def _sums_of_grades(self) -> np.ndarray:
+        rewards_K = np.full(len(self._first_row_K), np.nan)
+        rewards_K[self._trajectory_G] = self.grade_G
+        # The grades of a trajectory are adjacent. Only those of several turns need a sum.
+        grades_K = np.bincount(self._trajectory_G, minlength=len(rewards_K))
+        ends_K = np.cumsum(grades_K)
+        for k in np.flatnonzero(grades_K > 1):
+            rewards_K[k] = math.fsum(self.grade_G[ends_K[k] - grades_K[k] : ends_K[k]])
+        return rewards_K
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """The rewards of the trajectories that have a grade."""
+        return self.rewards_K[~np.isnan(self.rewards_K)]
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Number of trajectories, of those that were neither masked nor ignored, and of those with a grade."""
+        return len(self.rewards_K), int(self._finished_K.sum()), len(self.rewards)
+
+    def advantages(self, estimator: str, *, per_trajectory: bool = False) -> np.ndarray:
+        """float32 [U]: the advantage of each turn. The grades of all turns of a group are normalised together; the
+        advantage of a turn is the sum of its trajectory's normalised grades at and after it. With `per_trajectory`, it
+        is that of the trajectory's only grade, whichever turn has it. Raises NotOneGrade."""
+        if per_trajectory:
+            self._check_one_grade()
+        normalised_G = group_advantages(self._group_K[self._trajectory_G], self.grade_G.tolist(), estimator)
+        if per_trajectory:
+            advantages_K = np.zeros(len(self.rewards_K), np.float32)
+            advantages_K[self._trajectory_G] = normalised_G
+            return advantages_K[self.trajectory_U]
+        return discounted(self.per_turn(normalised_G), self._turns_K, 1.0)
+
+    def centred_advantages(self) -> np.ndarray:
+        """float64 [U]: like `advantages`, with each grade minus the mean grade of its prompt."""
+        centred_G = subtract_group_mean(self.grade_G, self._group_K[self._trajectory_G])
+        return discounted(self.per_turn(centred_G), self._turns_K, 1.0)
+
+    def per_turn(self, values_G: np.ndarray) -> np.ndarray:
+        """[U]: the values of the grades at their turns, and 0 at the others."""
+        values_U = np.zeros(len(self.trajectory_U), values_G.dtype)
+        values_U[self.turn_G] = values_G
+        return values_U
+
+    def _check_one_grade(self) -> None:
+        """Raises NotOneGrade if a trajectory that ended well has no grade or several."""
+        grades_K = np.bincount(self._trajectory_G, minlength=len(self.rewards_K))
+        wrong_K = np.flatnonzero(self._finished_K & (grades_K != 1))
+        if not len(wrong_K):
+            return
+        k, row = wrong_K[0], int(self._first_row_K[wrong_K[0]])
+        if grades_K[k]:
+            first_turn = self._turn_starts_N[row]
+            grades = f"grades at the turns {(self.turn_G[self._trajectory_G == k] - first_turn).tolist()}"
+        else:
+            assert self._endings is not None  # a finished completion has a grade
+            grades = f"no grade (its ending: {self._endings[row]})"
+        raise NotOneGrade(
+            f"episode {self._completions[row]} of prompt {self._prompts[row].as_py()!r} has {grades}; a loss "
+            "over whole sequences (GSPO) expects exactly one grade per trajectory: grade only the last turn, grade "
+            "episodes that a limit ends in on_limit, or train with ENVGRPO, which has an advantage per turn"
+        )
+
+    def informative_groups(self) -> np.ndarray:
+        """bool, one per prompt: whether the rewards of its trajectories differ. Compared within a group, the
+        trajectories of other prompts have advantage 0, unless a length penalty makes their rewards differ."""
+        groups = self._group_K.max(initial=-1) + 1
+        # A group without a reward keeps low = inf and high = -inf, so it counts as equal.
+        low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
+        valid_K = ~np.isnan(self.rewards_K)
+        np.minimum.at(low, self._group_K[valid_K], self.rewards_K[valid_K])
+        np.maximum.at(high, self._group_K[valid_K], self.rewards_K[valid_K])
+        return low < high  # type: ignore[no-any-return]
 
     def mask_equal_groups(self) -> None:
-        """Leaves out the completions of each prompt whose valid rewards are all equal."""
-        group_N = _group_numbers(self._prompts)
-        groups = group_N.max(initial=-1) + 1
-        # A group without a valid reward keeps low = inf and high = -inf, so it counts as equal and is masked.
-        low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
-        valid_N = ~np.isnan(self.rewards_after_penalty_N)
-        np.minimum.at(low, group_N[valid_N], self.rewards_after_penalty_N[valid_N])
-        np.maximum.at(high, group_N[valid_N], self.rewards_after_penalty_N[valid_N])
-        self.masked_N |= ~(low < high)[group_N]
+        """Leaves out the trajectories of each prompt whose rewards are all equal."""
+        self.masked_K |= ~self.informative_groups()[self._group_K]
 
-    @property
-    def batch_rows(self) -> np.ndarray:
-        """Indices of the completions that `batch_columns_of` put into the batch so far, in the order of the batch."""
-        return np.flatnonzero(self._in_batch_N)
-
-    @property
-    def prompts_N(self) -> np.ndarray:
-        return self._prompts.to_numpy(zero_copy_only=False)
-
-    def batch_columns_of(self, rollouts: pa.Table, start: int, advantages_N: np.ndarray) -> dict[str, pa.Array] | None:
-        """The columns of the batch for the shard whose grades begin at row `start`, without the completions that are
-        empty, masked or without a grade. None if the rows from `start` are not the grades of this shard."""
+    def rows_of(self, rollouts: pa.Table, start: int, advantages_U: np.ndarray) -> TrainedRows | None:
+        """The rows of the batch of the shard whose grades begin at row `start`, without the segments that are empty,
+        masked or of a trajectory without a grade. None if the rows from `start` are not the grades of this shard."""
         # The grades must be in the same order as the rollouts: a wrong order would train on the rewards of others.
         part = slice(start, start + rollouts.num_rows)
-        same_prompts = self._prompts[part].equals(rollouts.column("prompt_id").combine_chunks())
-        same_completions = self._completions[part].equals(rollouts.column("completion").combine_chunks())
-        if not same_prompts or not same_completions:
+        first_turns_N = self._turn_starts_N[start : start + rollouts.num_rows + 1]
+        same = self._prompts[part].equals(rollouts.column("prompt_id").combine_chunks())
+        same &= self._completions[part].equals(rollouts.column("completion").combine_chunks())
+        if not same or (_lengths(rollouts["turn_tokens"].combine_chunks()) != np.diff(first_turns_N)).any():
             return None
 
         # Choose the rows that are trained.
-        has_tokens_N = _lengths(rollouts.column("completion_ids").combine_chunks()) > 0
-        trained_N = has_tokens_N & ~np.isnan(self.rewards_after_penalty_N[part]) & ~self.masked_N[part]
+        trajectories = self._trajectory_N[part]
+        rewards = self.rewards_K[trajectories]
+        trained_N = trained_lengths(rollouts, "logprobs") > 0
+        trained_N &= ~np.isnan(rewards) & ~self.masked_K[trajectories]
         self._in_batch_N[part] = trained_N
-        mask = pa.array(trained_N)
-        return batch_columns(rollouts.filter(mask), advantages_N[part][trained_N], self.rewards[part].filter(mask))
+        turns = first_turns_N[0] + np.flatnonzero(np.repeat(trained_N, np.diff(first_turns_N)))
+        rows = rollouts.filter(pa.array(trained_N))
+        turn_tokens = _flatten(rows.column("turn_tokens").combine_chunks())
+
+        names = {"prompt_id": "group", "logprobs": "sampler_logprobs"}
+        kept = [name for name in _BATCH_COLUMNS if name in rows.column_names]
+        columns = {names.get(name, name): rows.column(name).combine_chunks() for name in kept}
+        lengths_N = trained_lengths(rows, "logprobs")
+        advantages_T = np.repeat(advantages_U[turns], turn_tokens)
+        columns["advantages"] = _lists(_offsets(lengths_N), advantages_T, pa.float32())
+        columns["reward"] = pa.array(rewards[trained_N])
+        return TrainedRows(columns, turns, turn_tokens)
 
     def prompts_in_batch(self) -> int:
         """Number of prompts with at least one row in the batch so far."""
-        return len(pc.unique(self._prompts.filter(pa.array(self._in_batch_N))))
+        return len(np.unique(self._group_K[self._trajectory_N[self._in_batch_N]]))
 
 
-def group_advantages(prompts_N: pa.Array, rewards_N: Rewards, estimator: str) -> np.ndarray:
-    """float32 [N]: the advantage of each completion within the group of its prompt, whose members may be in different
-    shards. A reward that is None (masked or ignored) gets NaN; the rest of its group still gets advantages."""
+_BATCH_COLUMNS = ("prompt_id", "completion", "token_ids", "loss_mask", "logprobs", "images")
+
+
+def group_advantages(group_N: np.ndarray, rewards_N: Rewards, estimator: str) -> np.ndarray:
+    """float32 [N]: the advantage of each reward within its group, whose members may be in different shards. A reward
+    that is None gets NaN; the rest of its group still gets advantages."""
     # Sort the rows by group, so that a group is one slice of the order.
-    group_N = _group_numbers(prompts_N)
     order_N = np.argsort(group_N, kind="stable")
     group_starts = np.flatnonzero(np.diff(group_N[order_N])) + 1
     advantages_N = np.full(len(group_N), np.nan, dtype=np.float32)
@@ -96,28 +235,6 @@ def group_advantages(prompts_N: pa.Array, rewards_N: Rewards, estimator: str) ->
         advantages_G = ESTIMATORS[estimator]([rewards_N[i] for i in members])
         advantages_N[members] = [np.nan if advantage is None else advantage for advantage in advantages_G]
     return advantages_N
-
-
-def batch_columns(rollouts: pa.Table, advantages_N: np.ndarray, rewards_N: pa.Array) -> dict[str, pa.Array]:
-    """The columns of a batch without the trainer's logprobs. Prompt and completion become one sequence, whose trained
-    tokens are those of the completion. All rows of `rollouts` are trained."""
-    prompts = rollouts.column("prompt_ids").combine_chunks()
-    completions = rollouts.column("completion_ids").combine_chunks()
-    token_ids_T, from_completion_T, offsets = _concatenate_rows(prompts, completions)
-    lengths_N = _lengths(completions)
-    columns = {
-        "group": rollouts.column("prompt_id").combine_chunks(),
-        "completion": rollouts.column("completion").combine_chunks(),
-        "token_ids": _lists(offsets, token_ids_T, pa.int32()),
-        "loss_mask": _lists(offsets, from_completion_T, pa.bool_()),
-        "advantages": _lists(_offsets(lengths_N), np.repeat(advantages_N, lengths_N), pa.float32()),
-        "sampler_logprobs": rollouts.column("logprobs").combine_chunks(),
-        "reward": rewards_N,
-    }
-    if "images" in rollouts.column_names:
-        # Images are in the prompt, so their positions are the same in the whole sequence.
-        columns["images"] = rollouts.column("images").combine_chunks()
-    return columns
 
 
 def batch_table(
@@ -141,9 +258,9 @@ def with_token_column(table: pa.Table, name: str, values_T: np.ndarray) -> pa.Ta
     return table.set_column(table.column_names.index(name), table.schema.field(name), lists)
 
 
-def trained_lengths(table: pa.Table) -> np.ndarray:
-    """int64 [N]: number of trained tokens of each row."""
-    return _lengths(table["advantages"].combine_chunks())
+def trained_lengths(table: pa.Table, column: str = "advantages") -> np.ndarray:
+    """int64 [N]: number of trained tokens of each row, from a column with one value per trained token."""
+    return _lengths(table[column].combine_chunks())
 
 
 def gap_to_reference(table: pa.Table, column: str) -> np.ndarray:
@@ -172,23 +289,9 @@ class LogprobGap:
         return self.total / self.tokens if self.tokens else None
 
 
-def _concatenate_rows(first: pa.ListArray, second: pa.ListArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Concatenates the two lists of each row. Returns the values of all rows, whether each value comes from the second
-    list, and the offsets of the rows."""
-    first_N, second_N = _lengths(first), _lengths(second)
-    offsets = _offsets(first_N + second_N)
-    # Lengths in the order of the values: first list of row 0, second list of row 0, first list of row 1, ...
-    lengths = np.stack([first_N, second_N], axis=1).ravel()
-    from_second_T = np.repeat(np.tile([False, True], len(first_N)), lengths)
-    values_T = np.empty(len(from_second_T), dtype=np.int32)
-    values_T[~from_second_T] = _flatten(first)
-    values_T[from_second_T] = _flatten(second)
-    return values_T, from_second_T, offsets
-
-
 def _group_numbers(prompts_N: pa.Array) -> np.ndarray:
     """[N]: a number per prompt, from 0 in the order of first appearance."""
-    return prompts_N.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    return _numbers(prompts_N.dictionary_encode().indices)
 
 
 def token_values(table: pa.Table, column: str) -> np.ndarray:
@@ -201,7 +304,11 @@ def _lengths(lists: pa.ListArray) -> np.ndarray:
 
 
 def _flatten(lists: pa.ListArray) -> np.ndarray:
-    return lists.flatten().to_numpy(zero_copy_only=False)
+    return _numbers(lists.flatten())
+
+
+def _numbers(array: pa.Array) -> np.ndarray:
+    return array.to_numpy(zero_copy_only=False)
 
 
 def _offsets(lengths_N: np.ndarray) -> np.ndarray:

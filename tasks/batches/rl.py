@@ -1,12 +1,13 @@
 """Builds the batches of reinforcement learning (from graded rollouts) and of SFT (from conversations).
 
-Axes: N completion · T trained token of all completions
+Axes: N segment of a trajectory, a row of the batch · U turn of all trajectories · T trained token of all rows
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,31 +28,28 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import SCHEMAS, TableWriter, commit_table, read_rows, table_schema
-from tasks.batches.advantages import (
-    KL_OF_GAP,
-    RewardKL,
-    reinforce_plus_plus,
-    subtract_group_mean,
-    whiten,
-)
+from tasks.batches.advantages import KL_OF_GAP, RewardKL, advantages_and_returns, reinforce_plus_plus, whiten
 from tasks.batches.columns import (
     Grades,
     LogprobGap,
+    TrainedRows,
     batch_table,
     gap_to_reference,
+    read_grades,
     token_values,
-    trained_lengths,
     with_token_column,
 )
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, cut
 from tasks.committed import commit_once
 from tasks.datasets.naming import row_name
-from tasks.plans import BatchPlan
+from tasks.plans import BatchPlan, ValuePlan
 from tasks.reports.clock import timed
 from tasks.sampling.shards import read_tables
 from tasks.task_runs import durable_task
 
-ROLLOUT_COLUMNS = ("prompt_id", "completion", "prompt_ids", "completion_ids", "logprobs", "images")
+ROLLOUT_COLUMNS = (
+    "prompt_id", "completion", "token_ids", "loss_mask", "logprobs", "turn_tokens", "images",
+)  # fmt: skip
 """The columns of rollouts that a batch needs. `images` exists only for models that take images."""
 CHUNK_TOKENS = 1 << 20
 """Tokens that are scored and written together. It bounds this process's memory and the size of one engine call."""
@@ -64,14 +62,26 @@ async def prepare_batch(
     rollouts: list[ArtifactRef],
     graded: list[ArtifactRef],
     plan: BatchPlan,
+    values: ValuePlan | None = None,
     *,
     step: int,
 ) -> ArtifactRef:
-    """The committed `batch` table of an RL step: one row per completion with a grade."""
+    """The committed `batch` table of an RL step: one row per segment of a trajectory with a grade.
+
+    With `values`, a value model gives an advantage and a return at every token. The reward of a token is then minus its
+    KL penalty (`plan.reward_kl`), plus the turn's grade on the last token of the turn.
+
+    Args:
+        graded: the grades of each shard; the rollouts themselves if their environment graded them.
+
+    Raises:
+        NotOneGrade: `plan.per_trajectory`, and a trajectory has no grade or several.
+    """
     key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     return await commit_once(
-        workspace, key, lambda: _build_batch(workspace, policy, rollouts, graded, plan, key, step), parent=policy.uri
-    )
+        workspace, key, lambda: _build_batch(workspace, policy, rollouts, graded, plan, values, key, step),
+        parent=policy.uri,
+    )  # fmt: skip
 
 
 async def _build_batch(
@@ -80,49 +90,54 @@ async def _build_batch(
     rollouts: list[ArtifactRef],
     graded: list[ArtifactRef],
     plan: BatchPlan,
+    values: ValuePlan | None,
     key: str,
     step: int,
 ) -> ArtifactRef:
-    """Builds the batch of an RL step from graded completions and commits it."""
+    """Builds the batch of an RL step from graded rollouts and commits it."""
     store = workspace.open_store()
     with timed("storage"):
-        columns = ["prompt_id", "completion", "reward", "status"]
-        grades = Grades(pa.concat_tables(read_tables(store, graded, columns)))
+        grades = read_grades(store, graded)
         apply_rules(store, rollouts, grades, plan)
 
-    # Compute the advantages now, or write zeros and replace them after the whole batch was scored.
-    if plan.needs_whole_batch:
-        advantages_N = np.zeros(len(grades.rewards), np.float32)
-    else:
-        advantages_N = grades.advantages(plan.advantage_estimator)
+    # Compute the advantages now, or write zeros and replace them after the rows were scored.
+    needs_scores = values is not None or plan.needs_whole_batch
+    advantages_U = np.zeros(len(grades.trajectory_U), np.float32)
+    if not needs_scores:
+        advantages_U = grades.advantages(plan.advantage_estimator, per_trajectory=plan.per_trajectory)
 
     # Score the rows chunk by chunk, so that memory does not grow with the number of rollouts.
     # Advantages of a whole batch need all scored tables at once, so these are kept.
-    scored_tables: list[pa.Table] = []
+    scored: list[tuple[pa.Table, TrainedRows]] = []
+    gap = LogprobGap()
     extra: dict[str, JsonValue] = {}
     with TableWriter("batch") as writer:
-        gap = LogprobGap()
-        for shards in trained_chunks(store, rollouts, graded, grades, advantages_N):
-            table = await score_shards(workspace, policy, shards, plan, step=step)
+        for rows in trained_chunks(store, rollouts, graded, grades, advantages_U):
+            table = await score_rows(workspace, policy, rows.columns, plan, step=step)
             gap.add(table)
-            if plan.needs_whole_batch:
-                scored_tables.append(table)
+            if values is not None:
+                values_T = await values_before(workspace, values.value, table)
+                table = credited(table, grades, rows, values_T, plan, values)
+            if needs_scores:
+                scored.append((table, rows._replace(columns={})))
                 continue
             with timed("storage"):
                 writer.write(table)
-        if scored_tables:
-            table = pa.concat_tables(scored_tables)
-            if table.num_rows:
-                table, extra = with_batch_advantages(table, grades, plan)
+        if scored:
+            table, extra = with_batch_advantages(scored, grades, plan, values)
             with timed("storage"):
                 writer.write(table)
         check_batch_rows(writer.rows, grades, step)
 
+        # An environment grades in the rollouts, which are one parent then.
+        parents = [policy.uri, *(ref.uri for ref in (*rollouts, *graded))]
+        if values is not None:
+            parents.insert(1, values.value.uri)
         with timed("storage"):
             return writer.commit(
                 store,
                 key,
-                parents=(policy.uri, *(ref.uri for ref in (*rollouts, *graded))),
+                parents=tuple(dict.fromkeys(parents)),
                 provenance=workspace.provenance,
                 extra={"prompts": grades.prompts_in_batch(), "logprob_gap": gap.mean, **plan.rules, **extra},
             )
@@ -139,13 +154,20 @@ def _check_finite(table: pa.Table, policy: PolicyRef, step: int) -> None:
 
 
 def check_batch_rows(rows: int, grades: Grades, step: int) -> None:
-    """Raises BadSpec if completions of the step have grades, and none of them is left to train. A step without any
-    grade has an empty batch, and is skipped."""
-    graded = len(grades.rewards) - grades.rewards.null_count
-    if graded and not rows:
+    """Raises BadSpec if the step has no row to train. A step of completions without any grade has an empty batch, and
+    is skipped."""
+    if rows:
+        return
+    total, finished, graded = grades.counts
+    if grades.by_environment:
         raise BadSpec(
-            f"step {step + 1} has no completion to train on: of {len(grades.rewards)} sampled completions {graded} got "
-            "a grade, and each of these is empty or left out by a rule of the batch; change rules.mask_truncated, "
+            f"step {step + 1} has no graded trajectory: none of the {finished} finished trajectories has a grade; look "
+            "at the reasons in the step's rollouts table, and grade episodes that a limit ends in Environment.on_limit"
+        )
+    if graded:
+        raise BadSpec(
+            f"step {step + 1} has no completion to train on: of {total} sampled completions {graded} got a grade, and "
+            "each of these is empty or left out by a rule of the batch; change rules.mask_truncated, "
             "rules.dynamic_sampling or sampling.max_new_tokens"
         )
 
@@ -157,25 +179,37 @@ def apply_rules(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grades,
         grades.mask_equal_groups()
     if not plan.overlong and not plan.mask_truncated:
         return
-    tables = list(read_tables(store, rollouts, ["completion_ids", "stop_reason"]))
+    turns = pa.concat_tables(read_tables(store, rollouts, ["turn_tokens", "stop_reasons"])).combine_chunks()
     if plan.overlong:
-        lengths = [pc.list_value_length(table["completion_ids"]).to_numpy() for table in tables]
-        grades.rewards_after_penalty_N -= plan.overlong.of(np.concatenate(lengths))
+        tokens_U = pc.list_flatten(turns["turn_tokens"]).to_numpy()
+        grades.grade_G -= plan.overlong.of(tokens_U)[grades.turn_G]
     if plan.mask_truncated:
-        truncated = [pc.equal(table["stop_reason"], "length").to_numpy() for table in tables]
-        grades.masked_N |= np.concatenate(truncated)
+        truncated_U = pc.equal(pc.list_flatten(turns["stop_reasons"]), "length").to_numpy()
+        grades.masked_K[grades.trajectory_U[truncated_U]] = True
 
 
-def with_batch_advantages(table: pa.Table, grades: Grades, plan: BatchPlan) -> tuple[pa.Table, dict[str, JsonValue]]:
-    """Computes the advantages that depend on the whole batch. Subtracts KL penalties from the rewards in `grades`.
+def with_batch_advantages(
+    scored: list[tuple[pa.Table, TrainedRows]], grades: Grades, plan: BatchPlan, values: ValuePlan | None
+) -> tuple[pa.Table, dict[str, JsonValue]]:
+    """Computes the advantages that depend on the whole batch. Subtracts KL penalties from `grades.grade_G`.
 
     Returns:
         The batch with its advantages, and what to add to its manifest: `reward_kl`, the mean KL per token in nats, if
-        the reward has a KL penalty.
+        the reward has a KL penalty and there is no value model.
     """
-    lengths_N, rows = trained_lengths(table), grades.batch_rows
+    table = pa.concat_tables([table for table, _ in scored])
+    if not table.num_rows:
+        return table, {}
+    if values is not None:
+        if values.whiten_advantages:
+            advantages_T = table["advantages"].combine_chunks().flatten().to_numpy()
+            table = with_token_column(table, "advantages", whiten(advantages_T))
+        return table, {}
+
     extra: dict[str, JsonValue] = {}
-    penalties_T = np.zeros(int(lengths_N.sum()))
+    turns = np.concatenate([rows.turns for _, rows in scored])
+    lengths = np.concatenate([rows.turn_tokens for _, rows in scored])
+    penalties_T = np.zeros(int(lengths.sum()))
     if plan.reward_kl is not None:
         kl_T = kl_per_token(table, plan.reward_kl, plan.old_logprobs)
         penalties_T = plan.reward_kl.beta * kl_T
@@ -183,20 +217,57 @@ def with_batch_advantages(table: pa.Table, grades: Grades, plan: BatchPlan) -> t
 
     # This estimator credits the penalty of a token to the tokens before it.
     if plan.advantage_estimator == "reinforce_plus_plus":
-        rewards_N = grades.rewards_after_penalty_N[rows]
-        advantages_T = reinforce_plus_plus(rewards_N, penalties_T, lengths_N, gamma=plan.gamma)
+        rewards = grades.per_turn(grades.grade_G)[turns]
+        advantages_T = reinforce_plus_plus(rewards, penalties_T, lengths, gamma=plan.gamma)
         return with_token_column(table, "advantages", advantages_T), extra
 
-    # The others have one advantage per completion: subtract the sum of its penalties from its reward.
-    grades.rewards_after_penalty_N[rows] -= np.add.reduceat(penalties_T, np.cumsum(lengths_N) - lengths_N)
+    # The others have one advantage per turn: subtract the sum of its penalties from its grade.
+    penalties_U = np.zeros(len(grades.trajectory_U))
+    penalties_U[turns] = np.add.reduceat(penalties_T, np.cumsum(lengths) - lengths)
+    grades.grade_G -= penalties_U[grades.turn_G]
     if plan.advantage_estimator == "reinforce_plus_plus_baseline":
-        valid = ~np.isnan(grades.rewards_after_penalty_N)
-        centred_N = np.full(len(grades.rewards_after_penalty_N), np.nan)
-        centred_N[valid] = subtract_group_mean(grades.rewards_after_penalty_N[valid], grades.prompts_N[valid])
-        advantages_T = whiten(np.repeat(centred_N[rows], lengths_N))
+        advantages_T = whiten(np.repeat(grades.centred_advantages()[turns], lengths))
     else:
-        advantages_T = np.repeat(grades.advantages(plan.advantage_estimator)[rows], lengths_N)
+        advantages_U = grades.advantages(plan.advantage_estimator, per_trajectory=plan.per_trajectory)
+        advantages_T = np.repeat(advantages_U[turns], lengths)
     return with_token_column(table, "advantages", advantages_T), extra
+
+
+def credited(
+    table: pa.Table, grades: Grades, rows: TrainedRows, values_T: np.ndarray, plan: BatchPlan, values: ValuePlan
+) -> pa.Table:
+    """Adds advantages, returns and old values to the batch, whose rows are whole trajectories.
+
+    GAE runs over the trained tokens of a trajectory in order, across its turns and segments. The environment's tokens
+    are skipped: V_{t+1} is the value before the next trained token, in the context in which that token was sampled, and
+    0 after the last trained token of the trajectory. Therefore a grade affects every turn at and before it, and `gamma`
+    discounts per trained token."""
+    # The reward of a turn is on its last trained token, and the KL penalty on every token.
+    rewards_T = np.zeros(int(rows.turn_tokens.sum()))
+    if plan.reward_kl is not None:
+        rewards_T = -plan.reward_kl.beta * kl_per_token(table, plan.reward_kl, plan.old_logprobs)
+    rewards_T[np.cumsum(rows.turn_tokens) - 1] += grades.per_turn(grades.grade_G)[rows.turns]
+
+    # Add up the tokens of each trajectory, which may be several rows.
+    _, first_turns = np.unique(grades.trajectory_U[rows.turns], return_index=True)
+    lengths = np.add.reduceat(rows.turn_tokens, first_turns) if len(first_turns) else rows.turn_tokens
+    advantages_T, returns_T = advantages_and_returns(
+        rewards_T, values_T, lengths, gamma=values.gamma, lam=values.lam
+    )
+    if values.returns == "advantages":
+        returns_T = advantages_T + values_T
+    for name, column_T in (("advantages", advantages_T), ("returns", returns_T), ("old_values", values_T)):
+        table = with_token_column(table, name, column_T)
+    return table
+
+
+async def values_before(workspace: Workspace, value: PolicyRef, table: pa.Table) -> np.ndarray:
+    """(T,) float64: the value before each trained token."""
+    sequences = sequences_of(table)
+    with timed("train"):
+        request = LogprobsRequest(value, sequences, max_tokens=workspace.max_tokens)
+        values_N = await workspace.connect().values(request, epoch=workspace.epoch)
+    return np.array(list(chain.from_iterable(values_N)), dtype=np.float64)
 
 
 def kl_per_token(table: pa.Table, reward_kl: RewardKL, old_logprobs: StepOldLogprobs) -> np.ndarray:
@@ -212,13 +283,8 @@ def has_grades(store: ObjectStore, graded: list[ArtifactRef]) -> bool:
 
 
 def count_informative_prompts(store: ObjectStore, graded: list[ArtifactRef]) -> int:
-    """Number of prompts whose valid rewards differ. Compared within a group, the completions of other prompts have
-    advantage 0, unless a length penalty makes their rewards differ."""
-    table = pa.concat_tables(read_tables(store, graded, ["prompt_id", "reward", "status"]))
-    # Arrow finds the smallest and the largest reward of each prompt without Python objects.
-    valid = table.filter(pc.equal(table["status"], "ok"))
-    ranges = valid.group_by("prompt_id").aggregate([("reward", "min"), ("reward", "max")])
-    return pc.sum(pc.not_equal(ranges["reward_min"], ranges["reward_max"])).as_py() or 0
+    """Number of prompts whose valid rewards differ."""
+    return int(read_grades(store, graded).informative_groups().sum())
 
 
 def trained_chunks(
@@ -226,44 +292,41 @@ def trained_chunks(
     rollouts: list[ArtifactRef],
     graded: list[ArtifactRef],
     grades: Grades,
-    advantages_N: np.ndarray,
-) -> Iterator[list[dict[str, pa.Array]]]:
-    """Yields the columns of the rows that are trained, per shard.
+    advantages_U: np.ndarray,
+) -> Iterator[TrainedRows]:
+    """Yields the rows that are trained.
 
-    Each chunk is a list of whole shards, in order, with at least CHUNK_TOKENS tokens (the last may have fewer). Raises
-    BadSpec if a shard and its grades have different rows."""
+    Each chunk has whole shards, in order, with at least CHUNK_TOKENS tokens (the last may have fewer). Raises BadSpec
+    if a shard and its grades have different rows."""
     tables = read_tables(store, rollouts, ROLLOUT_COLUMNS)
-    start, chunk, tokens = 0, [], 0
+    start, tokens = 0, 0
+    chunk: list[TrainedRows] = []
     for ref, grade_ref in zip(rollouts, graded, strict=True):
         # The tables are read ahead; the time waiting for the next one counts as storage.
         with timed("storage"):
             shard = next(tables)
-        columns = grades.batch_columns_of(shard, start, advantages_N)
-        if columns is None or shard.num_rows != grade_ref.rows:
+        rows = grades.rows_of(shard, start, advantages_U)
+        if rows is None or shard.num_rows != grade_ref.rows:
             raise BadSpec(
                 f"the grades in {grade_ref.key} do not match the rows of {ref.key}; expected one grade per row in the "
                 "same order: pass each shard's own grades"
             )
         start += shard.num_rows
-        chunk.append(columns)
-        tokens += len(columns["token_ids"].flatten())
+        chunk.append(rows)
+        tokens += len(rows.columns["token_ids"].flatten())
         if tokens >= CHUNK_TOKENS:
-            yield chunk
+            yield TrainedRows.concatenate(chunk)
             chunk, tokens = [], 0
     if chunk:
-        yield chunk
+        yield TrainedRows.concatenate(chunk)
 
 
-async def score_shards(
-    workspace: Workspace, policy: PolicyRef, shards: list[dict[str, pa.Array]], plan: BatchPlan, *, step: int
+async def score_rows(
+    workspace: Workspace, policy: PolicyRef, columns: dict[str, pa.Array], plan: BatchPlan, *, step: int
 ) -> pa.Table:
-    """The rows of some shards as one table, with the old and the reference logprobs that the loss needs.
+    """Rows of the batch as a table, with the old and the reference logprobs that the loss needs.
 
     Raises PermanentEngineError if logprobs of the policy are NaN or infinite."""
-    columns = {}
-    for name in shards[0]:
-        columns[name] = pa.concat_arrays([shard[name] for shard in shards])
-
     # Score the rows if the loss needs the trainer's or the reference's logprobs.
     old_policy = policy if plan.old_logprobs == "trainer" else None
     sequences = sequences_of(columns) if old_policy or plan.reference else []

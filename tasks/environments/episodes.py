@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.errors import SampleTooLong, TemplateNotPrefixStable, TextError
-from engine.protocol import Completion
+from engine.protocol import Completion, StopReason
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread, TokenizedThread
 from tasks.datasets.naming import NameRow
@@ -54,6 +54,8 @@ class EpisodeSegment:
     """Number of the episode's answers before this segment."""
     turn_tokens: list[int] = field(default_factory=list)
     """Number of sampled tokens in each answer."""
+    stop_reasons: list[StopReason] = field(default_factory=list)
+    """Why each answer ended."""
     grades: dict[int, float] = field(default_factory=dict)
     """Turn of the episode, from 0 -> its grade."""
 
@@ -166,6 +168,7 @@ class EpisodePlayer:
         segment = episode.current_segment
         segment.tokenized = self.renderer.with_completion(segment.tokenized, completion.token_ids, completion.logprobs)
         segment.turn_tokens.append(len(completion.token_ids))
+        segment.stop_reasons.append(completion.stop_reason)
 
         # Let the environment react.
         thread = self.renderer.detokenize(segment.tokenized)

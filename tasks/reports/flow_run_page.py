@@ -90,9 +90,9 @@ def sample_rows(
     store: ObjectStore, rollouts: ArtifactRef, graded: ArtifactRef, *, count: int = SAMPLES_SHOWN
 ) -> list[dict[str, Any]]:
     """Table rows of `count` rollouts of one shard with their grades, at even distances."""
-    if rollouts.kind == "trajectories":
+    if graded == rollouts:  # graded by their environment
         return _episode_rows(store, rollouts, count)
-    rollout_table = read_step_table(store, rollouts, ["thread", "completion", "text", "stop_reason"])
+    rollout_table = read_step_table(store, rollouts, ["thread", "completion", "text", "stop_reasons"])
     grade_table = read_step_table(store, graded, ["reward", "status", "reason"])
     # Convert only the chosen rows to Python objects: a shard may have thousands.
     chosen = _even_rows(rollout_table.num_rows, count)
@@ -114,13 +114,13 @@ def sample_row(rollout: Mapping[str, Any], grade: Mapping[str, Any]) -> dict[str
         "grade": _grade(grade),
         "prompt": text_for_page(StringThread.from_json(rollout["thread"]).last_content(), PROMPT_SHOWN),
         "completion": text_for_page(rollout["text"], TEXT_SHOWN),
-        "stopped by": rollout["stop_reason"],
+        "stopped by": rollout["stop_reasons"][-1],
     }
 
 
-def _episode_rows(store: ObjectStore, trajectories: ArtifactRef, count: int) -> list[dict[str, Any]]:
+def _episode_rows(store: ObjectStore, rollouts: ArtifactRef, count: int) -> list[dict[str, Any]]:
     """Like `sample_rows` for episodes: a row shows the whole conversation of a segment instead of a completion."""
-    table = read_step_table(store, trajectories, ["thread", "completion", "grades", "status", "reason", "ending"])
+    table = read_step_table(store, rollouts, ["thread", "completion", "grades", "status", "reason", "ending"])
     table_rows = []
     for segment in table.take(_even_rows(table.num_rows, count)).to_pylist():
         turns = StringThread.from_json(segment["thread"]).turns

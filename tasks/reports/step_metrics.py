@@ -15,12 +15,11 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_step_table
-from tasks.batches.columns import LogprobGap
+from tasks.batches.columns import LogprobGap, read_grades
 from tasks.datasets.load import LoadedPart
 from tasks.evaluation.validation_curve import means_by_source
 from tasks.reports.metrics import PartMetrics, StepMetrics
-from tasks.sampling.shards import AHEAD, read_tables
-from tasks.sampling.trajectories import read_trajectories
+from tasks.sampling.shards import AHEAD
 
 T = TypeVar("T")
 
@@ -38,10 +37,11 @@ def measure_step(
     """The metrics of a step. Without rollouts (SFT) the fields of reinforcement learning are None. `parts`: those of
     the mixture that the step took its rows from."""
     # The rewards: one per completion, or one per episode.
-    if all(ref.kind == "graded" for ref in graded):
-        rewards, masked = _grades(store, graded)
-    else:
-        rewards, masked = _episode_rewards(store, graded)
+    rewards: list[float] = []
+    masked = 0
+    if graded:
+        grades = read_grades(store, graded)
+        rewards, masked = grades.rewards.tolist(), grades.masked_count
     mean = sum(rewards) / len(rewards) if rewards else None
     deviation = None
     if mean is not None:
@@ -101,29 +101,11 @@ def _margin(metrics: Mapping[str, float]) -> float | None:
     return chosen - rejected
 
 
-def _grades(store: ObjectStore, graded: list[ArtifactRef]) -> tuple[list[float], int]:
-    """(rewards, number of masked grades)."""
-    rewards: list[float] = []
-    masked = 0
-    for table in read_tables(store, graded, ["reward", "status"]):
-        rewards += table.filter(pc.equal(table["status"], "ok"))["reward"].to_pylist()
-        masked += pc.sum(pc.equal(table["status"], "masked")).as_py() or 0
-    return rewards, masked
-
-
 def _sums_by_source(store: ObjectStore, graded: ArtifactRef) -> dict[str, list[float]]:
     """Data source -> [sum of the rewards, number of rewards] of a shard, from its manifest. Empty for episodes."""
     if graded.kind != "graded":
         return {}
     return read_manifest(store, graded.key).extra.get("by_source") or {}  # type: ignore[return-value]
-
-
-def _episode_rewards(store: ObjectStore, trajectories: list[ArtifactRef]) -> tuple[list[float], int]:
-    """Like `_grades`, for episodes: the reward of an episode is the sum of its turns' grades."""
-    episodes = read_trajectories(store, trajectories).values()
-    rewards = [episode.reward for episode in episodes if episode.grades]
-    masked = _for_each_shard(lambda ref: int(read_manifest(store, ref.key).extra["masked"]), trajectories)  # type: ignore[arg-type]
-    return rewards, sum(masked)
 
 
 class _ShardCounts(NamedTuple):

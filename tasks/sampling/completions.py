@@ -175,27 +175,37 @@ def rollout_table(
     Args:
         jobs: (dataset row, prompt, number of the completion) of each completion.
     """
+    prompts = [prompt for _, prompt, _ in jobs]
+    answers = [completion.token_ids for completion in completions]
+    # The tokens of prompt and completion, one row after the other, and their numbers in the same order.
+    tokens: list[Any] = [np.zeros(0, np.int32)]
+    lengths: list[int] = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens += (prompt.token_ids, np.asarray(answer, np.int32))
+        lengths += (len(prompt.token_ids), len(answer))
+    offsets = pa.array(np.cumsum([0, *lengths])[::2], pa.int32())
+    is_sampled = np.repeat(np.tile([False, True], len(jobs)), lengths)
+    columns: dict[str, Any] = {
+        "prompt_index": [row["index"] for row, _, _ in jobs],
+        "prompt_id": [row["id"] for row, _, _ in jobs],
+        "completion": [number for _, _, number in jobs],
+        "segment": np.zeros(len(jobs), np.int32),
+        "first_turn": np.zeros(len(jobs), np.int32),
+        "token_ids": pa.ListArray.from_arrays(offsets, np.concatenate(tokens)),
+        "loss_mask": pa.ListArray.from_arrays(offsets, is_sampled),
+        "logprobs": [completion.logprobs for completion in completions],
+        "turn_tokens": [[len(answer)] for answer in answers],
+        "stop_reasons": [[completion.stop_reason] for completion in completions],
+        "thread": [row["thread"] for row, _, _ in jobs],
+        "policy_state": [policy.state] * len(jobs),
+        "seed": seeds,
+        "text": [renderer.decode_completion(answer) for answer in answers],
+    }
     # Only tables of such models have the column `images`, so that other tables need not store empty lists.
-    takes_images = bool(renderer.tokenizer.images)
-    rows = []
-    for (row, prompt, number), seed, completion in zip(jobs, seeds, completions, strict=True):
-        rollout = {
-            "prompt_index": row["index"],
-            "prompt_id": row["id"],
-            "completion": number,
-            "seed": seed,
-            "prompt_ids": prompt.token_ids,
-            "completion_ids": completion.token_ids,
-            "logprobs": completion.logprobs,
-            "stop_reason": completion.stop_reason,
-            "text": renderer.decode_completion(completion.token_ids),
-            "thread": row["thread"],
-            "policy_state": policy.state,
-        }
-        if takes_images:
-            rollout["images"] = images_to_rows(prompt.images)
-        rows.append(rollout)
-    return pa.Table.from_pylist(rows, schema=table_schema("rollouts", ["images"] if takes_images else []))
+    if renderer.tokenizer.images:
+        columns["images"] = [images_to_rows(prompt.images) for prompt in prompts]
+    schema = table_schema("rollouts", columns)
+    return pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
 
 
 def answered_threads(rows: Sequence[Mapping[str, object]]) -> list[StringThread]:

@@ -1,4 +1,4 @@
-"""Plays the episodes of a shard of prompts and commits them as a table of trajectories."""
+"""Plays the episodes of a shard of prompts and commits them as a table of rollouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from storage.chain.records import PolicyRef
 from storage.failpoints import failpoint
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
-from storage.store.tables import SCHEMAS, commit_table, read_rows
+from storage.store.tables import commit_table, read_rows, table_schema
 from storage.worklog import log_work
 from tasks.batches.truncation import shortest
 from tasks.committed import commit_once
@@ -30,6 +30,8 @@ from tasks.environments.spec import EnvironmentSpec, build
 from tasks.plans import EpisodePlan, PromptShard, TooManyMasked
 from tasks.reports.clock import timed
 from tasks.task_runs import durable_task
+
+_GRADES_OF_ENVIRONMENT = ("graded_turns", "grades", "status", "ending", "reason")
 
 
 @lru_cache(maxsize=8)
@@ -47,8 +49,8 @@ async def play_episodes(
     *,
     step: int,
 ) -> ArtifactRef:
-    """Episodes of `policy`, one per completion of the shard's prompts, as a committed `trajectories` table with the
-    grades of their turns.
+    """Episodes of `policy`, one per completion of the shard's prompts, as a committed `rollouts` table with the grades
+    of their turns.
 
     A second call, even at the same time, returns the table that was committed first: a committed shard is not played
     again. The seeds depend on the run's seed, the stage, the step, the prompt, the completion and the turn only.
@@ -56,7 +58,7 @@ async def play_episodes(
     Raises:
         TooManyMasked: more than `plan.max_masked_fraction` of the shard's episodes could not be played.
     """
-    key = keys.step_artifact(policy.run, policy.stage, step, "trajectories", shard.index)
+    key = keys.step_artifact(policy.run, policy.stage, step, "rollouts", shard.index)
     return await commit_once(
         workspace, key, lambda: _play_shard(workspace, policy, shard, sampling, plan, key, step), parent=policy.uri
     )
@@ -85,7 +87,7 @@ async def _play_shard(
             store,
             key,
             trajectory_table(renderer_of(store, shard.base), policy, played),
-            kind="trajectories",
+            kind="rollouts",
             parents=(policy.uri, shard.dataset.uri),
             provenance=workspace.provenance,
             extra=_counts(episodes, played),
@@ -209,14 +211,14 @@ def _counts(episodes: list[Episode], played: list[Episode]) -> dict[str, int]:
 
 
 def trajectory_table(renderer: Renderer, policy: PolicyRef, episodes: list[Episode]) -> pa.Table:
-    """The trajectories table: a row per segment, with its tokens and its conversation. A masked or ignored episode is
+    """The rollouts table: a row per segment, with its tokens and its conversation. A masked or ignored episode is
     one row without tokens."""
     rows = []
     for episode in episodes:
         segments: Sequence[EpisodeSegment | None] = episode.segments if episode.status == "ok" else [None]
         for index, segment in enumerate(segments):
             rows.append(_row(renderer, policy, episode, index, segment))
-    return pa.Table.from_pylist(rows, schema=SCHEMAS["trajectories"])
+    return pa.Table.from_pylist(rows, schema=table_schema("rollouts", _GRADES_OF_ENVIRONMENT))
 
 
 def _row(
@@ -229,6 +231,7 @@ def _row(
         "logprobs": [],
         "first_turn": 0,
         "turn_tokens": [],
+        "stop_reasons": [],
         "graded_turns": [],
         "grades": [],
     }
@@ -241,6 +244,7 @@ def _row(
             "logprobs": segment.tokenized.logprobs,
             "first_turn": segment.first_turn,
             "turn_tokens": segment.turn_tokens,
+            "stop_reasons": segment.stop_reasons,
             "graded_turns": list(grades),
             "grades": list(grades.values()),
         }

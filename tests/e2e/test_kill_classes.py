@@ -22,7 +22,7 @@ from tests.fixtures.preferences import preference_config, write_pairs
 from tests.fixtures.toy import toy_config
 
 STEPS = 3
-IN_DATA, IN_SAMPLING, IN_EPISODES = "batch.after_data:2", "rollout.after_data:3", "trajectory.after_data:3"
+IN_DATA, IN_SAMPLING, IN_EPISODES = "batch.after_data:2", "rollout.after_data:3", "rollout.after_data:3"
 """Of the second step: its batch; the first of its two shards."""
 IN_STEP = "step.before_commit:2"
 """Of a process that goes on where the first was killed: with two chains, the value model's, over a committed policy."""

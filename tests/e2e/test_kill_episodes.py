@@ -18,7 +18,7 @@ from tests.fixtures.guessing import guess_config
 
 STEPS, SHARDS_PER_STEP = 3, 2
 
-KILLED = ["trajectory.turn:10", "trajectory.after_data:4"]
+KILLED = ["trajectory.turn:10", "rollout.after_data:4"]
 """In the middle of an episode of step 2 (three turns a shard), and where its shard is about to be committed."""
 
 

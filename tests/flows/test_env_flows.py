@@ -18,7 +18,7 @@ from flows.env_grpo import ENVGRPO, env_grpo
 from flows.env_gspo import ENVGSPO, env_gspo
 from flows.recipe import RecipeContext
 from storage.inspect.accounting import check_accounting, step_inputs
-from tasks.batches.episodes import NotOneGrade
+from tasks.batches.columns import NotOneGrade
 from tasks.plans import TooManyMasked
 from tasks.reports.flow_run_page import sample_rows
 from tests.fixtures.engines import DETERMINISTIC
@@ -58,7 +58,7 @@ def test_a_step_is_trajectories_a_batch_and_a_record(finished: tuple[FlowRuns, d
     runs, result = finished
     assert result["policy"] == runs.chain("done").head().uri
     assert list(runs.chain("done").steps()) == [1, 2, 3]
-    shards = runs.tables("done", "trajectories")
+    shards = runs.tables("done", "rollouts")
     assert len(shards) == 6  # two of two prompts, each step
     for shard in shards:
         assert len(shard) == 8
@@ -83,7 +83,7 @@ def test_a_turn_is_trained_in_the_context_it_was_sampled_in(finished: tuple[Flow
 
 def test_advantages_are_what_the_definition_says(finished: tuple[FlowRuns, dict[str, Any]]) -> None:
     runs, _ = finished
-    shards, batch = pandas.concat(runs.tables("done", "trajectories")[:2]), runs.tables("done", "batch")[0]
+    shards, batch = pandas.concat(runs.tables("done", "rollouts")[:2]), runs.tables("done", "batch")[0]
     seen = 0
     for prompt, group in shards.groupby("prompt_id"):
         grades = np.concatenate(list(group["grades"]))
@@ -103,7 +103,7 @@ def test_advantages_are_what_the_definition_says(finished: tuple[FlowRuns, dict[
 
 def test_every_episode_and_turn_draws_its_own_numbers(finished: tuple[FlowRuns, dict[str, Any]]) -> None:
     runs, _ = finished
-    shard = runs.tables("done", "trajectories")[0]
+    shard = runs.tables("done", "rollouts")[0]
     turns = chain.from_iterable(json.loads(thread)["turns"] for thread in shard["thread"])
     answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
     assert len(set(answers)) == len(answers)
@@ -139,7 +139,7 @@ def test_the_page_shows_whole_episodes(finished: tuple[FlowRuns, dict[str, Any]]
 @pytest.mark.slow
 def test_a_rewritten_history_is_a_row_of_its_own(runs: FlowRuns) -> None:
     runs.run("forgets", algorithm__steps=1, environment__arguments={"forget": True})
-    shards, (batch,) = pandas.concat(runs.tables("forgets", "trajectories")), runs.tables("forgets", "batch")
+    shards, (batch,) = pandas.concat(runs.tables("forgets", "rollouts")), runs.tables("forgets", "batch")
     assert len(shards) == len(batch) == shards["turn_tokens"].map(len).sum()  # a segment has one turn
     assert shards["segment"].max() == 2
     for _, episode in batch.groupby(["group", "completion"]):
@@ -174,7 +174,7 @@ def test_an_environment_that_cannot_be_played_ends_the_run_and_says_why(runs: Fl
 def test_a_few_failures_are_masked_and_counted(runs: FlowRuns) -> None:
     runs.run("some", environment__path="tests.fixtures.guessing:Unlucky", environment__arguments={"digits": [3, 4]},
             environment__max_masked_fraction=0.9, algorithm__steps=2)  # fmt: skip
-    shards = pandas.concat(runs.tables("some", "trajectories"))
+    shards = pandas.concat(runs.tables("some", "rollouts"))
     masked = shards[shards["status"] == "masked"]
     assert len(masked) and not masked["token_ids"].map(len).any()
     lines = runs.metrics("some")

@@ -59,7 +59,7 @@ def test_policy_and_value_step_over_one_batch_of_episodes(runs: FlowRuns) -> Non
     assert digests[0] == digests[1] != digests[2] != digests[3]
     assert all(p.request.loss["kl_beta"] == 0 and p.request.reference is not None for p in policies)  # in the reward
     for record in policies:
-        assert {ref.kind for ref in step_inputs(runs.store, record).rollouts} == {"trajectories"}
+        assert {ref.kind for ref in step_inputs(runs.store, record).rollouts} == {"rollouts"}
     assert [check_accounting(runs.store, record) for record in (*policies, *values)] == [[]] * 8
 
 
@@ -128,7 +128,7 @@ def test_heldout_episodes_are_played_before_and_after(runs: FlowRuns) -> None:
 
 @pytest.mark.slow  # the default suite has one such test, of `ppo`
 @pytest.mark.parametrize("step", [1, 3])
-@pytest.mark.parametrize("task_name", ["take_gradient_step", "take_value_step", "prepare_ppo_episode_batch"])
+@pytest.mark.parametrize("task_name", ["take_gradient_step", "take_value_step", "prepare_batch"])
 def test_a_run_that_ends_between_two_commits_resumes_to_the_same_bytes(
     runs: FlowRuns, monkeypatch: pytest.MonkeyPatch, task_name: str, step: int
 ) -> None:

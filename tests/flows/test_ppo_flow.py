@@ -80,8 +80,8 @@ def test_rewards_values_and_credit_of_a_batch_by_the_definitions(runs: FlowRuns)
         pytest.param(1, "take_value_step", marks=pytest.mark.slow),
         pytest.param(1, "take_gradient_step", marks=pytest.mark.slow),
         pytest.param(3, "take_gradient_step", marks=pytest.mark.slow),
-        pytest.param(1, "prepare_ppo_batch", marks=pytest.mark.slow),
-        pytest.param(3, "prepare_ppo_batch", marks=pytest.mark.slow),
+        pytest.param(1, "prepare_batch", marks=pytest.mark.slow),
+        pytest.param(3, "prepare_batch", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_ends_between_two_commits_resumes_to_the_same_bytes(

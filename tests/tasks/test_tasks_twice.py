@@ -15,7 +15,7 @@ from storage.chain.records import Chain
 from storage.chain.run_record import create_or_check_run
 from storage.errors import StorageUnavailable
 from storage.store import keys
-from tasks.evaluation.completions import evaluate_policy
+from tasks.evaluation.heldout import evaluate_policy
 from tasks.load import load_prompts
 from tasks.report import write_report
 from tasks.sampling.completions import generate_rollouts

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.cluster.connection import connect
-from engine.cluster.inventory import Reservation, inventory_if_connected, inventory_of, take_inventory
+from engine.cluster.connection import Reservation, connect, inventory_if_connected, inventory_of, take_inventory
 from engine.cluster.placement import Bundle, Placement
 from engine.specs.engine import ClusterSpec, LocalEngineSpec
 from flows.cli.backend_checks import describe_inventory, shortage

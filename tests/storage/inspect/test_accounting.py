@@ -12,7 +12,7 @@ from storage.inspect.accounting import check_accounting
 from storage.store import keys
 from storage.store.artifacts import Provenance
 from storage.store.objects import open_store
-from storage.store.schemas import SCHEMAS
+from storage.store.schemas import table_schema
 from storage.store.tables import commit_table
 
 PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
@@ -23,8 +23,9 @@ def segment(index: int, policy_state: str) -> dict[str, Any]:
     """The only segment of the episode number `index` of the prompt `p`, with one graded turn of one token."""
     return {
         "prompt_index": 0, "prompt_id": "p", "completion": index, "segment": 0, "token_ids": [1, 2],
-        "loss_mask": [False, True], "logprobs": [-1.0], "first_turn": 0, "turn_tokens": [1], "graded_turns": [0],
-        "grades": [1.0], "status": "ok", "ending": "environment", "thread": "{}", "policy_state": policy_state,
+        "loss_mask": [False, True], "logprobs": [-1.0], "first_turn": 0, "turn_tokens": [1], "stop_reasons": ["eos"],
+        "graded_turns": [0], "grades": [1.0], "status": "ok", "ending": "environment", "thread": "{}",
+        "policy_state": policy_state,
     }  # fmt: skip
 
 
@@ -37,9 +38,9 @@ def test_a_second_sampling_of_prompts_that_have_grades_is_a_problem() -> None:
         parent, rows, parents = chain.policy(0), [], [chain.policy(0).uri]
         for shard, status in enumerate((first_status, "ok")):
             rollout = {
-                "prompt_index": 0, "prompt_id": "p", "completion": shard, "seed": shard, "prompt_ids": [1],
-                "completion_ids": [2], "logprobs": [-1.0], "stop_reason": "eos", "text": "a", "thread": "{}",
-                "policy_state": parent.state,
+                "prompt_index": 0, "prompt_id": "p", "completion": shard, "segment": 0, "first_turn": 0,
+                "token_ids": [1, 2], "loss_mask": [False, True], "logprobs": [-1.0], "turn_tokens": [1],
+                "stop_reasons": ["eos"], "seed": shard, "text": "a", "thread": "{}", "policy_state": parent.state,
             }  # fmt: skip
             rollouts = commit_table(
                 store, keys.step_artifact("r", "0-grpo", 0, "rollouts", shard), table_of([rollout], "rollouts"),
@@ -69,7 +70,7 @@ def test_a_second_sampling_of_prompts_that_have_grades_is_a_problem() -> None:
 
 
 def table_of(rows: list[dict[str, Any]], kind: str) -> pa.Table:
-    return pa.Table.from_pylist(rows, schema=SCHEMAS[kind])
+    return pa.Table.from_pylist(rows, schema=table_schema(kind, rows[0]))
 
 
 def test_a_shard_of_another_policy_is_one_problem() -> None:
@@ -80,8 +81,8 @@ def test_a_shard_of_another_policy_is_one_problem() -> None:
     # three episodes, all in the batch; the first was sampled by another policy
     segments = [segment(index, "another state" if index == 0 else parent.state) for index in range(3)]
     shard = commit_table(
-        store, keys.step_artifact("r", "0-env_grpo", 0, "trajectories", 0),
-        table_of(segments, "trajectories"), kind="trajectories", parents=[parent.uri], provenance=PROVENANCE,
+        store, keys.step_artifact("r", "0-env_grpo", 0, "rollouts", 0),
+        table_of(segments, "rollouts"), kind="rollouts", parents=[parent.uri], provenance=PROVENANCE,
         extra={"prompts": 1},
     )  # fmt: skip
     rows = [{"group": "p", "completion": index, "token_ids": [1, 2], "loss_mask": [False, True]} for index in range(3)]
@@ -92,5 +93,5 @@ def test_a_shard_of_another_policy_is_one_problem() -> None:
     request = StepRequest(parent=parent, batch=batch, loss={}, optimizer=OptimizerSpec(lr=1.0))
     record = CommitRecord(request=request, state=request.next_state(), updates=1, numerics=NUMERICS)
     assert check_accounting(store, record) == [
-        f"{shard.key} was played by another policy than the one that the step says"
+        f"{shard.key} was sampled by another policy than the one that the step says"
     ]

@@ -18,16 +18,15 @@ from storage.chain.records import Chain, OptimizerSpec, StepRequest
 from storage.errors import ArtifactConflict
 from storage.store import keys
 from storage.store.artifacts import read_manifest
-from storage.store.tables import SCHEMAS, commit_table, read_table
+from storage.store.tables import commit_table, read_table, table_schema
 from tasks.batches.columns import group_advantages
-from tasks.batches.ppo import prepare_ppo_batch
 from tasks.batches.rl import prepare_batch
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import FileDataset
 from tasks.plans import BatchPlan, TooManyMasked, ValuePlan
 from tasks.sampling.shards import rows_that_fit
 from tasks.task_runs import work_of
-from tests.fixtures.runs.batch_workspace import STAGE, BatchWorkspace
+from tests.fixtures.runs.batch_workspace import STAGE, BatchWorkspace, prompt_ids, sampled_ids
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ async def test_a_masked_row_leaves_the_statistics_and_the_batch_and_its_group_st
     # of 0, 1, 2: mean 1, population std sqrt(2/3); of 1, 1, 3, 3: mean 2, std 1
     third = math.sqrt(3 / 2)
     assert advantages(batch) == pytest.approx([-third, 0.0, third, -1.0, -1.0, 1.0, 1.0], abs=1e-6)
-    masked_ids = batches.rows(rollouts)[2]["completion_ids"]
+    masked_ids = sampled_ids(batches.rows(rollouts)[2])
     assert all(row["token_ids"][-6:] != masked_ids for row in batch)
 
 
@@ -125,7 +124,7 @@ async def test_a_step_of_ppo_without_a_grade_has_an_empty_batch(batches: BatchWo
     rollouts = await batches.sample()
     graded = batches.commit_grades(rollouts, [None] * 8)
     plan, values = BatchPlan(reference=batches.policy), ValuePlan(value=batches.policy)
-    prepare = work_of(prepare_ppo_batch)
+    prepare = work_of(prepare_batch)
     batch = await prepare(batches.workspace, batches.policy, [rollouts], [graded], plan, values, step=0)
     assert batch.rows == 0
 
@@ -144,15 +143,15 @@ async def test_graded_completions_that_a_rule_leaves_out_are_refused(batches: Ba
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e6])
 @pytest.mark.parametrize("estimator", ["group", "group_sample_std", "centred", "leave_one_out"])
 def test_equal_rewards_and_a_group_of_one_give_exactly_zero(estimator: Any, reward: float) -> None:
-    prompts = pa.array(["a"] * 7 + ["b"] + ["c"] * 3)
+    prompts = np.array([0] * 7 + [1] + [2] * 3)
     advantages = group_advantages(prompts, [reward] * 7 + [reward + 1] + [5.0, None, None], estimator)
     assert advantages.dtype == np.float32
     assert advantages[:9].tolist() == [0.0] * 9 and np.isnan(advantages[9:]).all()
 
 
 def test_a_group_is_one_wherever_in_the_step_its_members_are() -> None:
-    prompts = pa.array(["a", "b", "a", "c", "b", "a"])
-    # of a: 0, 3, 6, mean 3; of b: 1, 2, mean 1.5; c is alone
+    prompts = np.array([0, 1, 0, 2, 1, 0])
+    # of 0: 0, 3, 6, mean 3; of 1: 1, 2, mean 1.5; 2 is alone
     assert group_advantages(prompts, [0.0, 1.0, 3.0, 9.0, 2.0, 6.0], "centred").tolist() == [-3, -0.5, 0, 0, 0.5, 3]
 
 
@@ -173,10 +172,11 @@ async def test_equal_rewards_move_no_weight(batches: BatchWorkspace) -> None:
 async def test_an_empty_completion_is_graded_and_left_out_of_the_batch(batches: BatchWorkspace) -> None:
     rollouts = await batches.sample()
     rows = batches.rows(rollouts)
-    rows[1] |= {"completion_ids": [], "logprobs": [], "text": ""}
+    prompt = prompt_ids(rows[1])
+    rows[1] |= {"token_ids": prompt, "loss_mask": [False] * len(prompt), "turn_tokens": [0], "logprobs": [], "text": ""}
     emptied = commit_table(
         batches.store, keys.step_artifact("run", STAGE, 1, "rollouts", 0),
-        pa.Table.from_pylist(rows, schema=SCHEMAS["rollouts"]), kind="rollouts",
+        pa.Table.from_pylist(rows, schema=table_schema("rollouts", rows[0])), kind="rollouts",
         provenance=batches.workspace.provenance,
     )  # fmt: skip
     graded = await batches.grade(emptied, "tests.fixtures.grading:even_share", step=1)
@@ -212,7 +212,7 @@ async def test_old_logprobs_are_the_policys_own(batches: BatchWorkspace) -> None
 @pytest.mark.parametrize("truncation", ["error", "left", "right", "drop"])
 async def test_a_prompt_that_is_too_long(batches: BatchWorkspace, truncation: str) -> None:
     rollouts = batches.rows(await batches.sample(shard={"rows": (0, 2)}))
-    whole = {row["prompt_index"]: row["prompt_ids"] for row in rollouts}
+    whole = {row["prompt_index"]: prompt_ids(row) for row in rollouts}
     limit = len(whole[0])
     assert len(whole[2]) == limit + 39
     shard = {"rows": (0, 2), "max_prompt_tokens": limit, "truncation": truncation}
@@ -223,19 +223,19 @@ async def test_a_prompt_that_is_too_long(batches: BatchWorkspace, truncation: st
         return
     ref = await batches.sample(step=1, shard=shard)
     rows = batches.rows(ref)
-    assert [row["prompt_ids"] for row in rows[:4]] == [whole[0]] * 4  # at the limit is not over it
+    assert [prompt_ids(row) for row in rows[:4]] == [whole[0]] * 4  # at the limit is not over it
     extra = read_manifest(batches.store, ref.key).extra
     assert extra["prompts"] == 2
     if truncation == "drop":
         assert {row["prompt_index"] for row in rows} == {0} and extra["dropped"] == 1
         return
     cut = whole[2][-limit:] if truncation == "left" else whole[2][:limit]
-    assert [row["prompt_ids"] for row in rows[4:]] == [cut] * 4 and extra["dropped"] == 0
+    assert [prompt_ids(row) for row in rows[4:]] == [cut] * 4 and extra["dropped"] == 0
 
 
 async def test_long_prompts_are_found_before_batches_are_formed(batches: BatchWorkspace) -> None:
     """As verl's RLHFDataset.maybe_filter_out_long_prompts (utils/dataset/rl_dataset.py) does: the limit itself fits."""
-    limit = len(batches.rows(await batches.sample(shard={"rows": (0,)}))[0]["prompt_ids"])
+    limit = len(batches.rows(await batches.sample(shard={"rows": (0,)}))[0]["token_ids"]) - 6
     assert batches.dataset is not None
     data = LoadedDataset(ref=batches.dataset, rows=3)
 
@@ -256,7 +256,7 @@ async def test_a_prompt_that_comes_twice_in_a_step_is_sampled_again(batches: Bat
     rows = batches.rows(again)
     assert [row["completion"] for row in rows] == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
     assert len({row["seed"] for row in rows}) == 12
-    assert [row["completion_ids"] for row in rows[:4]] != [row["completion_ids"] for row in rows[8:]]
+    assert [sampled_ids(row) for row in rows[:4]] != [sampled_ids(row) for row in rows[8:]]
     # The first occurrence is sampled as it would be without the second.
     alone = batches.rows(await batches.sample(step=0, shard={"index": 1, "rows": (0,)}))
     assert [row["seed"] for row in alone] == [row["seed"] for row in rows[:4]]
@@ -265,7 +265,7 @@ async def test_a_prompt_that_comes_twice_in_a_step_is_sampled_again(batches: Bat
 @pytest.mark.parametrize("truncation", ["error", "left", "drop"])
 async def test_without_a_limit_the_models_context_is_one(batches: BatchWorkspace, truncation: str) -> None:
     rollouts = batches.rows(await batches.sample(shard={"rows": (0, 2)}))
-    longest = max(len(row["prompt_ids"]) for row in rollouts)
+    longest = max(len(prompt_ids(row)) for row in rollouts)
     # The tiny model's context is 4,096 tokens. This leaves one less than the longest prompt needs.
     room = {"max_new_tokens": 4096 - longest + 1, "min_new_tokens": 0, "stop_token_ids": tuple(range(259))}
     shard = {"rows": (0, 2), "truncation": truncation}
@@ -274,7 +274,7 @@ async def test_without_a_limit_the_models_context_is_one(batches: BatchWorkspace
             await batches.sample(step=1, shard=shard, **room)
         return
     rollouts = batches.rows(await batches.sample(step=1, shard=shard, **room))
-    lengths = {len(row["prompt_ids"]) for row in rollouts}
+    lengths = {len(prompt_ids(row)) for row in rollouts}
     assert (longest - 1 in lengths) is (truncation == "left")
     assert max(lengths) < longest
 

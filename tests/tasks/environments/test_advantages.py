@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
-from tasks.batches.episodes import NotOneGrade, step_advantages, turn_advantages
-from tasks.sampling.trajectories import Trajectory
+from tasks.batches.columns import NotOneGrade
+from tests.fixtures.episode_grades import grades_of
+
+Played = tuple[str, int, list[int], dict[int, float]]
 
 
-def trajectory(number: int, turns: int, grades: dict[int, float], prompt: str = "p") -> Trajectory:
-    return Trajectory(prompt, number, ending="environment", turn_tokens=[1] * turns, grades=grades)
+def trajectory(number: int, turns: int, grades: dict[int, float], prompt: str = "p") -> Played:
+    return prompt, number, [1] * turns, grades
+
+
+def step_advantages(
+    played: list[Played], estimator: str, *, per_trajectory: bool = False
+) -> dict[tuple[str, int], list[float]]:
+    """(prompt, number) -> the advantage of each turn."""
+    advantages = grades_of(played).advantages(estimator, per_trajectory=per_trajectory).tolist()
+    return {(prompt, number): [advantages.pop(0) for _ in turns] for prompt, number, turns, _ in played}
+
+
+def turn_advantages(grades: list[dict[int, float]], turns: list[int], estimator: str) -> list[list[float]]:
+    """The advantage of each turn of the trajectories of one prompt."""
+    played = [trajectory(number, *one) for number, one in enumerate(zip(turns, grades, strict=True))]
+    return list(step_advantages(played, estimator).values())
 
 
 def test_all_turns_of_a_group_are_normalised_together_and_summed_from_the_end() -> None:
@@ -54,8 +71,9 @@ def test_groups_are_prompts_and_ungraded_trajectories_are_left_out() -> None:
         trajectory(0, 1, {0: 1.0}, "a"), trajectory(0, 1, {0: 5.0}, "b"), trajectory(1, 1, {0: 0.0}, "a"),
         trajectory(2, 2, {}, "a"), trajectory(1, 1, {0: 7.0}, "b"),
     ]  # fmt: skip
-    advantages = step_advantages(played, "group", per_trajectory=False)
-    assert advantages.keys() == {("a", 0), ("a", 1), ("b", 0), ("b", 1)}
+    advantages = step_advantages(played, "group")
+    # the third trajectory of a has no grade, so it has no row in the batch, whatever its advantage
+    assert np.flatnonzero(np.isnan(grades_of(played).rewards_K)).tolist() == [3]
     assert advantages["a", 0] == pytest.approx([1.0]) and advantages["b", 0] == pytest.approx([-1.0])
 
 

@@ -14,10 +14,10 @@ from engine.text.threads import StringThread
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.tables import read_table
-from tasks.batches.episodes import prepare_trajectories
+from tasks.batches.rl import prepare_batch
 from tasks.environments.spec import environment_spec
-from tasks.evaluation.episodes import evaluate_in_environment
-from tasks.plans import BatchPlan, EpisodeEvaluationPlan, EpisodePlan
+from tasks.evaluation.heldout import evaluate_policy
+from tasks.plans import BatchPlan, EpisodePlan, EvaluationPlan
 from tasks.sampling.episodes import play_episodes
 from tests.fixtures.runs.batch_workspace import STAGE
 from tests.fixtures.runs.task_calls import GREEDY, SAMPLING, TaskCalls, three_times
@@ -36,10 +36,10 @@ async def play(calls: TaskCalls, *, plan: EpisodePlan = PLAN, **shard: Any) -> A
 
 async def test_play_episodes(calls: TaskCalls, worklog: Path) -> None:
     ref = await three_times(lambda: play(calls))
-    assert ref.rows == 8 and ref.kind == "trajectories"
-    assert ref.key == keys.step_artifact("twice", STAGE, 0, "trajectories", 0)
+    assert ref.rows == 8 and ref.kind == "rollouts"
+    assert ref.key == keys.step_artifact("twice", STAGE, 0, "rollouts", 0)
     assert set(ref.parents) == {calls.policy.uri, calls.dataset.uri}
-    assert calls.manifests("runs/twice/", "trajectories") == [keys.manifest(ref.key)]
+    assert calls.manifests("runs/twice/", "rollouts") == [keys.manifest(ref.key)]
     # The engine generates once per turn. Two calls at once may both play. After the commit no call plays.
     drawn = len(events(worklog, "generate"))
     assert drawn in (2, 4)
@@ -50,11 +50,11 @@ async def test_play_episodes(calls: TaskCalls, worklog: Path) -> None:
     assert extra == expected
 
 
-async def test_prepare_trajectories(calls: TaskCalls) -> None:
+async def test_prepare_batch(calls: TaskCalls) -> None:
     played = await play(calls)
     plan = BatchPlan(reference=calls.policy)
     ref = await three_times(
-        lambda: prepare_trajectories(calls.workspace, calls.policy, [played], plan, step=0)
+        lambda: prepare_batch(calls.workspace, calls.policy, [played], [played], plan, step=0)
     )
     assert ref.rows == 8 and set(ref.parents) == {calls.policy.uri, played.uri}
     assert calls.manifests("runs/twice/", "batch") == [keys.manifest(ref.key)]
@@ -64,18 +64,18 @@ async def test_prepare_trajectories(calls: TaskCalls) -> None:
         assert trained == 12 == len(row["advantages"]) == len(row["reference_logprobs"])
 
 
-async def test_evaluate_in_environment(calls: TaskCalls) -> None:
+async def test_evaluate_policy(calls: TaskCalls) -> None:
     prompts = calls.shard.model_copy(update={"completions": 1})
-    plan = EpisodeEvaluationPlan(prompts=prompts, sampling=GREEDY, episodes=PLAN)
-    ref = await three_times(lambda: evaluate_in_environment(calls.workspace, calls.policy, plan))
+    plan = EvaluationPlan(prompts=prompts, sampling=GREEDY, source=PLAN)
+    ref = await three_times(lambda: evaluate_policy(calls.workspace, calls.policy, plan))
     rows = read_table(calls.store, ref).to_pylist()
     assert len(rows) == 2
     for row in rows:
         assert row["status"] == "ok" and 0 <= row["reward"] <= 2
         assert row["text"].startswith("assistant: ") and "\nuser: again\nassistant: " in row["text"]
     # patience is not what an evaluation is of
-    patient = plan.model_copy(update={"episodes": PLAN.model_copy(update={"reaction_seconds": 5.0})})
-    assert await evaluate_in_environment(calls.workspace, calls.policy, patient) == ref
+    patient = plan.model_copy(update={"source": PLAN.model_copy(update={"reaction_seconds": 5.0})})
+    assert await evaluate_policy(calls.workspace, calls.policy, patient) == ref
 
 
 async def test_a_long_prompt_is_dropped_and_counted_or_an_error(calls: TaskCalls) -> None:
@@ -103,7 +103,7 @@ async def test_what_leaves_nothing_to_play_is_refused(
 async def test_an_episode_is_the_same_whoever_plays_it_again(calls: TaskCalls) -> None:
     ref = await play(calls)
     first = read_table(calls.store, ref).to_pylist()
-    data = calls.data("runs/twice/stages/0-grpo/steps/000000/trajectories/", ".parquet")
+    data = calls.data("runs/twice/stages/0-grpo/steps/000000/rollouts/", ".parquet")
     for name in (*data, keys.manifest(ref.key)):
         calls.store.delete(name)
     again = read_table(calls.store, await play(calls)).to_pylist()

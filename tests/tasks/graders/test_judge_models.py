@@ -114,8 +114,9 @@ async def test_the_grade_task_spawns_the_judges_that_a_spec_names(tmp_path: Path
     def shard_of(number: int) -> ArtifactRef:
         rows = [
             {
-                "prompt_index": index, "prompt_id": f"p{index}", "completion": 0, "seed": 0, "prompt_ids": [1],
-                "completion_ids": [2], "logprobs": [-1.0], "stop_reason": "eos", "text": text,
+                "prompt_index": index, "prompt_id": f"p{index}", "completion": 0, "segment": 0, "first_turn": 0,
+                "token_ids": [1, 2], "loss_mask": [False, True], "logprobs": [-1.0], "turn_tokens": [1],
+                "stop_reasons": ["eos"], "seed": 0, "text": text,
                 "thread": THREAD.model_copy(update={"turns": THREAD.turns[:1]}).to_json(), "policy_state": "s",
             }
             for index, text in enumerate(["5", "a longer reply"])

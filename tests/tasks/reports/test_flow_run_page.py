@@ -117,7 +117,7 @@ def test_samples_are_the_committed_rollouts_with_their_grades(toy_run: ToyRun) -
 def test_a_sample_shows_the_text_of_its_prompt_cut_short() -> None:
     question = "What is 4+5? " + "x" * 300
     thread = StringThread().system("Answer with a number.").user(question)
-    drawn = {"thread": thread.to_json(), "text": "nine", "stop_reason": "stop"}
+    drawn = {"thread": thread.to_json(), "text": "nine", "stop_reasons": ["stop"]}
     row = sample_row(drawn, {"status": "failed", "reward": None, "reason": "no number"})
     assert list(row) == ["grade", "prompt", "completion", "stopped by"]
     assert row == {

@@ -14,13 +14,13 @@ from engine.text.stored_models import renderer_of
 from storage.store.tables import read_table
 from tasks.datasets.spec import FileDataset
 from tasks.environments.spec import environment_spec
-from tasks.evaluation.completions import evaluate_policy
+from tasks.evaluation.heldout import evaluate_policy
 from tasks.graders.spec import grader_spec
 from tasks.plans import EpisodePlan, EvaluationPlan, Grading, PromptShard
 from tasks.sampling.episodes import play_episodes
 from tasks.task_runs import work_of
 from tests.contracts.completion_ends import with_other_end
-from tests.fixtures.runs.batch_workspace import BatchWorkspace
+from tests.fixtures.runs.batch_workspace import BatchWorkspace, sampled_ids
 
 FREE: dict[str, Any] = {"max_new_tokens": 48, "min_new_tokens": 48}
 
@@ -56,17 +56,17 @@ async def test_rollouts_and_their_batch_end_with_the_string(batches: BatchWorksp
     rollouts = await batches.sample(shard={"completions": 16, "index": 1}, **cut)
     rows, stopped = batches.rows(rollouts), 0
     for row, whole in zip(rows, free, strict=True):
-        if row["stop_reason"] != "stop":
+        if row["stop_reasons"] != ["stop"]:
             continue
-        length = len(row["completion_ids"])
-        assert row["completion_ids"] == whole["completion_ids"][:length]
-        assert row["text"] == decode(row["completion_ids"]) and row["text"].endswith(string)
-        assert string not in decode(row["completion_ids"][:-1]) and len(row["logprobs"]) == length
+        length = len(sampled_ids(row))
+        assert sampled_ids(row) == sampled_ids(whole)[:length]
+        assert row["text"] == decode(sampled_ids(row)) and row["text"].endswith(string)
+        assert string not in decode(sampled_ids(row)[:-1]) and len(row["logprobs"]) == length
         stopped += 1
-    assert stopped and all(string not in row["text"] for row in rows if row["stop_reason"] != "stop")
+    assert stopped and all(string not in row["text"] for row in rows if row["stop_reasons"] != ["stop"])
     graded = batches.commit_grades(rollouts, [float(index % 3) for index in range(32)])
     trained = [len(row["advantages"]) for row in await batches.batch(rollouts, graded)]
-    assert trained == [len(row["completion_ids"]) for row in rows]
+    assert trained == [len(sampled_ids(row)) for row in rows]
 
 
 async def test_a_rollout_ends_where_the_template_ends_a_turn(tmp_path: Path, tiny_folder: Path) -> None:
@@ -78,15 +78,15 @@ async def test_a_rollout_ends_where_the_template_ends_a_turn(tmp_path: Path, tin
     batches.dataset = batches.load(FileDataset(path=str(prompts)))
     shard = {"rows": (0,), "completions": 64}
     rows = batches.rows(await batches.sample(shard=shard, max_new_tokens=64, min_new_tokens=0))
-    ended = [row for row in rows if row["stop_reason"] == "eos"]
-    assert {row["completion_ids"][-1] for row in ended} == {2, 5}
+    ended = [row for row in rows if row["stop_reasons"] == ["eos"]]
+    assert {sampled_ids(row)[-1] for row in ended} == {2, 5}
     decode = renderer_of(batches.store, batches.base).tokenizer.decode
-    assert all(row["text"] == decode(row["completion_ids"][:-1]) for row in ended)
+    assert all(row["text"] == decode(sampled_ids(row)[:-1]) for row in ended)
 
 
 async def test_evaluations_are_cut_and_have_a_name_of_their_own(batches: BatchWorkspace) -> None:
     grading = Grading(grader=grader_spec("tests.fixtures.grading:even_share", None), retries=0)
-    plan = EvaluationPlan(prompts=shard_of(batches), sampling=SamplingParams.model_validate(FREE), grading=grading)
+    plan = EvaluationPlan(prompts=shard_of(batches), sampling=SamplingParams.model_validate(FREE), source=grading)
     evaluate = work_of(evaluate_policy)
     whole = read_table(batches.store, await evaluate(batches.workspace, batches.policy, plan)).to_pylist()
     text = whole[3]["text"]
@@ -103,7 +103,7 @@ async def test_answers_of_episodes_are_cut(batches: BatchWorkspace) -> None:
     _, string = await free_rollouts(batches)
     plan = EpisodePlan(environment=environment_spec("tests.fixtures.guessing:SayAgain"), max_turns=2)
     sampling = SamplingParams(max_new_tokens=48, stop=(string[0],))
-    ref = await work_of(play_episodes)(batches.workspace, batches.policy, shard_of(batches), sampling, plan, step=0)
+    ref = await work_of(play_episodes)(batches.workspace, batches.policy, shard_of(batches), sampling, plan, step=1)
     answers = []
     for row in batches.rows(ref):
         turns = json.loads(row["thread"])["turns"]

@@ -23,11 +23,8 @@ from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, single_file_entry
 from storage.store.objects import ObjectStore, open_store
-from storage.store.tables import SCHEMAS, RecentTables, commit_table, read_rows, read_table
+from storage.store.tables import RecentTables, commit_table, read_rows, read_table, table_schema
 from tasks.batches.advantages import RewardKL
-from tasks.batches.episode_values import prepare_ppo_episode_batch
-from tasks.batches.episodes import prepare_trajectories
-from tasks.batches.ppo import prepare_ppo_batch
 from tasks.batches.rl import prepare_batch
 from tasks.committed import commit_once
 from tasks.plans import BatchPlan, ValuePlan
@@ -48,8 +45,9 @@ def rollouts(store: ObjectStore, shard: int, prompts: list[str], *, first: int =
     """Two completions of each prompt, of 1 and of 2 tokens."""
     rows = [
         {
-            "prompt_index": 0, "prompt_id": prompt, "completion": first + n, "seed": 0, "prompt_ids": [7, 8, 9],
-            "completion_ids": [10 + n] * (n + 1), "logprobs": [-1.0] * (n + 1), "stop_reason": "eos", "text": "",
+            "prompt_index": 0, "prompt_id": prompt, "completion": first + n, "segment": 0, "first_turn": 0,
+            "token_ids": [7, 8, 9] + [10 + n] * (n + 1), "loss_mask": [False] * 3 + [True] * (n + 1),
+            "logprobs": [-1.0] * (n + 1), "turn_tokens": [n + 1], "stop_reasons": ["eos"], "seed": 0, "text": "",
             "thread": "{}", "policy_state": POLICY.state,
         }
         for prompt, n in product(prompts, range(2))
@@ -68,7 +66,7 @@ def graded(store: ObjectStore, shard: int, of: ArtifactRef, rewards: list[float 
 
 def commit(store: ObjectStore, kind: str, shard: int, rows: list[dict[str, Any]], **fields: Any) -> ArtifactRef:
     key = keys.step_artifact(POLICY.run, POLICY.stage, POLICY.step, kind, shard)
-    table = pa.Table.from_pylist(rows, schema=SCHEMAS[kind])
+    table = pa.Table.from_pylist(rows, schema=table_schema(kind, rows[0]))
     return commit_table(store, key, table, kind=kind, provenance=PROVENANCE, **fields)
 
 
@@ -146,7 +144,7 @@ def test_a_copy_of_a_damaged_table_is_refused(store: ObjectStore) -> None:
 def test_a_local_table_is_read_in_place(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     ref = rollouts(store, 0, ["a"])
-    assert read_rows(store, ref, [1])[0]["completion_ids"] == [11, 11]
+    assert read_rows(store, ref, [1])[0]["token_ids"] == [7, 8, 9, 11, 11]
 
 
 async def test_looking_for_a_table_that_is_not_committed_is_one_request(
@@ -195,10 +193,10 @@ def one_episode(store: ObjectStore) -> ArtifactRef:
     row = {
         "prompt_index": 0, "prompt_id": "a", "completion": 0, "segment": 0, "token_ids": [7, 8, 9],
         "loss_mask": [False, True, True], "logprobs": [-1.0, -1.0], "first_turn": 0, "turn_tokens": [2],
-        "graded_turns": [0], "grades": [1.0], "status": "ok", "ending": "environment", "thread": "{}",
-        "policy_state": POLICY.state,
+        "stop_reasons": ["eos"], "graded_turns": [0], "grades": [1.0], "status": "ok", "ending": "environment",
+        "thread": "{}", "policy_state": POLICY.state,
     }  # fmt: skip
-    return commit(store, "trajectories", 0, [row], parents=(POLICY.uri,))
+    return commit(store, "rollouts", 0, [row], parents=(POLICY.uri,))
 
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])
@@ -212,17 +210,13 @@ async def test_a_policy_whose_weights_overflowed_is_named(store: ObjectStore, al
     plan, values = BatchPlan(reference=None), ValuePlan(value=POLICY)
     message = r"step 3: policy:r/0-s/m@0.* gives NaN or infinity for the logprobs .*Lower optimizer.lr"
     with pytest.raises(PermanentEngineError, match=message):
-        if algorithm == "env_grpo":
-            await work_of(prepare_trajectories)(workspace, POLICY, [one_episode(store)], plan, step=2)
-        elif algorithm == "env_ppo":
-            await work_of(prepare_ppo_episode_batch)(workspace, POLICY, [one_episode(store)], plan, values, step=2)
+        if algorithm.startswith("env_"):
+            refs = grades = [one_episode(store)]
         else:
-            ref = rollouts(store, 0, ["a"])
-            grades = [graded(store, 0, ref, [0.0, 1.0])]
-            if algorithm == "grpo":
-                await work_of(prepare_batch)(workspace, POLICY, [ref], grades, plan, step=2)
-            else:
-                await work_of(prepare_ppo_batch)(workspace, POLICY, [ref], grades, plan, values, step=2)
+            refs = [rollouts(store, 0, ["a"])]
+            grades = [graded(store, 0, refs[0], [0.0, 1.0])]
+        critic = values if algorithm.endswith("ppo") else None
+        await work_of(prepare_batch)(workspace, POLICY, refs, grades, plan, critic, step=2)
 
 
 @pytest.mark.parametrize("old_logprobs", ["sampler", "forward"])

@@ -176,7 +176,7 @@ def test_groups_that_never_differ_fail_the_run_when_asked(runs: FlowRuns) -> Non
 def test_answers_that_were_cut_leave_the_loss_and_count_in_their_groups(runs: FlowRuns) -> None:
     (record,) = runs.train("cut", algorithm__steps=1, sampling=OFTEN_SHORT, rules={"mask_truncated": True})
     drawn = rollouts(runs, "cut", 0)
-    ended = {(row["prompt_id"], row["completion"]) for row in drawn if row["stop_reason"] != "length"}
+    ended = {(row["prompt_id"], row["completion"]) for row in drawn if row["stop_reasons"] != ["length"]}
     trained = {(row["group"], row["completion"]) for row in runs.rows(record.request.batch)}
     assert trained == ended and 0 < len(ended) < len(drawn)
 

@@ -31,6 +31,7 @@ from tasks.graders.range_judge import RangeJudgeGrader
 from tasks.graders.setting import grading_in
 from tasks.graders.spec import grader_spec
 from tests.fixtures.engines import DETERMINISTIC
+from tests.fixtures.runs.batch_workspace import sampled_ids
 from tests.fixtures.servers.http_engine import running_server
 from tests.fixtures.spawning import language_model, own_engines, scoring_model
 
@@ -159,10 +160,10 @@ async def test_a_stop_string_of_the_handle_ends_the_rollouts_of_a_recipe(
     string = next(pair for pair in pairs if pair.isascii() and pair.isprintable())
     stopped = 0
     for cut, free in zip(await rollouts("cut", string), whole, strict=True):
-        assert cut["completion_ids"] == free["completion_ids"][: len(cut["completion_ids"])]
+        assert sampled_ids(cut) == sampled_ids(free)[: len(sampled_ids(cut))]
         assert string not in cut["text"][:-1]
         if cut["text"].endswith(string):
-            assert cut["stop_reason"] == "stop"
+            assert cut["stop_reasons"] == ["stop"]
             stopped += 1
     assert stopped
 

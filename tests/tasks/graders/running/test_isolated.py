@@ -160,7 +160,7 @@ def test_where_a_grader_runs_does_not_rename_an_evaluation() -> None:
     places: tuple[Workers, ...] = ("none", "local", "cluster")
     for place in places:
         grading = Grading(grader=GraderSpec(path="a.b:c", workers=place))
-        plan = EvaluationPlan(prompts=shard, sampling=SamplingParams(), grading=grading)
+        plan = EvaluationPlan(prompts=shard, sampling=SamplingParams(), source=grading)
         assert plan.name(policy) == "000003-79fc96b7d3ff"
         assert grading.grader.digest() == GraderSpec(path="a.b:c").digest()
 

@@ -33,7 +33,7 @@ def get_prod_logger(ctx: object = None) -> StdoutLogger:
     """The logger of deployed recipes: a StdoutLogger that also sends the steps of training classes to every service
     that this process's environment configures: W&B, MLflow, TensorBoard, SwanLab.
 
-    tasks.loggers.stage_loggers lists the variables, such as WANDB_PROJECT and MLFLOW_TRACKING_URI. A resumed run sends
+    tasks.loggers.services lists the variables, such as WANDB_PROJECT and MLFLOW_TRACKING_URI. A resumed run sends
     no step twice. The numbers of a hand-written step go to the terminal and the flow run's log only. `ctx` is accepted
     because published recipes pass it, and is not used: a training class knows its run. Raises LoggerMissing if a
     service is configured whose package is not installed.

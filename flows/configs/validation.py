@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 
 from engine.protocol import SamplingTemperature
 from storage.serialization import Frozen
-from tasks.loggers.services import LoggerName, check_installed
-from tasks.loggers.stage_loggers import configured_loggers
+from tasks.loggers.services import LoggerName, check_installed, configured_loggers
 
 
 class Every(Frozen):

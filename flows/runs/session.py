@@ -19,7 +19,8 @@ from engine.models.hub import hub_repo_of_key
 from engine.specs.engine import DeepSpeedSpec, HttpEngineSpec, LocalEngineSpec
 from engine.workspace import Workspace
 from flows.configs.common import FlowConfig, TrainingConfig
-from flows.display.terminal import LoadLines, TerminalProgress
+from flows.display.load_progress import LoadLines
+from flows.display.terminal import TerminalProgress
 from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.run_names import current_run_key
 from flows.ops.termination import check_attempts, reraise_termination

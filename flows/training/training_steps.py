@@ -20,7 +20,7 @@ from itertools import count
 
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
-from flows.display.terminal import format_duration
+from flows.display.load_progress import format_duration
 from flows.training.checkpointing import CheckpointWriter, Due
 from flows.training.idle_steps import IdleSteps
 from flows.training.rollout_collection import CollectedRollouts

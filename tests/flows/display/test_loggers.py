@@ -25,7 +25,7 @@ from flows.loggers import JobNotifier, StageNotifier, StdoutLogger, get_prod_log
 from flows.recipe import RecipeContext
 from flows.sft import SFT
 from tasks.loggers.base import LoggerMissing
-from tasks.loggers.stage_loggers import VARIABLES
+from tasks.loggers.services import VARIABLES
 from tests.fixtures.engines import DETERMINISTIC
 
 

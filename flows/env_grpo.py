@@ -15,9 +15,8 @@ from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.configs.environments import ENVGRPOAlgorithm, ENVGRPOConfig, EpisodeRegularisation
 from flows.grpo import GRPO
-from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.training.aliases import accept_aliases
+from flows.training.arguments import accept_aliases
 from flows.training.options import EpisodeOptions, check_episode_options, check_names, check_turn_options, episode_plan
 from flows.training.rollout_flow import train_on_rollouts
 from flows.training.rollout_sources import Episodes, without_episode_limits
@@ -59,7 +58,7 @@ class ENVGRPO(GRPO):
         super().__init__(dataset, model, Episodes(self.episodes), max_num_grpo_steps=max_num_grpo_steps, **shared)
 
 
-@checked_flow(name="env_grpo", flow_run_name=flow_run_title)
+@checked_flow()
 async def env_grpo(config: ENVGRPOConfig) -> dict[str, Any]:
     """Trains a model with GRPO on episodes with an environment, evaluates it before and after on held-out prompts,
     publishes it and reports.

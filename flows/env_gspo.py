@@ -16,9 +16,8 @@ from engine.losses.policy_gradient import GSPOSpec
 from engine.text.threads import StringThread
 from flows.configs.environments import ENVGSPOAlgorithm, ENVGSPOConfig
 from flows.env_grpo import ENVGRPO
-from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.training.aliases import accept_aliases
+from flows.training.arguments import accept_aliases
 from flows.training.options import EpisodeOptions
 from flows.training.rollout_flow import train_on_rollouts
 from tasks.datasets.load import LoadedDataset
@@ -53,7 +52,7 @@ class ENVGSPO(ENVGRPO):
         super().__init__(dataset, model, environment_factory, max_num_grpo_steps=max_num_gspo_steps, **options)
 
 
-@checked_flow(name="env_gspo", flow_run_name=flow_run_title)
+@checked_flow()
 async def env_gspo(config: ENVGSPOConfig) -> dict[str, Any]:
     """Trains a model with GSPO on episodes with an environment, evaluates it before and after on held-out prompts,
     publishes it and reports.

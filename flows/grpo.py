@@ -20,9 +20,8 @@ from typing import Any, Unpack
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.configs.common import GRPOConfig
-from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.training.aliases import accept_aliases
+from flows.training.arguments import accept_aliases
 from flows.training.options import GRPOOptions
 from flows.training.rollout_flow import train_on_rollouts
 from flows.training.rollout_loop import RolloutLoop
@@ -94,7 +93,7 @@ class GRPO(RolloutLoop):
         return steps.policy
 
 
-@checked_flow(name="grpo", flow_run_name=flow_run_title)
+@checked_flow()
 async def grpo(config: GRPOConfig) -> dict[str, Any]:
     """Trains a model with GRPO, evaluates it before and after on held-out prompts, publishes it and reports.
 

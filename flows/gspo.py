@@ -16,11 +16,10 @@ from typing import Any, Unpack
 from engine.handles import TrainingModel
 from engine.losses.policy_gradient import GSPOSpec
 from engine.text.threads import StringThread
-from flows.configs.gspo import GSPOAlgorithm, GSPOConfig
+from flows.configs.ppo import GSPOAlgorithm, GSPOConfig
 from flows.grpo import GRPO
-from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.training.aliases import accept_aliases
+from flows.training.arguments import accept_aliases
 from flows.training.options import GRPOOptions
 from flows.training.rollout_flow import train_on_rollouts
 from flows.training.rollout_sources import RolloutSource
@@ -35,7 +34,7 @@ class GSPO(GRPO):
     """Trains `model` in place on graded rollouts of `dataset`, as GRPO does; its other arguments are GRPO's.
 
     `clip_range` bounds the ratio of a whole completion, a mean over its tokens, and is so much narrower than GRPO's.
-    The defaults are in flows.configs.gspo.GSPOAlgorithm.
+    The defaults are in flows.configs.ppo.GSPOAlgorithm.
     """
 
     stage = "gspo"
@@ -55,7 +54,7 @@ class GSPO(GRPO):
         super().__init__(dataset, model, grader, max_num_grpo_steps=max_num_gspo_steps, **options)
 
 
-@checked_flow(name="gspo", flow_run_name=flow_run_title)
+@checked_flow()
 async def gspo(config: GSPOConfig) -> dict[str, Any]:
     """Trains a model with GSPO, evaluates it before and after on held-out prompts, publishes it and reports.
 

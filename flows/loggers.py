@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from flows.configs.logging import LoggingConfig
+from flows.configs.validation import LoggingConfig
 from flows.display.live_page import UPDATE_INTERVAL_SECONDS, Page, flow_run_page
 from flows.display.run_log import log_line
 from flows.display.terminal import TerminalProgress
@@ -33,7 +33,7 @@ def get_prod_logger(ctx: object = None) -> StdoutLogger:
     """The logger of deployed recipes: a StdoutLogger that also sends the steps of training classes to every service
     that this process's environment configures: W&B, MLflow, TensorBoard, SwanLab.
 
-    tasks.loggers.stage_loggers lists the variables, such as WANDB_PROJECT and MLFLOW_TRACKING_URI. A resumed run sends
+    tasks.loggers.services lists the variables, such as WANDB_PROJECT and MLFLOW_TRACKING_URI. A resumed run sends
     no step twice. The numbers of a hand-written step go to the terminal and the flow run's log only. `ctx` is accepted
     because published recipes pass it, and is not used: a training class knows its run. Raises LoggerMissing if a
     service is configured whose package is not installed.
@@ -49,9 +49,7 @@ class StageNotifier:
     every few seconds and at the end, so that an unreachable server does not slow training down.
     """
 
-    def __init__(
-        self, name: str, *, page: Page | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, name: str, *, page: Page | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
         self.progress = 0.0
         """Fraction of the stage that is done."""

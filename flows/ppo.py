@@ -19,9 +19,8 @@ from typing import Any, Unpack
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
 from flows.configs.ppo import PPOAlgorithm, PPOConfig, PPORegularisation
-from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.training.aliases import PPO_ALIASES, accept_aliases
+from flows.training.arguments import PPO_ALIASES, accept_aliases
 from flows.training.critic import Critic, check_ppo_options
 from flows.training.options import PPOOptions
 from flows.training.rollout_flow import train_on_rollouts
@@ -107,7 +106,7 @@ class PPO(RolloutLoop):
         return steps.policy
 
 
-@checked_flow(name="ppo", flow_run_name=flow_run_title)
+@checked_flow()
 async def ppo(config: PPOConfig) -> dict[str, Any]:
     """Trains a model with PPO and a value model, evaluates it before and after on held-out prompts, publishes it and
     reports.

@@ -14,12 +14,10 @@ from engine.http.report_links import report_url
 from flows.catalogue import TRAININGS
 from flows.configs.common import TrainingConfig
 from flows.configs.sweep import SweepConfig, TrialsFailed
-from flows.display.artifacts import put_markdown, put_table
+from flows.display.run_log import put_markdown, put_table
 from flows.display.terminal import TerminalProgress
-from flows.ops.attempts import check_attempts
 from flows.ops.deployment_settings import with_deployment_settings
-from flows.ops.run_names import flow_run_title
-from flows.ops.termination import reraise_termination
+from flows.ops.termination import check_attempts, reraise_termination
 from flows.runs.checked_flow import checked_flow
 from flows.runs.code_version import code_version
 from flows.runs.input_checks import check_inputs
@@ -30,7 +28,7 @@ from storage.store.objects import ObjectStore, open_store
 from tasks.evaluation.run_comparison import Ranked, collect_runs, rank, render_comparison
 
 
-@checked_flow(name="sweep", flow_run_name=flow_run_title)
+@checked_flow()
 async def sweep(config: SweepConfig) -> dict[str, Any]:
     """Runs every trial of a search as a child run, and compares them on one page.
 

@@ -1,4 +1,5 @@
-"""Shows the progress of loading a dataset: a bar on a terminal, or a line of text every few seconds."""
+"""Shows the progress of loading a dataset: a bar on a terminal, or a line of text every few seconds. And durations in
+words. This module does not import Prefect, so that commands can use it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from flows.display.durations import format_duration
 from tasks.datasets.load import LoadProgress
 
 LINE_SECONDS = 5.0
@@ -68,3 +68,12 @@ def describe_load(progress: LoadProgress, seconds: float) -> str:
     if fraction is not None and fraction >= MEASURED_FRACTION:
         parts.append(f"{format_duration(seconds * (1 - fraction) / fraction)} left")
     return ", ".join(parts)
+
+
+def format_duration(seconds: float) -> str:
+    """Formats a duration: 42s, 3m05s, 2h07m, 3d04h."""
+    whole = max(0, round(seconds))
+    for unit, size, lower, lower_size in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // lower_size:02d}{lower}"
+    return f"{whole}s"

@@ -3,6 +3,8 @@
 In a flow run, the lines are also added to its log in Prefect.
 """
 
+from __future__ import annotations
+
 import math
 from collections import deque
 from types import TracebackType
@@ -13,8 +15,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from flows.configs.logging import LoggingConfig
-from flows.display.durations import format_duration
+from flows.configs.validation import LoggingConfig
+from flows.display.load_progress import format_duration
 from flows.display.run_log import log_engine_outages, log_line, silence_task_logs
 from tasks.reports.metrics import ACTIVITIES, StepMetrics
 
@@ -29,12 +31,7 @@ class TerminalProgress:
     a log file.
     """
 
-    def __init__(
-        self,
-        console: Console | None = None,
-        *,
-        logging: LoggingConfig | None = None,
-    ) -> None:
+    def __init__(self, console: Console | None = None, *, logging: LoggingConfig | None = None) -> None:
         self.logging = logging or LoggingConfig(loggers=())
         """The trackers that also get the metrics."""
         self._console = console or Console(highlight=False)
@@ -104,7 +101,7 @@ class TerminalProgress:
             self._bar.remove_task(self._task)
             self._task = None
 
-    def __enter__(self) -> "TerminalProgress":
+    def __enter__(self) -> TerminalProgress:
         return self
 
     def __exit__(

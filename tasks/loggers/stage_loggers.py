@@ -6,67 +6,19 @@ Each logger has a thread of its own, so that a service that is slow or away neve
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import NamedTuple
 
 from storage.chain.records import PolicyRef
 from storage.secrets import without_secrets
 from storage.store.objects import ObjectStore
 from tasks.evaluation.validation_curve import Validation, read_validations
 from tasks.loggers.base import LoggedRun, SentLog, Sink, Table, figures_of
-from tasks.loggers.services import SINKS, LoggerName, check_installed
+from tasks.loggers.services import SINKS, LoggerName, check_installed, with_variables
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.step_metrics import read_metrics
-
-
-class Variables(NamedTuple):
-    """Names of environment variables of a service. An empty value counts as not set."""
-
-    configured: tuple[str, ...]
-    """The service is configured if one of them is set."""
-    project: str | None = None
-    folder: str | None = None
-
-
-VARIABLES: dict[LoggerName, Variables] = {
-    "wandb": Variables(("WANDB_PROJECT", "WANDB_API_KEY"), "WANDB_PROJECT", "WANDB_DIR"),
-    "mlflow": Variables(("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"), "MLFLOW_EXPERIMENT_NAME"),
-    "tensorboard": Variables(("TENSORBOARD_LOGGING_DIR",), folder="TENSORBOARD_LOGGING_DIR"),
-    "swanlab": Variables(("SWANLAB_PROJ_NAME", "SWANLAB_API_KEY"), "SWANLAB_PROJ_NAME", "SWANLAB_LOGDIR"),
-}
-SWITCHES = {"wandb": "WANDB_MODE", "swanlab": "SWANLAB_MODE"}
-"""Variables whose value "disabled" switches a service off."""
-
-
-def configured_loggers() -> tuple[LoggerName, ...]:
-    """The services that the environment configures and does not switch off, in the order of VARIABLES."""
-    return tuple(name for name, variables in VARIABLES.items() if _is_configured(name, variables))
-
-
-def with_variables(run: LoggedRun, name: LoggerName) -> LoggedRun:
-    """The run with the project and the folder that the environment sets for a service, where the run has none."""
-    variables = VARIABLES[name]
-    return run.model_copy(
-        update={
-            "project": run.project or _value(variables.project) or "ostinato",
-            "folder": run.folder or _value(variables.folder) or "ostinato-logs",
-        }
-    )
-
-
-def _is_configured(name: LoggerName, variables: Variables) -> bool:
-    if _value(SWITCHES.get(name)) == "disabled":
-        return False
-    return any(_value(variable) for variable in variables.configured)
-
-
-def _value(variable: str | None) -> str:
-    return os.environ.get(variable, "") if variable else ""
-
 
 log = logging.getLogger(__name__)
 

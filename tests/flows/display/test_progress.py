@@ -5,7 +5,7 @@ import math
 
 from rich.console import Console
 
-from flows.display.durations import format_duration
+from flows.display.load_progress import format_duration
 from flows.display.terminal import TerminalProgress, step_line
 from tasks.reports.metrics import StepMetrics
 

@@ -15,8 +15,8 @@ import pytest
 from storage.chain.records import PolicyRef
 from storage.store.objects import open_store
 from tasks.loggers.base import LoggedRun, Table
-from tasks.loggers.services import LoggerName, run_id
-from tasks.loggers.stage_loggers import Loggers, configured_loggers
+from tasks.loggers.services import LoggerName, configured_loggers, run_id
+from tasks.loggers.stage_loggers import Loggers
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.step_metrics import write_metrics
 

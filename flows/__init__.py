@@ -9,22 +9,14 @@ from typing import TYPE_CHECKING
 from storage.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from flows.dpo import DPO as DPO
-    from flows.env_grpo import ENVGRPO as ENVGRPO
-    from flows.env_gspo import ENVGSPO as ENVGSPO
-    from flows.env_ppo import ENVPPO as ENVPPO
-    from flows.grpo import GRPO as GRPO
-    from flows.gspo import GSPO as GSPO
+    from flows.catalogue import *  # noqa: F403  the training classes
     from flows.loggers import get_prod_logger as get_prod_logger
     from flows.parameters import Dataset as Dataset
     from flows.parameters import Grader as Grader
     from flows.parameters import Model as Model
     from flows.parameters import dataset_kinds as dataset_kinds
-    from flows.ppo import PPO as PPO
     from flows.recipe import InputConfig as InputConfig
     from flows.recipe import RecipeContext as RecipeContext
     from flows.recipe import recipe_main as recipe_main
-    from flows.reward_model import RewardModelling as RewardModelling
-    from flows.sft import SFT as SFT
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -237,9 +237,7 @@ class EnvironmentValidation:
         model, prompts = moment.model, _prompts(moment, self.dataset, 1)
         moment.announce(f"{len(prompts.rows)} held-out prompts")
         plan = EvaluationPlan(
-            prompts=prompts,
-            sampling=self.sampling or model.sampling.model_copy(update=GREEDY),
-            source=self.episodes,
+            prompts=prompts, sampling=self.sampling or model.sampling.model_copy(update=GREEDY), source=self.episodes
         )
         return await evaluate_policy(model.workspace, moment.policy, plan)
 

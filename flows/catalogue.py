@@ -1,34 +1,313 @@
 """The catalogue of the training flows. What needs a list of them derives it from here: the commands of `ostinato run`,
-the configs of `recurring` and `sweep`, child runs, recorded configs, and the deployments (prefect.yaml).
+the configs of `recurring` and `sweep`, child runs, recorded configs, the deployments (prefect.yaml), and the training
+classes that `from flows import …` gives.
 
-What a training reads, computes and measures is said by methods of its config class (flows.configs.common).
+What a training reads, computes and measures is said by methods of its config class. Those of preferences and of
+`sft_to_gspo` are here, the others in flows.configs. A new training is a loss (engine.losses), a module with its class
+and its flow, and here its config and its entry.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 
-from pydantic import Field, create_model
+from pydantic import Field, create_model, model_validator
 
+from engine.losses.pairs import DPOSpec, DPOVariant, SimPOSpec
+from engine.losses.spec import LossSpec
 from engine.models.hub import hub_repo_of_key
-from flows.configs.common import GRPOConfig, SFTConfig, TrainingConfig
-from flows.configs.env_ppo import ENVPPOConfig
-from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig
-from flows.configs.gspo import GSPOConfig
-from flows.configs.ppo import PPOConfig
-from flows.configs.preferences import DPOConfig, RewardModelConfig
-from flows.configs.sft_to_gspo import SFTToGSPOConfig
+from engine.protocol import SamplingParams
+from flows.configs.common import (
+    DataConfig,
+    EvaluationConfig,
+    GraderConfig,
+    GRPOConfig,
+    OptimizerConfig,
+    PromptDataConfig,
+    SFTAlgorithm,
+    SFTConfig,
+    SFTOptimizer,
+    StageConfig,
+    SupervisedConfig,
+    TrainingConfig,
+    training_title,
+)
+from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig, ENVPPOConfig
+from flows.configs.ppo import GSPOAlgorithm, GSPOConfig, PPOConfig
+from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
+from flows.configs.validation import ValidationConfig
 from storage.registry.hub import resolve_commit
-from storage.serialization import Frozen
+from storage.serialization import MAX_RATE, Coefficient, Divisor, Frozen, default_of
 from storage.store.objects import ObjectStore
-from tasks.datasets.spec import DatasetUse
+from tasks.batches.truncation import check_uncut
+from tasks.datasets.spec import DatasetUse, HeldoutRowsSource, RowsTrainingSource, TrainingSource
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from prefect import Flow
+
+    from flows.dpo import DPO
+    from flows.env_grpo import ENVGRPO
+    from flows.env_gspo import ENVGSPO
+    from flows.env_ppo import ENVPPO
+    from flows.grpo import GRPO
+    from flows.gspo import GSPO
+    from flows.ppo import PPO
+    from flows.reward_model import RewardModelling
+    from flows.sft import SFT
+    from flows.simpo import SimPO
+
+    __all__ = ["DPO", "ENVGRPO", "ENVGSPO", "ENVPPO", "GRPO", "GSPO", "PPO", "SFT", "RewardModelling", "SimPO"]
+    """The training classes, which the package `flows` imports from here."""
+
+
+class PreferenceOptimizer(OptimizerConfig):
+    """The optimizer of training on preferences, AdamW, and the schedules of its learning rate and weight decay."""
+
+    lr: float = Field(1e-6, gt=0, le=MAX_RATE)
+    """Highest learning rate of the schedule."""
+
+
+class PreferenceDataConfig(DataConfig):
+    """The preferences to train on, and held-out preferences for the validation loss."""
+
+    train: RowsTrainingSource
+    """Preferences to train on. Rows have `chosen` and `rejected`: messages, or texts together with a `prompt`."""
+    heldout: HeldoutRowsSource | None = None
+    """Preferences of the validation loss, on which the model is never trained. None: no validation loss."""
+
+    @property
+    def inputs(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
+        return {"dataset": (self.train, "preference")}
+
+
+class RewardDataConfig(DataConfig):
+    """The preferences or ratings to train on, and held-out ones for the validation loss."""
+
+    train: RowsTrainingSource
+    """Dataset to train on. Rows have `chosen` and `rejected`, or are rated conversations."""
+    heldout: HeldoutRowsSource | None = None
+    """Rows of the validation loss, of the same kind as train. The model is never trained on them. None: no validation
+    loss."""
+    use: Literal["preference", "rating"] = "preference"
+    """What the reward model learns. preference: the chosen answer scores higher than the rejected one. rating: an
+    answer scores the number `res` of its metadata (metadata_columns: [res], where it is a column)."""
+
+    @property
+    def inputs(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
+        return {"dataset": (self.train, self.use)}
+
+
+class PreferenceAlgorithm(SFTAlgorithm):
+    """Settings of every algorithm with a loss of pairs."""
+
+    epochs: int | None = Field(None, ge=1)
+    """Number of passes over the pairs (instead of steps)."""
+    samples_per_batch: int = Field(32, ge=1)
+    """Pairs per step."""
+
+    @property
+    def loss(self) -> LossSpec:
+        """The loss that the settings describe."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _pairs_are_not_cut(self) -> Self:
+        check_uncut(self.lengths)
+        return self
+
+    @model_validator(mode="after")
+    def _loss_is_valid(self) -> Self:
+        _ = self.loss
+        return self
+
+
+class PreferenceConfig(SupervisedConfig):
+    """Fields of every training with a loss of pairs. A subclass has its flow and its algorithm."""
+
+    data: PreferenceDataConfig
+    algorithm: PreferenceAlgorithm
+    optimizer: PreferenceOptimizer = PreferenceOptimizer()
+    rules: RunRules = RunRules()
+    validation: ValidationConfig = ValidationConfig()
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.loss.needs_reference
+
+
+class DPOAlgorithm(PreferenceAlgorithm):
+    """The algorithm of direct preference optimisation (arXiv:2305.18290)."""
+
+    kl_beta: Divisor = default_of(DPOSpec, "beta")
+    """Strength of the KL constraint to the policy that the run starts from. With a smaller value the policy moves
+    further."""
+    loss_variant: DPOVariant = default_of(DPOSpec, "variant")
+    """Variant of the loss. sigmoid: that of the paper. ipo: the squared distance of the margin from 1 / (2 kl_beta)
+    (arXiv:2310.12036). cdpo: the sigmoid loss of preferences of which a fraction, label_smoothing, is reversed."""
+    label_smoothing: float | None = Field(None, gt=0, lt=0.5)
+    """Fraction of preferences that are assumed to be reversed. Required by loss_variant=cdpo, and refused by the
+    others."""
+
+    @property
+    def loss(self) -> DPOSpec:
+        return DPOSpec(beta=self.kl_beta, variant=self.loss_variant, label_smoothing=self.label_smoothing)
+
+
+class DPOConfig(PreferenceConfig):
+    """`ostinato run dpo`: direct preference optimisation."""
+
+    flow: ClassVar[str] = "dpo"
+
+    algorithm: DPOAlgorithm = DPOAlgorithm()
+
+
+class SimPOAlgorithm(PreferenceAlgorithm):
+    """The algorithm of simple preference optimisation (arXiv:2405.14734)."""
+
+    beta: Divisor = default_of(SimPOSpec, "beta")
+    """Scale of an answer's reward, which is the mean log-probability of its tokens. The paper has 2.0 to 2.5."""
+    simpo_gamma: Coefficient = default_of(SimPOSpec, "gamma")
+    """Margin by which the reward of the preferred answer should be greater than that of the other one. The paper has
+    0.3 to 1.6."""
+
+    @property
+    def loss(self) -> SimPOSpec:
+        return SimPOSpec(beta=self.beta, gamma=self.simpo_gamma)
+
+
+class SimPOConfig(PreferenceConfig):
+    """`ostinato run simpo`: preference optimisation without a reference model."""
+
+    flow: ClassVar[str] = "simpo"
+
+    algorithm: SimPOAlgorithm = SimPOAlgorithm()
+
+
+class RewardModelAlgorithm(SFTAlgorithm):
+    """The algorithm of reward modelling: the Bradley-Terry loss of pairs (arXiv:2203.02155), or the squared error of
+    ratings."""
+
+    samples_per_batch: int = Field(64, ge=1)
+    """Pairs, or rated conversations, per step."""
+
+    @model_validator(mode="after")
+    def _conversations_are_not_cut(self) -> Self:
+        check_uncut(self.lengths)
+        return self
+
+
+class RewardModelConfig(SupervisedConfig):
+    """`ostinato run reward_model`: a model that scores conversations, for graders."""
+
+    flow: ClassVar[str] = "reward_model"
+    has_scalar_head: ClassVar[bool] = True
+
+    data: RewardDataConfig
+    algorithm: RewardModelAlgorithm = RewardModelAlgorithm()
+    optimizer: PreferenceOptimizer = PreferenceOptimizer()
+    rules: RunRules = RunRules()
+    validation: ValidationConfig = ValidationConfig()
+
+    @property
+    def title(self) -> str:
+        return training_title("reward model", self.model.key, self.data.train, self.seed)
+
+
+class SFTToGSPODataConfig(PromptDataConfig):
+    """The conversations of the first stage, the prompts of the second, and held-out prompts for the evaluation."""
+
+    train: TrainingSource
+    """Conversations that the first stage trains on."""
+    prompts: TrainingSource
+    """Prompts that the second stage answers; the answers are graded."""
+
+    @property
+    def inputs(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
+        return {"dataset": (self.train, "completion"), "prompts": (self.prompts, "prompt")}
+
+    @property
+    def heldout_use(self) -> DatasetUse:
+        return "prompt"
+
+
+class SFTStage(Frozen):
+    """The first stage: supervised fine-tuning."""
+
+    algorithm: SFTAlgorithm = SFTAlgorithm()
+    optimizer: SFTOptimizer = SFTOptimizer()
+    rules: RunRules = RunRules()
+
+
+class GSPOStage(Frozen):
+    """The second stage: GSPO. It starts from the last policy of the first stage, which is also the reference of its KL
+    term."""
+
+    algorithm: GSPOAlgorithm = GSPOAlgorithm()
+    regularisation: Regularisation = Regularisation()
+    rules: BatchRules = BatchRules()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class SFTToGSPOConfig(TrainingConfig):
+    """`ostinato run sft_to_gspo`: fine-tuning on conversations, then reinforcement learning from graded rollouts."""
+
+    flow: ClassVar[str] = "sft_to_gspo"
+
+    data: SFTToGSPODataConfig
+    grader: GraderConfig
+    sampling: SamplingParams = default_of(GSPOConfig, "sampling")
+    sft: SFTStage = SFTStage()
+    gspo: GSPOStage = GSPOStage()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def title(self) -> str:
+        return training_title("sft to gspo", self.model.key, self.data.prompts, self.seed)
+
+    @property
+    def stages(self) -> dict[str, StageConfig]:
+        return {"sft": self.first, "gspo": self.second}
+
+    @property
+    def first(self) -> SFTConfig:
+        """The first stage as a run of its own would be configured."""
+        return SFTConfig(data={"train": self.data.train}, **_fields(self.sft), **self._common())  # type: ignore[arg-type]
+
+    @property
+    def second(self) -> GSPOConfig:
+        """The second stage as a run of its own would be configured."""
+        prompts = self.data.model_dump(exclude={"train", "prompts", "heldout"})
+        data = prompts | {"train": self.data.prompts, "heldout": self.data.heldout}
+        groups = {"data": data, "grader": self.grader, "sampling": self.sampling, "evaluation": self.evaluation}
+        return GSPOConfig(**groups, **_fields(self.gspo), **self._common())  # type: ignore[arg-type]
+
+    @model_validator(mode="after")
+    def _stages_are_runs(self) -> Self:
+        """Refuses what a run of either stage would refuse."""
+        _ = self.stages
+        return self
+
+    def semantic(self) -> dict[str, Any]:
+        body = super().semantic()
+        stages = {}
+        for name, config in self.stages.items():
+            part = config.semantic()
+            stages[name] = {key: part[key] for key in part.keys() - body.keys()}
+        return body | stages
+
+    def _common(self) -> dict[str, Any]:
+        """The fields that both stages share with the whole run."""
+        names = ("model", "run", "seed", "engine", "storage", "checkpoints", "logging")
+        return {name: getattr(self, name) for name in names}
+
+
+def _fields(record: Frozen) -> dict[str, Any]:
+    """The fields of a record by name, not dumped."""
+    return {name: getattr(record, name) for name in type(record).model_fields}
 
 
 class ChosenTraining(Frozen):
@@ -45,9 +324,7 @@ class ChosenTraining(Frozen):
         for name, (_, use) in data.inputs.items():
             uses["train" if name == "dataset" else name] = use
         sources = {name: getattr(data, name) for name in uses}
-        resolved = {
-            name: source.resolved(store, uses[name]) for name, source in sources.items() if source is not None
-        }
+        resolved = {name: source.resolved(store, uses[name]) for name, source in sources.items() if source is not None}
         model = self.config.model
         repo = hub_repo_of_key(model.key)
         if repo is not None:
@@ -87,6 +364,7 @@ _TRAININGS = (
     Training(GRPOConfig, "Reinforcement learning from graded rollouts (GRPO).", "rl"),
     Training(SFTConfig, "Supervised fine-tuning on conversations (SFT).", "sft"),
     Training(DPOConfig, "Direct preference optimisation on pairs of answers (DPO).", "preference"),
+    Training(SimPOConfig, "Preference optimisation on pairs of answers without a reference (SimPO).", "preference"),
     Training(GSPOConfig, "Reinforcement learning from graded rollouts, one ratio per completion (GSPO).", "rl"),
     Training(PPOConfig, "Reinforcement learning from graded rollouts with a value model (PPO).", "rl"),
     Training(SFTToGSPOConfig, "SFT, then GSPO, on one model in one run.", "rl"),

@@ -17,17 +17,14 @@ from typing import Any, Unpack
 from engine.handles import TrainingModel
 from engine.losses.pairs import DPOVariant
 from engine.text.threads import StringThread
-from flows.configs.preferences import DPOAlgorithm, DPOConfig, PreferenceOptimizer
+from flows.catalogue import DPOAlgorithm, DPOConfig
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.training.aliases import accept_aliases
+from flows.training.arguments import accept_aliases
 from flows.training.options import SupervisedOptions
-from flows.training.supervised_flow import train_on_dataset
-from flows.training.supervised_loop import SupervisedLoop
+from flows.training.supervised_loop import PreferenceLoop, train_on_dataset
 from storage.serialization import Divisor
 from tasks.datasets.load import LoadedDataset
-from tasks.datasets.spec import InlinePairs
-from tasks.load import load_prompts
 
 
 class DPOOptions(SupervisedOptions, total=False):
@@ -39,10 +36,10 @@ class DPOOptions(SupervisedOptions, total=False):
 
 
 @accept_aliases()
-class DPO(SupervisedLoop):
+class DPO(PreferenceLoop):
     """Trains `model` in place on pairs (preferred, dispreferred) of threads that begin alike, or on a loaded preference
     dataset. `samples_per_batch` counts pairs. The other arguments are those of DPOOptions; their defaults are in
-    flows.configs.preferences.
+    flows.catalogue.DPOAlgorithm.
 
     Only the turns after those that both threads begin with are compared, unless the threads' weights say otherwise.
     """
@@ -50,7 +47,6 @@ class DPO(SupervisedLoop):
     stage = "dpo"
     options_type = DPOOptions
     algorithm_type = DPOAlgorithm
-    optimizer_type = PreferenceOptimizer
 
     def __init__(
         self,
@@ -58,19 +54,7 @@ class DPO(SupervisedLoop):
         model: TrainingModel,
         **options: Unpack[DPOOptions],
     ) -> None:
-        super().__init__(model, options)
-        self.dataset = dataset
-        assert isinstance(self.algorithm, DPOAlgorithm)
-        self.loss = self.algorithm.loss
-
-    def load_dataset(self) -> LoadedDataset:
-        if not isinstance(self.dataset, LoadedDataset):
-            return load_prompts(self.model.workspace, InlinePairs.of(self.dataset), "preference")
-        if self.dataset.ref.kind != "pairs":
-            raise ValueError(
-                f"{self.dataset.ref.key} holds {self.dataset.ref.kind}; DPO needs pairs: load it with kind='preference'"
-            )
-        return self.dataset
+        super().__init__(dataset, model, options)
 
 
 @checked_flow(name="dpo", flow_run_name=flow_run_title)

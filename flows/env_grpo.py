@@ -17,7 +17,7 @@ from flows.configs.environments import ENVGRPOAlgorithm, ENVGRPOConfig, EpisodeR
 from flows.grpo import GRPO
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.training.aliases import accept_aliases
+from flows.training.arguments import accept_aliases
 from flows.training.options import EpisodeOptions, check_episode_options, check_names, check_turn_options, episode_plan
 from flows.training.rollout_flow import train_on_rollouts
 from flows.training.rollout_sources import Episodes, without_episode_limits

@@ -18,7 +18,7 @@ from flows.configs.environments import ENVGSPOAlgorithm, ENVGSPOConfig
 from flows.env_grpo import ENVGRPO
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.training.aliases import accept_aliases
+from flows.training.arguments import accept_aliases
 from flows.training.options import EpisodeOptions
 from flows.training.rollout_flow import train_on_rollouts
 from tasks.datasets.load import LoadedDataset

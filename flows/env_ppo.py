@@ -14,11 +14,11 @@ from typing import Any, Unpack
 
 from engine.handles import TrainingModel
 from engine.text.threads import StringThread
-from flows.configs.env_ppo import ENVPPOAlgorithm, ENVPPOConfig, ENVPPORegularisation
+from flows.configs.environments import ENVPPOAlgorithm, ENVPPOConfig, ENVPPORegularisation
 from flows.ops.run_names import flow_run_title
 from flows.ppo import PPO
 from flows.runs.checked_flow import checked_flow
-from flows.training.aliases import PPO_ALIASES, accept_aliases
+from flows.training.arguments import PPO_ALIASES, accept_aliases
 from flows.training.options import EpisodePPOOptions, check_episode_options, check_names, episode_plan
 from flows.training.rollout_flow import train_on_rollouts
 from flows.training.rollout_sources import Episodes, without_episode_limits

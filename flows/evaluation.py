@@ -17,19 +17,16 @@ from typing import Any
 from engine.handles import Model
 from engine.workspace import Workspace
 from flows.configs.evaluation import EvaluationFlowConfig, StoredAnswers, Suite, semantic
-from flows.display.artifacts import put_markdown, put_table
+from flows.display.run_log import put_markdown, put_table
 from flows.display.terminal import TerminalProgress
-from flows.ops.attempts import check_attempts
 from flows.ops.deployment_settings import with_deployment_settings
-from flows.ops.run_keys import EVALUATION_KEY_PREFIX
-from flows.ops.run_names import flow_run_title
-from flows.ops.termination import reraise_termination
+from flows.ops.run_names import EVALUATION_KEY_PREFIX, flow_run_title
+from flows.ops.termination import check_attempts, reraise_termination
 from flows.recipe import RecipeContext
 from flows.runs.checked_flow import checked_flow
 from flows.runs.code_version import code_version
 from flows.runs.events import emit_eval_regressed
-from flows.runs.hub_commits import commits_entry
-from flows.runs.input_checks import check_inputs
+from flows.runs.input_checks import check_inputs, commits_entry
 from flows.runs.session import (
     import_model,
     read_result,

@@ -22,7 +22,7 @@ from engine.text.threads import StringThread
 from flows.configs.common import GRPOConfig
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.training.aliases import accept_aliases
+from flows.training.arguments import accept_aliases
 from flows.training.options import GRPOOptions
 from flows.training.rollout_flow import train_on_rollouts
 from flows.training.rollout_loop import RolloutLoop

@@ -16,11 +16,11 @@ from typing import Any, Unpack
 from engine.handles import TrainingModel
 from engine.losses.policy_gradient import GSPOSpec
 from engine.text.threads import StringThread
-from flows.configs.gspo import GSPOAlgorithm, GSPOConfig
+from flows.configs.ppo import GSPOAlgorithm, GSPOConfig
 from flows.grpo import GRPO
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.training.aliases import accept_aliases
+from flows.training.arguments import accept_aliases
 from flows.training.options import GRPOOptions
 from flows.training.rollout_flow import train_on_rollouts
 from flows.training.rollout_sources import RolloutSource
@@ -35,7 +35,7 @@ class GSPO(GRPO):
     """Trains `model` in place on graded rollouts of `dataset`, as GRPO does; its other arguments are GRPO's.
 
     `clip_range` bounds the ratio of a whole completion, a mean over its tokens, and is so much narrower than GRPO's.
-    The defaults are in flows.configs.gspo.GSPOAlgorithm.
+    The defaults are in flows.configs.ppo.GSPOAlgorithm.
     """
 
     stage = "gspo"

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from flows.configs.logging import LoggingConfig
+from flows.configs.validation import LoggingConfig
 from flows.display.live_page import UPDATE_INTERVAL_SECONDS, Page, flow_run_page
 from flows.display.run_log import log_line
 from flows.display.terminal import TerminalProgress
@@ -49,9 +49,7 @@ class StageNotifier:
     every few seconds and at the end, so that an unreachable server does not slow training down.
     """
 
-    def __init__(
-        self, name: str, *, page: Page | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, name: str, *, page: Page | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
         self.progress = 0.0
         """Fraction of the stage that is done."""

@@ -21,7 +21,7 @@ from engine.text.threads import StringThread
 from flows.configs.ppo import PPOAlgorithm, PPOConfig, PPORegularisation
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
-from flows.training.aliases import PPO_ALIASES, accept_aliases
+from flows.training.arguments import PPO_ALIASES, accept_aliases
 from flows.training.critic import Critic, check_ppo_options
 from flows.training.options import PPOOptions
 from flows.training.rollout_flow import train_on_rollouts

@@ -27,13 +27,11 @@ from flows.configs.common import StorageConfig
 from flows.configs.forms import FormConfig
 from flows.configs.overrides import ConfigError, describe_validation
 from flows.display.terminal import TerminalProgress
-from flows.ops.attempts import check_attempts
 from flows.ops.deployment_settings import with_deployment_settings
-from flows.ops.run_keys import current_run_key
-from flows.ops.termination import reraise_termination
+from flows.ops.run_names import current_run_key
+from flows.ops.termination import check_attempts, reraise_termination
 from flows.runs.checked_flow import checked_flow
-from flows.runs.hub_commits import hub_commits
-from flows.runs.input_checks import check_inputs
+from flows.runs.input_checks import check_inputs, hub_commits
 from flows.runs.recipe_context import RecipeContext
 from flows.runs.session import announce_ranks, announce_stored_result, read_result, release_run, write_result
 from storage.serialization import canonical_json

@@ -18,12 +18,11 @@ from engine.handles import TrainingModel
 from engine.losses.pairs import RankingSpec
 from engine.losses.values import MSESpec
 from engine.text.threads import StringThread
-from flows.configs.preferences import PreferenceOptimizer, RewardModelAlgorithm, RewardModelConfig
+from flows.catalogue import PreferenceOptimizer, RewardModelAlgorithm, RewardModelConfig
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
 from flows.training.options import SupervisedOptions
-from flows.training.supervised_flow import train_on_dataset
-from flows.training.supervised_loop import SupervisedLoop
+from flows.training.supervised_loop import SupervisedLoop, train_on_dataset
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlineDataset, InlinePairs
 from tasks.load import load_prompts
@@ -35,7 +34,7 @@ class RewardModelling(SupervisedLoop):
     `dataset`: pairs (preferred, dispreferred) of threads that begin alike, or threads that end with an answer and have
     its rating in metadata["res"]; or a loaded dataset of either kind. `samples_per_batch` counts pairs, or threads. The
     other arguments are those of flows.training.options.SupervisedOptions; their defaults are in
-    flows.configs.preferences.
+    flows.catalogue.
     """
 
     stage = "reward_model"

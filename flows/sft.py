@@ -21,8 +21,7 @@ from flows.configs.optimizer import SFTOptimizer
 from flows.ops.run_names import flow_run_title
 from flows.runs.checked_flow import checked_flow
 from flows.training.options import SupervisedOptions
-from flows.training.supervised_flow import train_on_dataset
-from flows.training.supervised_loop import SupervisedLoop
+from flows.training.supervised_loop import SupervisedLoop, train_on_dataset
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
 from tasks.batches.rl import prepare_completions
@@ -44,10 +43,7 @@ class SFT(SupervisedLoop):
     loss = CrossEntropySpec()
 
     def __init__(
-        self,
-        dataset: list[StringThread] | LoadedDataset,
-        model: TrainingModel,
-        **options: Unpack[SupervisedOptions],
+        self, dataset: list[StringThread] | LoadedDataset, model: TrainingModel, **options: Unpack[SupervisedOptions]
     ) -> None:
         super().__init__(model, options)
         self.dataset = dataset

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from flows.callbacks import Cadence
-from flows.configs.sft_to_gspo import SFTToGSPOConfig
+from flows.catalogue import SFTToGSPOConfig
 from flows.display.terminal import TerminalProgress
 from flows.gspo import GSPO
 from flows.ops.run_names import flow_run_title
@@ -22,7 +22,7 @@ from flows.sft import SFT
 from flows.training.finish import publish_and_report
 from flows.training.held_out import HeldoutEvaluator
 from flows.training.rollout_flow import rollout_arguments
-from flows.training.supervised_flow import supervised_arguments
+from flows.training.supervised_loop import supervised_arguments
 
 
 @checked_flow(name="sft_to_gspo", flow_run_name=flow_run_title)
@@ -59,9 +59,7 @@ async def sft_to_gspo(config: SFTToGSPOConfig) -> dict[str, Any]:
         )  # fmt: skip
 
 
-async def _training_stages(
-    config: SFTToGSPOConfig, session: RunSession, logger: TerminalProgress
-) -> tuple[SFT, GSPO]:
+async def _training_stages(config: SFTToGSPOConfig, session: RunSession, logger: TerminalProgress) -> tuple[SFT, GSPO]:
     """The training classes of both stages, which train the same model."""
     sft_arguments = await supervised_arguments(config.first, session, logger)
     gspo_arguments = await rollout_arguments(config.second, session, logger)

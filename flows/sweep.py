@@ -14,12 +14,11 @@ from engine.http.report_links import report_url
 from flows.catalogue import TRAININGS
 from flows.configs.common import TrainingConfig
 from flows.configs.sweep import SweepConfig, TrialsFailed
-from flows.display.artifacts import put_markdown, put_table
+from flows.display.run_log import put_markdown, put_table
 from flows.display.terminal import TerminalProgress
-from flows.ops.attempts import check_attempts
 from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.run_names import flow_run_title
-from flows.ops.termination import reraise_termination
+from flows.ops.termination import check_attempts, reraise_termination
 from flows.runs.checked_flow import checked_flow
 from flows.runs.code_version import code_version
 from flows.runs.input_checks import check_inputs

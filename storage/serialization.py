@@ -1,5 +1,5 @@
-"""The base class of stored records, the types of their numbers, their canonical JSON, and sha256 digests of objects and
-files."""
+"""The base class of stored records and of configs, the types of their numbers, their canonical JSON, and sha256 digests
+of objects and files."""
 
 from __future__ import annotations
 
@@ -116,3 +116,8 @@ Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE, all
 # integers
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+def default_of(record: type[Frozen], field: str) -> Any:
+    """The default of a field of another record."""
+    return record.model_fields[field].default

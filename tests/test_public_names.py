@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOWS = {
     "DPO", "Dataset", "ENVGRPO", "ENVGSPO", "ENVPPO", "GRPO", "GSPO", "Grader", "InputConfig", "Model", "PPO",
-    "RecipeContext", "RewardModelling", "SFT", "dataset_kinds", "get_prod_logger", "recipe_main",
+    "RecipeContext", "RewardModelling", "SFT", "SimPO", "dataset_kinds", "get_prod_logger", "recipe_main",
 }  # fmt: skip
 GRADERS = {
     "BaseGrader", "BinaryJudgeGrader", "BinaryShot", "CodeGrader", "CombinedGrader", "ExactMatch", "FunctionGrader",

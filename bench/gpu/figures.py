@@ -35,7 +35,7 @@ from engine.backends.torch.packing import micro_batches
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.trainer_samplers import StagedFilesSampler, WholeModelSampler
 from engine.backends.weight_files.tensor_files import staging_folder
-from engine.memory_plan.formulas import activations, autocast_weights, head_activations, torch_states
+from engine.memory_plan.shape import activations, autocast_weights, head_activations, torch_states
 from engine.models.samples import Sample
 from engine.protocol import SamplingParams, TokenSequence
 from storage.chain.records import OptimizerSpec
@@ -172,7 +172,7 @@ def _memory(setting: Setting, name: str, part: str, loss: str, samples: list[Sam
 
 
 def planned_gib(setting: Setting, name: str, *, trained: int) -> float:
-    """Returns the GiB that engine.memory_plan.formulas compute for one full micro-batch: states, the copies that
+    """Returns the GiB that engine.memory_plan.shape compute for one full micro-batch: states, the copies that
     autocast keeps, activations and logits."""
     shape, compute = setting.shape(name), setting.compute_dtype.itemsize
     on_device, _ = activations(shape, setting.max_tokens, compute=compute, autocast=True, recompute="none")

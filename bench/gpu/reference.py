@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from engine.backends.torch.varlen import VarlenPairs
+from engine.backends.torch.attention import VarlenPairs
 from engine.models.samples import Sample
 
 Grads = dict[str, Tensor]
@@ -77,7 +77,7 @@ def distance(actual: Grads, expected: Grads) -> float:
 def attention_by_pairs(
     query_THD: Tensor, key_MKD: Tensor, value_MKD: Tensor, pairs: VarlenPairs, scale: float
 ) -> Tensor:
-    """Computes what engine.backends.torch.varlen.VarlenKernel defines, one pair at a time, on any device."""
+    """Computes what engine.backends.torch.attention.VarlenKernel defines, one pair at a time, on any device."""
     out, groups = [], query_THD.shape[1] // key_MKD.shape[1]
     spans = zip(pairwise(pairs.starts_q.tolist()), pairwise(pairs.starts_k.tolist()), strict=True)
     for (q, q_end), (k, k_end) in spans:

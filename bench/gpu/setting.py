@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from bench.gpu.reference import trained_logprobs
-from engine.backends.torch import varlen
+from engine.backends.torch import attention
 from engine.backends.torch.attention import IMPLEMENTATION, register_attention
 from engine.backends.torch.causal_lm import CausalLM
 from engine.memory_plan.shape import PRESETS, ModelShape, shape_of
@@ -239,20 +239,20 @@ def peak_gib(device: torch.device) -> float | None:
 
 
 @contextmanager
-def attention_by(kernel: varlen.VarlenKernel | None) -> Iterator[None]:
+def attention_by(kernel: attention.VarlenKernel | None) -> Iterator[None]:
     """Makes packed rows use this kernel in the block, or SDPA for None."""
-    original = varlen.find_varlen
-    varlen.find_varlen = lambda query: kernel  # type: ignore[assignment]
+    original = attention.find_varlen
+    attention.find_varlen = lambda query: kernel  # type: ignore[assignment]
     try:
         yield
     finally:
-        varlen.find_varlen = original
+        attention.find_varlen = original
 
 
-def kernel_for(setting: Setting) -> varlen.VarlenKernel | None:
+def kernel_for(setting: Setting) -> attention.VarlenKernel | None:
     """Returns the kernel of the device, or None. On the CPU it returns the reference, so that the part can run."""
     from bench.gpu.reference import attention_by_pairs
 
     if setting.smoke:
         return attention_by_pairs
-    return varlen.find_varlen(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=setting.device))
+    return attention.find_varlen(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=setting.device))

@@ -25,7 +25,7 @@ from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.tiny import build_tiny_model
 from engine.backends.torch.trainer import TorchTrainer
 from engine.losses.likelihood import CrossEntropySpec
-from engine.losses.pairs import DPOSpec
+from engine.losses.pairs import DPOSpec, PairSpec, SimPOSpec
 from engine.losses.policy_gradient import CISPOSpec, GRPOSpec, GSPOSpec
 from engine.losses.spec import LossSpec
 from engine.models.samples import Sample
@@ -146,33 +146,40 @@ def cases(folder: Path, work: Path, *, steps: int, lr: float) -> dict[str, Calla
             peers.sft(folder, rows, work, steps=steps, lr=lr),
         )
 
-    # one entry for each loss; DPO has one for each of its parts
+    # one entry for each loss; a loss of pairs has one for each of its parts
     functions: dict[str, Callable[[], Curves]] = {"sft": of_sft}
-    of_dpo = dpo_of(folder, pairs, work, steps=steps, lr=lr)
-    for part in DPO_PARTS:
-        functions[f"dpo, {part}"] = lambda part=part: of_dpo()[part]  # type: ignore[misc]
+    for name in PAIR_CASES:
+        of_pairs = curves_of_pairs(name, folder, pairs, work, steps=steps, lr=lr)
+        for part in PAIR_PARTS:
+            functions[f"{name}, {part}"] = lambda part=part, curves=of_pairs: curves()[part]  # type: ignore[misc]
     for name, (loss, options) in GRPO_CASES.items():
         functions[name] = of_grpo(loss, options)
     return functions
 
 
-DPO_PARTS = {
+PAIR_CASES: dict[str, tuple[PairSpec, dict[str, float]]] = {
+    "dpo": (DPOSpec(beta=BETA), {"beta": BETA}),
+    "simpo": (SimPOSpec(beta=2.0, gamma=1.0), {"beta": 2.0, "gamma": 1.0}),
+}
+"""Name of the function in bench.parity.peers -> (our loss, the function's arguments with the same meaning)."""
+PAIR_PARTS = {
     "loss": "loss",
     "rewards of the preferred": "reward_chosen_mean",
     "rewards of the others": "reward_rejected_mean",
 }
-"""Part of DPO -> name of our metric."""
+"""Part of a loss of pairs -> name of our metric."""
 
 
-def dpo_of(
-    folder: Path, pairs: list[tuple[Row, Row]], work: Path, *, steps: int, lr: float
+def curves_of_pairs(
+    name: str, folder: Path, pairs: list[tuple[Row, Row]], work: Path, *, steps: int, lr: float
 ) -> Callable[[], dict[str, Curves]]:
     """Returns a function that runs both sides at its first call, and then returns the curves of all parts.
 
-    The reference is the model before the first step.
+    The reference, which SimPO does not read, is the model before the first step.
     """
     from bench.parity import peers
 
+    loss, options = PAIR_CASES[name]
     memory: dict[str, Curves] = {}
 
     def run() -> dict[str, Curves]:
@@ -187,10 +194,10 @@ def dpo_of(
             for index, (sample, logprobs) in enumerate(zip(plain, reference, strict=True)):
                 samples.append(replace(sample, reference_logprobs=logprobs, preferred=index % 2 == 0))
             # both sides
-            mine = ours(folder, samples, DPOSpec(beta=BETA), steps=steps, lr=lr)
-            theirs = peers.dpo(folder, pairs, work, steps=steps, lr=lr, beta=BETA)
-            for (part, name), values in zip(DPO_PARTS.items(), theirs, strict=True):
-                memory[part] = ([metrics[name] for metrics in mine], values)
+            mine = ours(folder, samples, loss, steps=steps, lr=lr)
+            theirs = getattr(peers, name)(folder, pairs, work, steps=steps, lr=lr, **options)
+            for (part, metric), values in zip(PAIR_PARTS.items(), theirs, strict=True):
+                memory[part] = ([metrics[metric] for metrics in mine], values)
         return memory
 
     return run

@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
 
 from bench.parity.fixture import LONGEST, Row
 
@@ -47,6 +48,10 @@ class PreparedGRPO(LossRecorder, GRPOTrainer):  # type: ignore[misc]
 
 
 class RecordedDPO(LossRecorder, DPOTrainer):  # type: ignore[misc]
+    pass
+
+
+class RecordedCPO(LossRecorder, CPOTrainer):  # type: ignore[misc]
     pass
 
 
@@ -118,22 +123,55 @@ def sft(folder: Path, rows: list[Row], work: Path, *, steps: int, lr: float) -> 
     return trainer.losses
 
 
+PairCurves = tuple[list[float], list[float], list[float]]
+"""(losses, rewards of the preferred, rewards of the others), each with one value per step."""
+TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
+"""The constructors tokenise texts, so the token ids replace these after it."""
+
+
 def dpo(
     folder: Path, pairs: list[tuple[Row, Row]], work: Path, *, steps: int, lr: float, beta: float
-) -> tuple[list[float], list[float], list[float]]:
-    """Returns (losses, rewards of the preferred, rewards of the others), each with one value per step. The reference is
-    the model before the first step."""
+) -> PairCurves:
+    """The reference is the model before the first step."""
     model, tokenizer = load(folder)
     arguments = DPOConfig(
         output_dir=str(work), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(pairs), beta=beta,
         **COMMON,
     )  # fmt: skip
-    # the constructor tokenises texts, so the token ids replace them after it
-    words = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}] * len(pairs))
+    words = Dataset.from_list([TEXTS] * len(pairs))
     trainer = RecordedDPO(model=model, args=arguments, train_dataset=words, processing_class=tokenizer)
     table = []
     for good, bad in pairs:
         table.append({"prompt_ids": good.prompt, "chosen_ids": good.completion, "rejected_ids": bad.completion})
+    return curves_of(trainer, table)
+
+
+def simpo(
+    folder: Path, pairs: list[tuple[Row, Row]], work: Path, *, steps: int, lr: float, beta: float, gamma: float
+) -> PairCurves:
+    model, tokenizer = load(folder)
+    arguments = CPOConfig(
+        output_dir=str(work), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(pairs), beta=beta,
+        loss_type="simpo", cpo_alpha=0.0, simpo_gamma=gamma, **COMMON,
+    )  # fmt: skip
+    words = Dataset.from_list([TEXTS] * len(pairs))
+    trainer = RecordedCPO(model=model, args=arguments, train_dataset=words, processing_class=tokenizer)
+    table = []
+    for pair in pairs:
+        columns: dict[str, Any] = dict(TEXTS)
+        for side, row in zip(("chosen", "rejected"), pair, strict=True):
+            tokens = row.prompt + row.completion
+            columns |= {
+                f"{side}_input_ids": tokens,
+                f"{side}_attention_mask": [1] * len(tokens),
+                f"{side}_labels": [-100] * len(row.prompt) + row.completion,
+            }
+        table.append(columns)
+    return curves_of(trainer, table)
+
+
+def curves_of(trainer: Any, table: list[dict[str, Any]]) -> PairCurves:
+    """The curves of a trainer of pairs on these rows."""
     trainer.train_dataset = Dataset.from_list(table)
     trainer.losses = []
     trainer.train()

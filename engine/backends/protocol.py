@@ -32,7 +32,7 @@ class Objective:
     loss: LossSpec
     temperature: float = 1.0
     old_logprobs: StepOldLogprobs = "trainer"
-    skip_non_finite: bool = False
+    skip_nan_gradients: bool = False
 
 
 @dataclass(slots=True)

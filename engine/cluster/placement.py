@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.cluster.connection import PRIVATE_CPUS, Cluster
-from engine.cluster.inventory import take_inventory
+from engine.cluster.connection import PRIVATE_CPUS, Cluster, take_inventory
 from engine.errors import BadSpec, EngineBusy, WorkerDied
 
 SHARED_GPU = 0.5

@@ -19,13 +19,11 @@ from typing import Any, TypeVar
 from engine.backends.factory import create_sampler_backend, create_trainer_backend
 from engine.backends.protocol import OnToken
 from engine.backends.weight_files.tensor_files import checked_parameter_count
-from engine.cluster.connection import require_ray
-from engine.cluster.inventory import cluster_info
+from engine.cluster.connection import cluster_info, require_ray
 from engine.errors import EngineBusy, EngineError, Fenced
-from engine.local.apply import apply_request, require_same_request, step_record
+from engine.local.apply import apply_request, measure_batch, read_values, require_same_request, step_record
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy, NoRoomYet
 from engine.local.materialise import Materialiser, check_committed, create_chain
-from engine.local.measure import measure_batch, read_values
 from engine.local.queue import FairQueue, GenerationBatcher, PendingGeneration, sample_completions
 from engine.local.rebase import Rebaser
 from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint, publish_policy, scratch_folder

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from engine.losses.base import BaseLossSpec, PairLoss
-from storage.serialization import Divisor
+from storage.serialization import Coefficient, Divisor
 
 if TYPE_CHECKING:
     from engine.losses.inputs import LossInputs
@@ -76,6 +76,35 @@ class DPOSpec(BaseLossSpec):
         return PairLoss(values_P, logit_P.detach(), sums)
 
 
+class SimPOSpec(BaseLossSpec):
+    """Simple preference optimisation (arXiv:2405.14734), which needs no reference policy."""
+
+    pairwise: ClassVar[bool] = True
+    uses_sampling_temperature: ClassVar[bool] = True
+    kind: Literal["simpo"] = "simpo"
+    beta: Divisor = 2.0
+    """Scale β of the rewards, which are mean logprobs."""
+    gamma: Coefficient = 1.0
+    """Margin γ by which the reward of the preferred sequence should be greater than that of the other one."""
+
+    def compute(self, inputs: LossInputs) -> PairLoss:
+        """-log σ(r⁺ - r⁻ - γ) of each pair, r = β·L/|y| (arXiv:2405.14734).
+
+        L is the summed logprob of a sequence and |y| the number of its trained tokens. The reward metrics are the
+        rewards r; a pair is ranked as given where r⁺ > r⁻.
+        """
+        reward_S = self.beta * inputs.mean_by_sequence(inputs.require("logprobs_N"))
+        chosen_P, rejected_P = inputs.by_preference(reward_S)
+        margin_P = chosen_P - rejected_P
+        sums = {
+            "reward_chosen_per_pair": chosen_P.detach().sum(),
+            "reward_rejected_per_pair": rejected_P.detach().sum(),
+            "reward_margin_per_pair": margin_P.detach().sum(),
+            "accuracy_per_pair": (margin_P > 0).sum(),
+        }
+        return PairLoss(-inputs.log_sigmoid(margin_P - self.gamma), margin_P.detach(), sums)
+
+
 class RankingSpec(BaseLossSpec):
     """The Bradley-Terry loss of a scalar model's scores, for reward models (arXiv:2203.02155)."""
 
@@ -99,5 +128,5 @@ class RankingSpec(BaseLossSpec):
         return PairLoss(-inputs.log_sigmoid(margin_P), margin_P.detach(), sums)
 
 
-PairSpec = DPOSpec | RankingSpec
+PairSpec = DPOSpec | SimPOSpec | RankingSpec
 """Every loss of this module. A new one is added here."""

@@ -1,6 +1,6 @@
 """`plan_memory`: computes what each device and each machine holds, before anything starts. Without torch.
 
-The formulas are in `engine.memory_plan.formulas`. Processes are placed on GPUs as Ray would place them: the ranks fill
+The formulas are in `engine.memory_plan.shape`. Processes are placed on GPUs as Ray would place them: the ranks fill
 one machine after the other, replicas on dedicated GPUs take those that are left, and the engine's own process runs on
 the first machine, where the torch trainer takes the first GPU.
 
@@ -14,6 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.errors import BadSpec
+from engine.memory_plan.processes import (
+    SamplerMemory,
+    TrainingSetup,
+    count_sequences,
+    torch_sampler,
+    trainer_memory,
+    vllm_sampler,
+)
 from engine.memory_plan.records import (
     GIB,
     Machine,
@@ -25,8 +33,6 @@ from engine.memory_plan.records import (
     Workload,
     format_ranges,
 )
-from engine.memory_plan.sampler import SamplerMemory, count_sequences, torch_sampler, vllm_sampler
-from engine.memory_plan.trainer import TrainingSetup, trainer_memory
 from engine.specs.adapters import LoraSpec
 from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec, VllmSpec
 

@@ -9,7 +9,9 @@ Its answers come from the endpoint, so they are not reproducible, even with a se
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -19,7 +21,6 @@ import httpx
 from pydantic import BaseModel
 
 from engine.errors import BadSpec, EngineBusy, EngineError, EngineUnreachable, NotAuthenticated, UnsupportedFragment
-from engine.http.replies import Reply, UnusableReply, post_json
 from engine.models.inference_model import changed_sampling
 from engine.protocol import SamplingParams
 from engine.text.answers import MalformedAnswer, answer_once, answer_repaired
@@ -36,6 +37,9 @@ LONGEST_WAIT_SECONDS = 30.0
 """Longest wait between two tries."""
 
 Answer = TypeVar("Answer", bound=BaseModel)
+
+MAX_REPLY_BYTES = 8 * 2**20
+"""Largest reply that is read. An answer of 100,000 tokens has about 0.5 MB."""
 
 
 @dataclass(frozen=True)
@@ -207,3 +211,46 @@ def _refusal(url: str, reply: Reply) -> EngineError:
         busy.retry_after = float(retry_after) if retry_after.isdecimal() else 0.0  # type: ignore[attr-defined]
         return busy
     return BadSpec(f"{url} refused the request with {status}: {text}")
+
+
+class UnusableReply(ValueError):
+    """Raised for a reply that is too large, compressed or not JSON. The message does not name the server."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply that was read whole."""
+
+    status: int
+    headers: httpx.Headers
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        """The first characters of the body, for messages. The server's charset is not used: it may name any codec."""
+        return self.body[:1200].decode("utf-8", "replace")[:300]
+
+    def json(self) -> Any:
+        """The parsed body. Raises UnusableReply."""
+        try:
+            return json.loads(self.body)
+        except (ValueError, RecursionError) as error:
+            raise UnusableReply(f"did not answer with JSON: {self.text[:200]!r}") from error
+
+
+async def post_json(
+    client: httpx.AsyncClient, url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> Reply:
+    """Posts `body` as JSON. Raises UnusableReply for a reply that is too large, and the errors of httpx."""
+    # a compressed reply could be any number of times larger than what is transferred
+    asked = {"Accept-Encoding": "identity", **(headers or {})}
+    async with client.stream("POST", url, json=dict(body), headers=asked) as response:
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            raise UnusableReply(f"answered in the encoding {encoding[:20]!r}, which was not asked for")
+        received = bytearray()
+        async for block in response.aiter_bytes():
+            received += block
+            if len(received) > MAX_REPLY_BYTES:
+                raise UnusableReply(f"answered with more than {MAX_REPLY_BYTES >> 20} MiB; expected a short answer")
+        return Reply(response.status_code, response.headers, bytes(received))

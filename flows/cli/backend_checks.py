@@ -8,11 +8,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
-from engine.cluster.inventory import Inventory
+from engine.cluster.connection import Inventory, inventory_of
+from engine.errors import EngineError
 from engine.specs.engine import DeepSpeedSpec, EngineSpec, HttpEngineSpec, LocalEngineSpec, VllmSpec
 from flows.cli.checks import Check
-from flows.cli.cluster import describe_inventory, query_cluster, shortage
 
 IMPORT_TIMEOUT_SECONDS = 60.0
 HOW_TO_INSTALL = {
@@ -97,3 +98,53 @@ def _check_installed(python: str, package: str, role: str, details: str) -> Chec
         what = f"{package} is not installed for {python}"
         return Check(area="engine", name=role, verdict="fail", what=what, what_to_do=HOW_TO_INSTALL[package])
     return Check(area="engine", name=role, verdict="ok", what=f"{process.stdout.strip()}; {details}")
+
+
+def query_cluster(spec: LocalEngineSpec) -> Inventory | EngineError | None:
+    """Returns the inventory of the spec's cluster, the error if it does not answer, or None without a cluster."""
+    if not spec.uses_ray or spec.cluster.address is None:
+        return None
+    try:
+        return inventory_of(spec.cluster)
+    except EngineError as error:
+        return error
+
+
+def describe_inventory(inventory: Inventory) -> str:
+    """Describes machines, GPUs and reservations in one line."""
+    machines = f"{len(inventory.nodes)} machine{'s' * (len(inventory.nodes) != 1)}"
+    gpus = f"{inventory.gpus:g} GPUs ({inventory.free_gpus:g} free)"
+    parts = [f"{machines}, {gpus}, {inventory.free_cpus:g} free CPUs"]
+    for node in inventory.nodes:
+        for reservation in node.reservations:
+            amount = f"{reservation.gpus:g} GPUs and {reservation.cpus:g} CPUs"
+            parts.append(f"{reservation.name} holds {amount} on {node.host}")
+    parts += [f"{name} waits for free resources" for name in inventory.waiting]
+    return "; ".join(parts)
+
+
+def shortage(spec: LocalEngineSpec, inventory: Inventory) -> str:
+    """Returns why the cluster is too small for the engine. Empty if it is not, or if the engine computes on CPUs."""
+    if spec.device == "cpu" or (spec.device == "auto" and not inventory.gpus):
+        return ""
+    needed = spec.actor_gpus(int(inventory.gpus))
+    if needed <= inventory.gpus:
+        return ""
+    return f"ranks and replicas need {needed} GPUs, and the cluster has {inventory.gpus:g}"
+
+
+def cluster_document(inventory: Inventory) -> dict[str, Any]:
+    """Returns the inventory as a JSON document."""
+    nodes = []
+    for node in inventory.nodes:
+        reservations = [
+            {"name": reservation.name, "cpus": reservation.cpus, "gpus": reservation.gpus}
+            for reservation in node.reservations
+        ]
+        nodes.append(
+            {
+                "host": node.host, "address": node.address, "cpus": node.cpus, "gpus": node.gpus,
+                "reservations": reservations,
+            }
+        )  # fmt: skip
+    return {"gpus": inventory.gpus, "free_gpus": inventory.free_gpus, "free_cpus": inventory.free_cpus, "nodes": nodes}

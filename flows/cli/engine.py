@@ -15,8 +15,7 @@ import typer
 from engine.errors import EngineError
 from engine.specs.engine import LocalEngineSpec
 from flows.cli.plan import plan
-from flows.configs.engine import load_engine
-from flows.configs.overrides import ConfigError
+from flows.configs.overrides import ConfigError, load_engine
 from storage.errors import StorageError
 
 engine_app = typer.Typer(help="The shared engine as a service.", no_args_is_help=True)

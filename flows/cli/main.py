@@ -12,10 +12,9 @@ from flows.catalogue import TRAININGS, Training
 from flows.cli.chain import add_chain_commands
 from flows.cli.data import data_app
 from flows.cli.demo import prepare_demo, run_demo
-from flows.cli.disk import add_disk_commands
+from flows.cli.disk import add_disk_commands, gc
 from flows.cli.doctor import doctor
 from flows.cli.engine import engine_app
-from flows.cli.gc import gc
 from flows.cli.import_verl import import_app
 from flows.cli.models import models_app
 from flows.cli.output import ConfigFile, Server, Sets, console

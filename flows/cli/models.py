@@ -185,9 +185,7 @@ def promote(
 
 
 @models_app.command("rollback")
-def rollback(
-    name: Name, why: Why = "rolled back by hand", who: Who = "", storage: Storage = DEFAULT_STORAGE
-) -> None:
+def rollback(name: Name, why: Why = "rolled back by hand", who: Who = "", storage: Storage = DEFAULT_STORAGE) -> None:
     """Makes the previous champion the champion again. The decision is stored like a promotion."""
     with report_errors():
         store = open_store(storage)

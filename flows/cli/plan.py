@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.cluster.inventory import Inventory
+from engine.cluster.connection import Inventory
 from engine.errors import EngineError
 from engine.memory_plan.plan import plan_memory
 from engine.memory_plan.records import DEVICES_GIB, GIB, PHASES, Machine, MemoryPlan, MemoryPool, Workload
@@ -22,12 +22,20 @@ from engine.memory_plan.shape import PRESETS, ModelShape, preset, read_shape, st
 from engine.models.folder import local_folder, registered_model
 from engine.specs.adapters import LoraSpec
 from engine.specs.engine import LocalEngineSpec
-from flows.cli.cluster import cluster_document, describe_inventory, query_cluster, shortage
-from flows.cli.output import AsJson, add_rows, console, print_json, print_plain, report_errors, table, usage_error
+from flows.cli.backend_checks import cluster_document, describe_inventory, query_cluster, shortage
+from flows.cli.output import (
+    AsJson,
+    add_rows,
+    console,
+    print_json,
+    print_plain,
+    report_errors,
+    table,
+    usage_error,
+)
 from flows.configs.common import GRPOAlgorithm
-from flows.configs.defaults import default_of
-from flows.configs.engine import load_engine
-from flows.configs.overrides import ConfigError
+from flows.configs.overrides import ConfigError, load_engine
+from storage.serialization import default_of
 from storage.store.objects import open_store
 
 DOES_NOT_FIT = 3

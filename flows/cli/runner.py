@@ -75,11 +75,7 @@ def run_config(
     console.print(f"run [bold]{run}[/bold], artifacts in {config_with_key.storage.url}", highlight=False)
 
     status, result = run_with_server(
-        lambda: _call_flow(config_with_key),
-        console,
-        what=f"run [bold]{run}[/bold]",
-        log_name=str(run),
-        server=server,
+        lambda: _call_flow(config_with_key), console, what=f"run [bold]{run}[/bold]", log_name=str(run), server=server
     )
     if status == 0:
         if is_remembered:

@@ -123,12 +123,7 @@ def compare(
 ) -> None:
     """Compares runs on one page: their curves, config differences, and which is better with what confidence."""
     # imported here, because the import of matplotlib takes seconds
-    from tasks.evaluation.run_comparison import (
-        collect_runs,
-        config_differences,
-        rank,
-        render_comparison,
-    )
+    from tasks.evaluation.run_comparison import collect_runs, config_differences, rank, render_comparison
 
     if len(set(runs)) < 2:
         raise usage_error("give two or more different runs; 'ostinato runs ls' lists them")

@@ -103,9 +103,7 @@ def down() -> None:
 
 
 def deploy_command(
-    storage: Annotated[
-        str, typer.Option("--storage", help="Default store of deployed flows. Empty: unchanged.")
-    ] = "",
+    storage: Annotated[str, typer.Option("--storage", help="Default store of deployed flows. Empty: unchanged.")] = "",
     engine: Annotated[str, typer.Option("--engine", help="Url of the default engine of deployed flows.")] = "",
     token_file: Annotated[
         Path | None, typer.Option(help=f"File with the engine's token; else ${TOKEN_ENV}.", exists=True, dir_okay=False)
@@ -245,9 +243,7 @@ def _take_over(home: Path, options: UpOptions, log: Callable[[str], None]) -> Up
     return None
 
 
-def _options(
-    storage: str, *, with_s3: bool, database: str, port: int, engine_config: Path | None
-) -> UpOptions:
+def _options(storage: str, *, with_s3: bool, database: str, port: int, engine_config: Path | None) -> UpOptions:
     """Checks the options and makes their paths absolute. Raises UpError."""
     # the S3 server has one bucket, which is the default store
     if with_s3:

@@ -9,6 +9,7 @@ of the engine, the tasks or the store that `default_of` names.
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -19,17 +20,15 @@ from engine.losses.policy_gradient import GRPOSpec
 from engine.protocol import SamplingParams
 from engine.specs.adapters import FullSpec, LoraSpec
 from engine.specs.engine import EngineSpec, LocalEngineSpec
-from flows.configs.defaults import default_of
 from flows.configs.forms import REQUIRED_IN_FORM, FormConfig
-from flows.configs.logging import LoggingConfig
 from flows.configs.optimizer import OptimizerConfig, SFTOptimizer
 from flows.configs.reinforcement import BatchRules, Regularisation, RunRules, old_logprobs_of_step
-from flows.configs.titles import training_title
-from flows.configs.validation import EvaluationConfig, Every, ValidationConfig
+from flows.configs.validation import EvaluationConfig, Every, LoggingConfig, ValidationConfig
 from storage.chain.records import OldLogprobs
 from storage.chain.retention import Retention
 from storage.errors import InvalidKey
-from storage.serialization import Coefficient, Frozen, Positive, left_out
+from storage.serialization import Coefficient, Frozen, Positive, default_of, left_out
+from storage.store import keys
 from storage.store.keys import validate_name, validate_run
 from tasks.batches.truncation import Cut, LengthPlan
 from tasks.datasets.spec import DatasetUse, HeldoutSource, MixtureDataset, TrainingSource
@@ -465,7 +464,7 @@ class RolloutConfig(StageConfig):
         rules: Any
 
     @property
-    def answer_tokens(self) -> int:
+    def longest_rollout(self) -> int:
         """Largest number of tokens that the policy writes in one rollout."""
         return self.sampling.max_new_tokens
 
@@ -502,10 +501,10 @@ class RolloutConfig(StageConfig):
 
     def tokens_per_step(self, rows: int, row_tokens: int) -> int:
         # a prompt is read once for its whole group
-        return self.rows_per_step * row_tokens + self.algorithm.samples_per_batch * self.answer_tokens
+        return self.rows_per_step * row_tokens + self.algorithm.samples_per_batch * self.longest_rollout
 
     def tokens_per_heldout_row(self, row_tokens: int) -> int:
-        return row_tokens + self.evaluation.samples_per_prompt * self.answer_tokens
+        return row_tokens + self.evaluation.samples_per_prompt * self.longest_rollout
 
     def count_steps(self, rows: int) -> int | None:
         if self.algorithm.steps is not None or self.algorithm.epochs is None:
@@ -566,3 +565,14 @@ class SFTConfig(SupervisedConfig):
     optimizer: SFTOptimizer = SFTOptimizer()
     rules: RunRules = RunRules()
     validation: ValidationConfig = ValidationConfig()
+
+
+def model_title(key: str) -> str:
+    """The last part of a model's key: `models/smollm2-135m` -> smollm2-135m. A long version is cut: `helper@<digest>`
+    -> helper@ and the first letters of the digest."""
+    return keys.short_key(PurePath(key).name) or key
+
+
+def training_title(flow: str, key: str, source: TrainingSource, seed: int) -> str:
+    """The name of a training run: `grpo smollm2-135m on chain_sum, seed 3`."""
+    return f"{flow} {model_title(key)} on {source.title}, seed {seed}"

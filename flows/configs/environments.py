@@ -16,10 +16,17 @@ from flows.configs.common import (
     PromptDataConfig,
     RolloutConfig,
 )
-from flows.configs.defaults import default_of
-from flows.configs.gspo import GSPOAlgorithm, check_has_gspo
-from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
-from storage.serialization import Coefficient, Divisor, Frozen, Positive
+from flows.configs.ppo import (
+    CreditConfig,
+    GSPOAlgorithm,
+    PPOAlgorithm,
+    PPORegularisation,
+    ValuedConfig,
+    ValueModelConfig,
+    check_has_gspo,
+)
+from flows.configs.reinforcement import BatchRules, KLPlace, Regularisation, RunRules
+from storage.serialization import Coefficient, Divisor, Frozen, Positive, default_of
 from tasks.plans import EpisodePlan
 
 
@@ -118,7 +125,7 @@ class ENVGRPOConfig(RolloutConfig):
         return BatchRules(max_idle_steps=self.rules.max_idle_steps, max_staleness=self.rules.max_staleness)
 
     @property
-    def answer_tokens(self) -> int:
+    def longest_rollout(self) -> int:
         # every turn may have a completion of the maximum length
         return self.environment.max_turns * self.sampling.max_new_tokens
 
@@ -134,3 +141,25 @@ class ENVGSPOConfig(ENVGRPOConfig):
     def _no_loss_per_token(self) -> Self:
         check_has_gspo(None, self.regularisation.policy_loss)
         return self
+
+
+class ENVPPOAlgorithm(PPOAlgorithm):
+    """The algorithm PPO (arXiv:1707.06347) over the policy's own tokens of an episode. `samples_*` count episodes."""
+
+
+class ENVPPORegularisation(EpisodeRegularisation):
+    """Further terms and variants of the policy loss."""
+
+    kl_in: KLPlace = default_of(PPORegularisation, "kl_in")  # type: ignore[assignment]  # every token has a reward of its own
+    """Where the KL term is: subtracted from the reward of each token, or in the loss."""
+
+
+class ENVPPOConfig(ENVGRPOConfig, ValuedConfig):
+    """`ostinato run env_ppo`: reinforcement learning from episodes with an environment, with a value model."""
+
+    flow: ClassVar[str] = "env_ppo"
+
+    value_model: ValueModelConfig = ValueModelConfig()
+    algorithm: ENVPPOAlgorithm = ENVPPOAlgorithm()  # type: ignore[assignment]  # its advantages are the value model's
+    credit: CreditConfig = CreditConfig()
+    regularisation: ENVPPORegularisation = ENVPPORegularisation()

@@ -9,12 +9,10 @@ from pydantic import Field, field_validator, model_validator
 
 from engine.protocol import SamplingParams, SamplingTemperature
 from engine.specs.engine import EngineSpec, LocalEngineSpec
-from flows.configs.common import GraderConfig, GRPOConfig, StorageConfig, checked_run
-from flows.configs.defaults import default_of
+from flows.configs.common import GraderConfig, GRPOConfig, StorageConfig, checked_run, model_title
 from flows.configs.forms import FormConfig
-from flows.configs.titles import model_title
 from storage.errors import InvalidKey
-from storage.serialization import Frozen, canonical_json, digest
+from storage.serialization import Frozen, canonical_json, default_of, digest
 from storage.store.keys import validate_name
 from tasks.datasets.spec import HeldoutSource
 from tasks.evaluation.several_answers import AnswerScores

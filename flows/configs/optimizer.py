@@ -6,9 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from flows.configs.defaults import default_of
 from storage.chain.records import OptimizerSpec
-from storage.serialization import MAX_RATE, Divisor, Frozen, Rate
+from storage.serialization import MAX_RATE, Divisor, Frozen, Rate, default_of
 
 ScheduleName = Literal[
     "cosine", "cosine_without_warmup", "linear", "constant", "constant_with_warmup", "wsd", "inverse_sqrt"

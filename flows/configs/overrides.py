@@ -1,8 +1,10 @@
-"""Reads a config from a file and from `key=value` words of a command line.
+"""Reads a config, or the engine of one, from a file and from `key=value` words of a command line.
 
 Values follow YAML 1.2 and not PyYAML's 1.1: `1e-5` is a float; `no`, `on`, `1:30` and `2026-01-02` are text. The file
 and the command line follow the same rules.
 """
+
+from __future__ import annotations
 
 import copy
 import difflib
@@ -11,7 +13,7 @@ import re
 import stat
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from engine import import_paths
+from engine.specs.engine import LocalEngineSpec
 from engine.validation_messages import field_keys
 from flows.configs.forms import FURTHER, merge_further
 from storage.secrets import SecretInURL, refuse_secrets
@@ -93,9 +96,7 @@ def describe_validation(
     return f"{noun} in the {model.__name__} config:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def validation_lines(
-    error: ValidationError, model: Any, config: Any = None, *, remedy: str = SET_KEY
-) -> list[str]:
+def validation_lines(error: ValidationError, model: Any, config: Any = None, *, remedy: str = SET_KEY) -> list[str]:
     """One line per wrong key: its dotted name, what was given and what is expected; for an unknown key, the nearest
     known one of its group.
 
@@ -437,3 +438,29 @@ def _hint_for_unknown(key: str, groups: list[type[BaseModel]], config: Any) -> s
     if not known or len(known) > MAX_KEYS_SHOWN:
         return "; leave it out, or look at the fields in the docs"
     return f"; leave it out, or use one of {', '.join(known)}"
+
+
+def load_engine(path: Path | None, sets: Sequence[str] = ()) -> tuple[LocalEngineSpec, dict[str, Any]]:
+    """The engine, and the whole file after the changes of `sets`. A set names a key of the engine:
+    `trainer.zero_stage=3`.
+
+    Raises ConfigError.
+    """
+    is_run_config = _is_run_config(load_config(path))
+    prefix = "engine." if is_run_config else ""
+    body = load_config(path, [prefix + text for text in sets])
+    keys = body.get("engine", {}) if is_run_config else body
+    if isinstance(keys, dict) and keys.get("kind") == "http":
+        raise ConfigError(
+            f"{path} names an engine elsewhere (engine.kind='http'), and this command is about the engine itself; give "
+            "the file that 'ostinato engine serve' is started with"
+        )
+    try:
+        return LocalEngineSpec.model_validate(keys), body
+    except ValidationError as error:
+        raise ConfigError(describe_validation(error, LocalEngineSpec, keys)) from error
+
+
+def _is_run_config(body: Mapping[str, Any]) -> bool:
+    """Whether the file is the config of a run, and not of an engine."""
+    return "engine" in body or "model" in body

@@ -10,9 +10,8 @@ from engine import import_paths
 from engine.losses.base import TermsNorm
 from engine.losses.policy_gradient import POLICY_LOSSES, GRPOSpec, PolicyLoss, SAPOSpec
 from engine.protocol import SamplingParams
-from flows.configs.defaults import default_of
 from storage.chain.records import OldLogprobs, StepOldLogprobs
-from storage.serialization import Coefficient, Divisor, Frozen, Positive
+from storage.serialization import Coefficient, Divisor, Frozen, Positive, default_of
 from tasks.batches.advantages import AdaptiveKL, Overlong
 from tasks.plans import BatchPlan
 

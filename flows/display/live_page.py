@@ -30,7 +30,7 @@ from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL
 
 from engine.specs.engine import EngineSpec, HttpEngineSpec
-from flows.display.durations import format_duration
+from flows.display.terminal import format_duration
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore

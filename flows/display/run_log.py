@@ -1,11 +1,15 @@
-"""The log of a flow run in Prefect: one line per step, and of the tasks only warnings and errors."""
+"""What a flow run shows in Prefect: its log, with one line per step and of the tasks only warnings and errors, and its
+artifacts."""
 
 from __future__ import annotations
 
 import logging
 import os
 from functools import cache
+from typing import Any
 
+import httpx
+from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 from prefect.context import FlowRunContext
 from prefect.logging.handlers import APILogHandler
 from prefect.settings import PREFECT_API_URL
@@ -20,6 +24,8 @@ ENDED_WITH_FLOW = (
     "Execution was aborted by an interrupt signal",
 )
 """Prefect's reasons for the end of a task that ended with its flow run. The log of the flow run says why that ended."""
+
+log = logging.getLogger(__name__)
 
 
 def log_line(text: str) -> None:
@@ -67,3 +73,19 @@ def silence_task_logs() -> None:
 def _is_no_end_of_the_flow(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     return not any(reason in message for reason in ENDED_WITH_FLOW)
+
+
+async def put_markdown(key: str, markdown: str, *, description: str = "") -> None:
+    """Shows Markdown on the page of the flow run. `key` has lower-case letters, digits and hyphens."""
+    try:
+        await acreate_markdown_artifact(key=key, markdown=markdown, description=description or None)
+    except httpx.HTTPError as error:
+        log.warning("the Markdown artifact %s was not created in Prefect: %s", key, error)
+
+
+async def put_table(key: str, rows: list[dict[str, Any]], *, description: str = "") -> None:
+    """Shows a table on the page of the flow run, with one dict per row."""
+    try:
+        await acreate_table_artifact(key=key, table=rows, description=description or None)
+    except httpx.HTTPError as error:
+        log.warning("the table artifact %s was not created in Prefect: %s", key, error)

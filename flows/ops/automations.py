@@ -4,7 +4,7 @@ Both of these wait for the absence of an event (posture Proactive). An automatio
 fire twice, because the process of the flow run and its worker both report the crash, and two attempts of one run would
 overlap.
 
-The number of attempts is limited twice: by the flow (flows/ops/attempts.py), and by a third automation (posture
+The number of attempts is limited twice: by the flow (flows/ops/termination.py), and by a third automation (posture
 Reactive) for processes that end before the flow begins, for example because an import fails or memory runs out. All
 three apply only to flow runs with the tag `ostinato`.
 """
@@ -20,8 +20,8 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
-from flows.ops.attempts import max_attempts
 from flows.ops.services import HEARTBEAT_SECONDS, RETRY_DELAY_SECONDS, TAG
+from flows.ops.termination import max_attempts
 
 HEARTBEAT_TIMEOUT_SECONDS = 3 * HEARTBEAT_SECONDS
 """Seconds without a heartbeat after which a flow run counts as crashed. A busy machine may miss one or two."""
@@ -111,11 +111,7 @@ def _body(automation: AutomationCore) -> dict[str, object]:
 def _absence_trigger(*, after: str, seconds: int) -> EventTrigger:
     """Fires if a flow run sends no event for `seconds` after the event `after`."""
     return _flow_run_trigger(
-        after={after},
-        expect={ANY_EVENT},
-        posture=Posture.Proactive,
-        threshold=1,
-        within=timedelta(seconds=seconds),
+        after={after}, expect={ANY_EVENT}, posture=Posture.Proactive, threshold=1, within=timedelta(seconds=seconds)
     )
 
 

@@ -72,7 +72,7 @@ def deploy(file: Path | None, *, pool: str, storage: str, engine_url: str, token
 async def _restore(before: list[Any]) -> None:
     from prefect import get_client
 
-    from flows.ops.deployment_schedules import restore_choices
+    from flows.ops.deployment_settings import restore_choices
 
     async with get_client() as client:
         await restore_choices(client, before)
@@ -86,7 +86,7 @@ async def _prepare(pool: str, names: list[str]) -> list[Any]:
     from prefect.workers.process import ProcessWorker
 
     from flows.ops.automations import save_automations
-    from flows.ops.deployment_schedules import read_deployments
+    from flows.ops.deployment_settings import read_deployments
 
     # the pool's template is that of a process worker
     async with get_client() as client:

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ValidationError
 from engine.workspace import Workspace
 from flows.configs.common import FlowConfig
 from flows.ops.deployment_settings import with_deployment_settings
-from flows.ops.run_keys import EVALUATION_KEY_PREFIX, run_key_of
+from flows.ops.run_names import EVALUATION_KEY_PREFIX, run_key_of
 from flows.runs.code_version import code_version
 from flows.runs.session import release_run
 from storage.chain.leases import current_epoch, is_held, lease_holder

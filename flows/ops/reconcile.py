@@ -131,9 +131,7 @@ def _runs_in_states(client: httpx.Client, pool: str, states: Sequence[str]) -> I
         offset += PAGE_SIZE
 
 
-def _set_state(
-    client: httpx.Client, run: dict[str, Any], new_state: str, *, reason: str = "its worker ended"
-) -> bool:
+def _set_state(client: httpx.Client, run: dict[str, Any], new_state: str, *, reason: str = "its worker ended") -> bool:
     """Sets the state of a listed flow run. Returns False if its state has changed since it was listed: a person who
     pressed Retry or Cancel meanwhile, or another process, has decided what the run does."""
     current = client.get(f"/flow_runs/{run['id']}")

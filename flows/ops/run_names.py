@@ -1,4 +1,5 @@
-"""The name of a flow run: the one that a person gave it, or else the title of its config.
+"""The name of a flow run: the one that a person gave it, or else the title of its config. And the key of a run whose
+config gives none: all attempts of one flow run get the same key.
 
 Prefect stores only the name itself, and not whether a person typed it. The server, the command line and the form each
 make up a name where none is given, so a name that one of them may have made up does not count as given:
@@ -10,13 +11,17 @@ make up a name where none is given, so a name that one of them may have made up 
 
 from __future__ import annotations
 
+import os
 import re
+from datetime import UTC
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import coolname
 from coolname.loader import load_config
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext
 from prefect.runtime import flow_run
 
 FORM_NAME = re.compile(
@@ -24,6 +29,10 @@ FORM_NAME = re.compile(
     r"chi|psi|omega)\d{0,4}-[a-z-]+"
 )
 """Names that the form of Prefect's UI makes up."""
+
+ID_LETTERS = 8
+EVALUATION_KEY_PREFIX = "evaluation-"
+"""Start of the key of an evaluation. A digest of its inputs follows."""
 
 
 def flow_run_title() -> str:
@@ -57,3 +66,27 @@ def _coolname_words() -> frozenset[str]:
     for body in lists.values():
         words.update(body.get("words", ()))
     return frozenset(words)
+
+
+def current_run_key(flow_name: str) -> str:
+    """Returns the key of the current flow run, or a random key outside a flow run."""
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context else None
+    if flow_run is None:
+        # outside Prefect, every call is a new run
+        return f"{flow_name}-{os.urandom(ID_LETTERS // 2).hex()}"
+    return run_key_of(flow_name, flow_run)
+
+
+def run_key_of(flow_name: str, flow_run: FlowRun) -> str:
+    """Returns the key of a flow run, made of values that Prefect keeps over retries.
+
+    The key is `<flow>-<first 8 letters of the flow run's id>`. For a run that a schedule started it is
+    `<flow>-<first 8 letters of the deployment's id>/<scheduled time, UTC>`.
+    """
+    scheduled_time = flow_run.expected_start_time
+    if flow_run.auto_scheduled and scheduled_time is not None and flow_run.deployment_id is not None:
+        # a schedule that fires twice for one time gets one run
+        time_text = scheduled_time.astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
+        return f"{flow_name}-{str(flow_run.deployment_id)[:ID_LETTERS]}/{time_text}"
+    return f"{flow_name}-{str(flow_run.id)[:ID_LETTERS]}"

@@ -1,9 +1,10 @@
-"""Decides how a flow run ends that is cancelled or gets SIGTERM.
+"""Decides how a flow run ends that is cancelled, gets SIGTERM, or was started too often.
 
 - A flow run of a worker that a person cancels: Prefect makes it Cancelled. Its log says how many steps are committed.
   The state keeps Prefect's message: setting one afterwards could overwrite the state of a Retry.
 - A flow run of a worker that gets SIGTERM for another reason: Prefect makes it Crashed, and it is rescheduled.
 - A flow run from a terminal that gets Ctrl-C or SIGTERM: it becomes Cancelled here. Prefect would make it Crashed.
+- Crashed runs restart automatically, so a run that always crashes fails after a number of attempts.
 
 Prefect raises SIGTERM as TerminationSignal at the current position of the main thread. If that is inside the creation
 of a task run, Prefect's handling of the signal fails with `ValueError: Task run is not set`. The flow run would then
@@ -29,6 +30,7 @@ from prefect.exceptions import Abort, PrefectHTTPStatusError, TerminationSignal
 from prefect.states import Cancelled, Cancelling
 
 from engine.workspace import Workspace
+from flows.configs.overrides import ConfigError
 from flows.display.run_log import log_line
 from flows.ops.deployment_settings import is_deployed
 from flows.ops.processes import FLOW_RUN_ENV
@@ -40,6 +42,9 @@ log = logging.getLogger(__name__)
 
 NEXT_ACTION = {"deployed": "Retry", "terminal": "The same command"}
 """What continues a cancelled run, by where it was started."""
+
+MAX_ATTEMPTS_ENV = "OSTINATO_MAX_ATTEMPTS"
+MAX_ATTEMPTS = 20
 
 
 class FlowRunCancelled(Abort):
@@ -154,3 +159,29 @@ def _termination_behind(error: BaseException) -> TerminationSignal | None:
         visited.add(id(current))
         current = current.__cause__ or current.__context__
     return None
+
+
+class TooManyAttempts(RuntimeError):
+    """The flow run was started too often. It fails, and failed runs are not restarted automatically."""
+
+
+def check_attempts(run: str) -> None:
+    """Raises TooManyAttempts if the current flow run has been started more often than the limit allows."""
+    # Prefect counts the attempts of a flow run, across processes and machines
+    context = FlowRunContext.get()
+    attempt = context.flow_run.run_count if context and context.flow_run else 0
+    limit = max_attempts()
+    if attempt > limit:
+        raise TooManyAttempts(
+            f"this is attempt {attempt} of the flow run, and {limit} are allowed: run {run} keeps crashing. The logs "
+            "of the earlier attempts say why. Committed steps are kept: when the cause is fixed, start a new flow run "
+            f"with config.run={run!r}, which continues after them, or set {MAX_ATTEMPTS_ENV} higher for the worker"
+        )
+
+
+def max_attempts() -> int:
+    """Returns the limit from the environment, or the default. Raises ConfigError if it is not a positive number."""
+    text = os.environ.get(MAX_ATTEMPTS_ENV, str(MAX_ATTEMPTS))
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{MAX_ATTEMPTS_ENV}={text!r} is not a number of attempts; give 1 or more")
+    return int(text)

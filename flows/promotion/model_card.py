@@ -37,9 +37,7 @@ def commit_card(store: ObjectStore, decision: Decision, *, provenance: Provenanc
     if ref is None:
         text = render_card(store, decision.model, decision.version, decision)
         parents = [keys.model_note(decision.model, "decisions", decision.id)]
-        ref = commit_bytes(
-            store, key, text.encode(), kind="card", suffix=".md", parents=parents, provenance=provenance
-        )
+        ref = commit_bytes(store, key, text.encode(), kind="card", suffix=".md", parents=parents, provenance=provenance)
     return read_bytes(store, ref).decode()
 
 

@@ -91,15 +91,7 @@ def emit_run_idle(run: str, *, step: int, reason: str) -> None:
 
 
 def emit_eval_regressed(
-    name: str,
-    version: str,
-    *,
-    baseline: str,
-    dataset: str,
-    difference: float,
-    low: float,
-    high: float,
-    n: int,
+    name: str, version: str, *, baseline: str, dataset: str, difference: float, low: float, high: float, n: int
 ) -> None:
     """Sends the event that a model version is worse than `baseline` on a dataset.
 

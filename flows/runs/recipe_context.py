@@ -18,7 +18,7 @@ from engine.specs.engine import EngineSpec, LocalEngineSpec
 from engine.workspace import Workspace
 from flows.loggers import JobNotifier
 from flows.runs.code_version import code_version
-from flows.runs.hub_commits import commits_entry
+from flows.runs.input_checks import commits_entry
 from flows.runs.session import take_lease
 from storage.chain.fork import check_fork
 from storage.chain.leases import current_epoch, is_held, release_lease

@@ -19,18 +19,15 @@ from engine.models.hub import hub_repo_of_key
 from engine.specs.engine import DeepSpeedSpec, HttpEngineSpec, LocalEngineSpec
 from engine.workspace import Workspace
 from flows.configs.common import FlowConfig, TrainingConfig
-from flows.display.load_progress import LoadLines
-from flows.display.terminal import TerminalProgress
-from flows.ops.attempts import check_attempts
+from flows.display.terminal import LoadLines, TerminalProgress
 from flows.ops.deployment_settings import with_deployment_settings
-from flows.ops.run_keys import current_run_key
-from flows.ops.termination import reraise_termination
+from flows.ops.run_names import current_run_key
+from flows.ops.termination import check_attempts, reraise_termination
 from flows.runs.code_version import code_version
 from flows.runs.durations import measure_store
 from flows.runs.estimate import estimate
 from flows.runs.events import announce_dataset
-from flows.runs.hub_commits import commits_entry, hub_commits
-from flows.runs.input_checks import check_inputs, check_length, check_warmup
+from flows.runs.input_checks import check_inputs, check_length, check_warmup, commits_entry, hub_commits
 from flows.runs.recorded_config import FLOW
 from flows.training.watch import announce_pause
 from storage.chain.fork import check_fork
@@ -96,9 +93,7 @@ def workspace_of(config: FlowConfig, run: str) -> Workspace:
     provenance = Provenance(
         code_version=code_version(), config_digest=digest(canonical_json(config.semantic())), seed=config.seed
     )
-    return Workspace(
-        store=config.storage.url, engine=config.engine, run=run, seed=config.seed, provenance=provenance
-    )
+    return Workspace(store=config.storage.url, engine=config.engine, run=run, seed=config.seed, provenance=provenance)
 
 
 def with_hub_commits(workspace: Workspace, config: BaseModel) -> Workspace:
@@ -204,8 +199,6 @@ def _check_config(workspace: Workspace, config: TrainingConfig, *, resumed: bool
     _heldout_source(workspace, config)
 
 
-
-
 def _heldout_source(workspace: Workspace, config: TrainingConfig) -> DeclaredDataset | None:
     """The held-out data in the version that the run uses. None: it has none. Raises DatasetError."""
     source, use = config.data.heldout, config.data.heldout_use
@@ -214,9 +207,7 @@ def _heldout_source(workspace: Workspace, config: TrainingConfig) -> DeclaredDat
     return source.resolved(workspace.open_store(), use, run=workspace.run, commits=workspace.hub)
 
 
-def _load(
-    workspace: Workspace, source: TrainingSource, use: DatasetUse, logger: TerminalProgress
-) -> LoadedDataset:
+def _load(workspace: Workspace, source: TrainingSource, use: DatasetUse, logger: TerminalProgress) -> LoadedDataset:
     """Loads a dataset and its order, announces it if it is new, and notes the version of a registered one."""
     title = source.title
     data = load_prompts(workspace, source, use, LoadLines(title, logger.note))
@@ -252,9 +243,7 @@ async def _check_fit(
     return [expected.text(info)]
 
 
-def _load_heldout(
-    workspace: Workspace, config: TrainingConfig, logger: TerminalProgress
-) -> LoadedDataset | None:
+def _load_heldout(workspace: Workspace, config: TrainingConfig, logger: TerminalProgress) -> LoadedDataset | None:
     """Loads the rows that the run evaluates on. None: it has none."""
     source = _heldout_source(workspace, config)
     if source is None:

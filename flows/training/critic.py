@@ -9,9 +9,8 @@ from engine.losses.spec import LossSpec
 from engine.losses.values import MSESpec, TrustRegionMSESpec
 from flows.configs.optimizer import OptimizerConfig
 from flows.configs.ppo import CreditConfig, ValueModelConfig, value_only_steps
-from flows.training.optimizer import AdamW, schedule_of
 from flows.training.options import CriticOptions, PPOOptions, read_options
-from flows.training.schedules import are_endless
+from flows.training.schedules import AdamW, are_endless, schedule_of
 from storage.chain.records import Chain, PolicyRef
 from tasks.plans import ValuePlan
 

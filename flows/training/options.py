@@ -18,7 +18,6 @@ from engine.losses.base import KLEstimator, LossNorm, TermsNorm
 from engine.losses.policy_gradient import PolicyLoss
 from flows.callbacks import Callback
 from flows.configs.common import GRPOAlgorithm, SFTAlgorithm
-from flows.configs.defaults import default_of
 from flows.configs.optimizer import OptimizerConfig
 from flows.configs.overrides import ConfigError, describe_validation
 from flows.configs.ppo import CreditConfig
@@ -28,7 +27,7 @@ from flows.loggers import StageNotifier
 from flows.training.checkpointing import CheckpointSchedule
 from flows.training.schedules import Schedule
 from storage.chain.records import OldLogprobs
-from storage.serialization import Coefficient, Divisor, Frozen, Positive
+from storage.serialization import Coefficient, Divisor, Frozen, Positive, default_of
 from tasks.batches.advantages import ESTIMATORS
 from tasks.batches.truncation import Cut
 from tasks.environments.base import EnvironmentFactory

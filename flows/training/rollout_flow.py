@@ -55,7 +55,7 @@ async def rollout_arguments(
     builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
     model = await builder.spawn_train(config.model.name)
     # loss_norm="constant" divides by the longest rollout, unless the config gives a number
-    divisor = config.regularisation.norm_constant or source.longest_rollout(config.sampling.max_new_tokens)
+    divisor = config.regularisation.norm_constant or config.longest_rollout
     return {
         # inputs
         **source.arguments(),

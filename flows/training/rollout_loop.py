@@ -14,8 +14,7 @@ from engine.handles import TrainingModel
 from engine.losses.policy_gradient import POLICY_LOSSES, PolicyGradientSpec, load_own_loss
 from engine.text.threads import StringThread
 from flows.configs.common import GRPOAlgorithm, PromptDataConfig
-from flows.configs.defaults import default_of
-from flows.configs.gspo import check_has_gspo
+from flows.configs.ppo import check_has_gspo
 from flows.configs.reinforcement import BatchRules, Regularisation, old_logprobs_of_step
 from flows.training.arguments import check_one_length, whole_number
 from flows.training.critic import Critic
@@ -34,6 +33,7 @@ from flows.training.training_loop import TrainingLoop
 from flows.training.training_steps import TrainingSteps
 from storage.chain.records import MinibatchPlan, PolicyRef, StepRequest
 from storage.inspect.step_grades import hint_about_missing_grades
+from storage.serialization import default_of
 from storage.store.artifacts import ArtifactRef
 from tasks.batches.advantages import AdaptiveKL, FixedKL, Overlong, RewardKL
 from tasks.datasets.load import LoadedDataset

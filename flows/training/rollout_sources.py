@@ -42,10 +42,6 @@ class RolloutSource(Protocol):
         """The argument of a training class that creates this source."""
         ...
 
-    def longest_rollout(self, max_new_tokens: int) -> int:
-        """The largest number of tokens that the policy samples in one rollout."""
-        ...
-
     async def sample_and_grade(
         self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
     ) -> tuple[ArtifactRef, ArtifactRef]:
@@ -63,9 +59,6 @@ class Completions:
 
     def arguments(self) -> dict[str, Any]:
         return {"grader": self.plan}
-
-    def longest_rollout(self, max_new_tokens: int) -> int:
-        return max_new_tokens
 
     async def sample_and_grade(
         self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
@@ -88,10 +81,6 @@ class Episodes:
 
     def arguments(self) -> dict[str, Any]:
         return {"environment_factory": self.plan}
-
-    def longest_rollout(self, max_new_tokens: int) -> int:
-        # every turn may have an answer of the maximum length
-        return max_new_tokens * self.plan.max_turns
 
     async def sample_and_grade(
         self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int

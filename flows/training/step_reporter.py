@@ -1,22 +1,27 @@
-"""Reports the metrics of each committed step of a training loop, the results of its callbacks, and its progress."""
+"""Reports the metrics of each committed step of a training loop, the results of its callbacks, its progress, and the
+time that is left."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+import statistics
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
 from flows.callbacks import Callback, HeldoutEvaluation, Moment, training_name, when
-from flows.configs.logging import LoggingConfig
-from flows.display.artifacts import put_table
+from flows.configs.validation import LoggingConfig
 from flows.display.live_page import RunPage, flow_run_page
+from flows.display.run_log import put_table
 from flows.display.terminal import TerminalProgress
 from flows.loggers import StageNotifier
 from flows.training.rollout_collection import CollectedRollouts
-from flows.training.time_left import TimeLeft
 from flows.training.watch import RunWatch
 from storage.chain.records import Chain, CommitRecord, PolicyRef
 from storage.chain.run_record import read_run
@@ -35,6 +40,9 @@ from tasks.reports.table_cells import table_cells
 
 EVALUATION = "evaluation"
 """The kind of work under which evaluations on held-out prompts are measured."""
+
+STEPS_AVERAGED = 10
+"""Number of recent steps whose mean duration counts."""
 
 
 class StepReporter:
@@ -218,3 +226,59 @@ def open_loggers(store: ObjectStore, policy: PolicyRef, config: LoggingConfig) -
         folder=config.folder, config=semantic,
     )  # fmt: skip
     return Loggers(store, policy, config.trackers(), run)
+
+
+class TimeLeft:
+    """The remaining time of one loop. `measure` surrounds everything that is not a step; `finish_step` ends a step."""
+
+    def __init__(
+        self,
+        total_steps: int | None,
+        planned: Mapping[str, Sequence[int]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`planned`: for each kind of work besides the steps, the numbers of finished steps after which it is due,
+        ascending."""
+        self._total_steps, self.planned, self._clock = total_steps, planned, clock
+        self._durations: dict[str, list[float]] = {}
+        self._steps: deque[float] = deque(maxlen=STEPS_AVERAGED)
+        self._step_started = clock()
+        self._other_seconds = 0.0
+
+    @contextmanager
+    def measure(self, kind: str) -> Iterator[None]:
+        """Measures work of a kind, which does not count as time of a step. Calls must not be nested."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            seconds = self._clock() - started
+            self._other_seconds += seconds
+            self.record(kind, seconds)
+
+    def record(self, kind: str, seconds: float) -> None:
+        """Records the duration of one piece of work of this kind."""
+        self._durations.setdefault(kind, []).append(seconds)
+
+    def finish_step(self) -> None:
+        """Ends a step. Its duration is the time since the last call, less the other work measured meanwhile."""
+        now = self._clock()
+        self._steps.append(max(0.0, now - self._step_started - self._other_seconds))
+        self._step_started, self._other_seconds = now, 0.0
+
+    @property
+    def mean_step_seconds(self) -> float:
+        """Mean duration of the latest steps."""
+        return statistics.fmean(self._steps)
+
+    def remaining_seconds(self, steps_done: int) -> float | None:
+        """Returns the remaining seconds after `steps_done` steps. Work due after exactly `steps_done` steps
+        counts as not yet done. None: unknown, as in a run without an end."""
+        if self._total_steps is None or not self._steps:
+            return None
+        seconds = self.mean_step_seconds * max(0, self._total_steps - steps_done)
+        for kind, due in self.planned.items():
+            if kind in self._durations:
+                seconds += statistics.fmean(self._durations[kind]) * (len(due) - bisect_left(due, steps_done))
+        return seconds

@@ -1,25 +1,35 @@
-"""The loop of SFT, DPO and RewardModelling: trains on the rows of a dataset, epoch after epoch.
+"""The loop of SFT, RewardModelling and the classes of preferences: trains on the rows of a dataset, epoch after epoch.
 
-Each class defines how rows become a batch, and which loss is minimised.
+Each class defines how rows become a batch, and which loss is minimised. The flow around a class is `train_on_dataset`.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from engine.handles import TrainingModel
+from engine.handles import Model, TrainingModel
 from engine.losses.spec import LossSpec
-from flows.configs.common import SFTAlgorithm
+from engine.text.threads import StringThread
+from flows.callbacks import Cadence, Callback, ValidationLoss
+from flows.catalogue import PreferenceAlgorithm, PreferenceOptimizer
+from flows.configs.common import SFTAlgorithm, SupervisedConfig
 from flows.configs.reinforcement import RunRules
+from flows.display.terminal import TerminalProgress
+from flows.runs.session import RunSession, open_run
 from flows.training.arguments import check_one_length, whole_number
+from flows.training.checkpointing import CheckpointSchedule
+from flows.training.finish import publish_and_report
 from flows.training.options import SupervisedOptions, read_options
 from flows.training.training_loop import TrainingLoop
 from flows.training.training_steps import training_steps
 from storage.chain.records import PolicyRef, StepRequest
+from storage.registry.models import registered_key
 from storage.store.artifacts import ArtifactRef
 from tasks.batches.pairs import prepare_preferences
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import load_order
+from tasks.datasets.spec import InlinePairs
+from tasks.load import load_prompts
 from tasks.train import take_gradient_step
 
 
@@ -99,3 +109,73 @@ class SupervisedLoop(TrainingLoop):
         """The reference policy of the loss, which is the policy that the stage began with. None for a loss without a
         reference."""
         return start if self.loss.needs_reference else None
+
+
+class PreferenceLoop(SupervisedLoop):
+    """A training class with a loss of pairs. `dataset`: pairs (preferred, dispreferred) of threads that begin alike, or
+    a loaded preference dataset. `samples_per_batch` counts pairs.
+
+    Only the turns after those that both threads begin with are compared, unless the threads' weights say otherwise.
+    """
+
+    optimizer_type = PreferenceOptimizer
+
+    def __init__(
+        self,
+        dataset: list[tuple[StringThread, StringThread]] | LoadedDataset,
+        model: TrainingModel,
+        options: SupervisedOptions,
+    ) -> None:
+        super().__init__(model, options)
+        self.dataset = dataset
+        assert isinstance(self.algorithm, PreferenceAlgorithm)
+        self.loss = self.algorithm.loss
+
+    def load_dataset(self) -> LoadedDataset:
+        if not isinstance(self.dataset, LoadedDataset):
+            return load_prompts(self.model.workspace, InlinePairs.of(self.dataset), "preference")
+        if self.dataset.ref.kind != "pairs":
+            raise ValueError(
+                f"{self.dataset.ref.key} holds {self.dataset.ref.kind}; {type(self).__name__} needs pairs: load it "
+                "with kind='preference'"
+            )
+        return self.dataset
+
+
+async def supervised_arguments(
+    config: SupervisedConfig, session: RunSession, logger: TerminalProgress
+) -> dict[str, Any]:
+    """The arguments of a training class on a dataset. Spawns the model."""
+    builder = Model(registered_key(session.base)).to_builder(session).training(config.model.trainable)
+    if config.has_scalar_head:
+        builder = builder.into_scoring_model()
+    return {
+        "callbacks": _validation_callbacks(config, session),
+        "dataset": session.data,
+        "model": await builder.spawn_train(config.model.name),
+        "logger": logger,
+        "optimizer": config.optimizer,
+        "algorithm": config.algorithm,
+        "rules": config.rules,
+        "checkpoints": CheckpointSchedule(config.checkpoints),
+        "data_seed": config.seed,
+    }
+
+
+def _validation_callbacks(config: SupervisedConfig, session: RunSession) -> list[Callback]:
+    """The callback for the loss on held-out rows. Empty if the config has no held-out rows."""
+    if config.data.heldout is None:
+        return []
+    heldout = load_prompts(session.workspace, config.data.heldout, config.data.heldout_use)
+    return [ValidationLoss(heldout, Cadence.of(config.validation), config.algorithm.lengths)]
+
+
+async def train_on_dataset(config: SupervisedConfig, kind: type[SupervisedLoop]) -> dict[str, Any]:
+    """The flow of a training class on a dataset: opens the run, trains, publishes and reports. Returns the result of
+    the run."""
+    logger = TerminalProgress()
+    async with open_run(config, logger) as session:
+        if session.result is not None:
+            return session.result
+        policy = await kind(**await supervised_arguments(config, session, logger)).run()
+        return await publish_and_report(session, logger, config.model, policy)

@@ -11,8 +11,8 @@ from flows.configs.optimizer import OptimizerConfig
 from flows.configs.reinforcement import RunRules
 from flows.display.terminal import TerminalProgress
 from flows.training.checkpointing import CheckpointSchedule
-from flows.training.optimizer import AdamW, schedule_of
 from flows.training.options import LoopOptions, check_names
+from flows.training.schedules import AdamW, schedule_of
 from storage.chain.records import NanPolicy, PolicyRef
 from tasks.task_runs import link_stage_start
 

@@ -20,12 +20,11 @@ from itertools import count
 
 from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
-from flows.display.durations import format_duration
+from flows.display.terminal import format_duration
 from flows.training.checkpointing import CheckpointWriter, Due
 from flows.training.idle_steps import IdleSteps
 from flows.training.rollout_collection import CollectedRollouts
-from flows.training.step_reporter import StepReporter, kind_of_work
-from flows.training.time_left import TimeLeft
+from flows.training.step_reporter import StepReporter, TimeLeft, kind_of_work
 from flows.training.training_loop import TrainingLoop
 from storage.chain.records import CommitRecord, PolicyRef
 from tasks.datasets.load import LoadedDataset
@@ -163,9 +162,7 @@ async def training_steps(
     # both are closed when the loop ends, also by an exception
     async with (
         CheckpointWriter(
-            loop.model.workspace,
-            loop.checkpoints,
-            on_saved=partial(_checkpoint_saved, loop, time_left),
+            loop.model.workspace, loop.checkpoints, on_saved=partial(_checkpoint_saved, loop, time_left)
         ) as checkpoints,
         StepReporter(
             loop.model,

@@ -1,4 +1,4 @@
-"""Conversions of verl's values: batches, loss, rewards. keys.toml refers to all conversions by name."""
+"""Conversions of verl's values: batches, loss, rewards, validation. keys.toml refers to all conversions by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from flows.verl.convert_data import DATA_CONVERSIONS
 from flows.verl.convert_engine import ENGINE_CONVERSIONS
 from flows.verl.convert_loss import LOSS_CONVERSIONS, MEAN_OF_MEANS, WHICH_VERSION
 from flows.verl.convert_schedule import SCHEDULE_CONVERSIONS
-from flows.verl.convert_validation import VALIDATION_CONVERSIONS
 from flows.verl.read import Verl
 from flows.verl.values import (
     ACTOR,
@@ -22,9 +21,10 @@ from flows.verl.values import (
     Unused,
     flow_of,
     local_path,
+    ranks_of_a_sequence,
     times,
+    workers_of,
 )
-from flows.verl.workers import ranks_of_a_sequence, workers_of
 
 REWARD_GRADER = "tasks.graders.verl:VerlReward"
 REWARD_MODEL_GRADER = "tasks.graders.reward_model:RewardModelGrader"
@@ -364,6 +364,32 @@ def _megatron_lora(verl: Verl, key: str, value: Any) -> Any:
     if not value:
         return Unused()
     return PathValues({"model.adapter.rank": value, "model.adapter.target_modules": "all-linear"})
+
+
+def _validation(verl: Verl, key: str, value: Any) -> Any:
+    """The sampling of the validation. verl's agent loop reads the temperature and never `do_sample`."""
+    if key.endswith(".n") and value > 1 and verl.get(ROLLOUT + "val_kwargs.temperature") == 0:
+        return Unused("at temperature 0 all completions would be equal")
+    if key.endswith(".top_k"):
+        return max(0, value)
+    return value
+
+
+LOGGERS = ("tensorboard", "wandb", "mlflow", "swanlab")
+
+
+def _loggers(verl: Verl, key: str, value: Any) -> Any:
+    names = [value] if isinstance(value, str) else list(value)
+    # metrics are always shown in the terminal and kept in the store
+    unknown = [name for name in names if name not in (*LOGGERS, "console", "file")]
+    if unknown:
+        text = ", ".join(map(repr, unknown))
+        raise NoCounterpart(f"there is no logger {text} here; expected console, {', '.join(LOGGERS)}")
+    trackers = [name for name in names if name in LOGGERS]
+    return trackers or Unused("the terminal always shows the metrics, and the store keeps them")
+
+
+VALIDATION_CONVERSIONS: dict[str, Conversion] = {"loggers": _loggers, "validation": _validation}
 
 
 CONVERSIONS: dict[str, Conversion] = {

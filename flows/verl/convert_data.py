@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.text.images import takes_images
-from flows.verl.convert_schedule import steps_per_epoch
+from flows.verl.convert_schedule import steps_per_epoch, train_files
 from flows.verl.read import Verl
-from flows.verl.train_files import train_files
 from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused, local_path
 from tasks.datasets.verl import IMAGE_ROWS, ROWS
 

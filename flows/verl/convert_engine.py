@@ -6,8 +6,7 @@ import re
 from typing import Any
 
 from flows.verl.read import Verl
-from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused, local_path, times
-from flows.verl.workers import strategy_of
+from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused, local_path, strategy_of, times
 
 # -- optimizer -------------------------------------------------------------------------------------------------
 

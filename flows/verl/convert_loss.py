@@ -6,8 +6,18 @@ import re
 from typing import Any
 
 from flows.verl.read import Verl
-from flows.verl.values import ACTOR, Approximate, Conversion, NoCounterpart, PathValues, Unused, flow_of
-from flows.verl.workers import MicroBatches, micro_batches, workers_of
+from flows.verl.values import (
+    ACTOR,
+    Approximate,
+    Conversion,
+    MicroBatches,
+    NoCounterpart,
+    PathValues,
+    Unused,
+    flow_of,
+    micro_batches,
+    workers_of,
+)
 
 
 def _clip(verl: Verl, key: str, value: Any) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from flows.verl.read import Verl
-from flows.verl.train_files import train_files
-from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused
-from flows.verl.workers import strategy_of, workers_of
+from flows.verl.values import Approximate, Conversion, NoCounterpart, PathValues, Unused, strategy_of, workers_of
 
 NULL = "verl needs a number here; give one, or leave the key out for verl's default"
 
@@ -246,3 +245,35 @@ SCHEDULE_CONVERSIONS: dict[str, Conversion] = {
     "megatron_schedule": _megatron_schedule, "schedule": _schedule, "schedule_alias": _schedule_alias,
     "steps": _steps, "warmup_ratio": _warmup_ratio, "warmup_steps": _warmup_steps,
 }  # fmt: skip
+
+
+# -- the rows of the training files ---------------------------------------------------------------------------
+
+
+class TrainFile(NamedTuple):
+    """What a Parquet file says about its rows."""
+
+    rows: int
+    columns: list[str]
+
+
+def train_files(verl: Verl) -> list[TrainFile | None]:
+    """Returns an entry for each file of data.train_files. None: it is not here, or it is not Parquet."""
+    files = verl.get("data.train_files")
+    return [_read(file) for file in (files if isinstance(files, list) else [files])]
+
+
+def _read(file: Any) -> TrainFile | None:
+    path = Path(str(file)).expanduser()
+    if path.suffix != ".parquet" or not path.is_file():
+        return None
+    # imported here, because only configs whose files are on this machine need it
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_metadata(path)
+        return TrainFile(int(metadata.num_rows), list(metadata.schema.to_arrow_schema().names))
+    except (OSError, pa.ArrowException):
+        # the run reports what is wrong with the file
+        return None

@@ -25,7 +25,7 @@ class Mapped:
     convert: str | None = None
     """Name of a conversion in flows.verl.convert. None: the value is copied."""
     when: str | None = None
-    """Name of the condition in flows.verl.conditions under which verl reads the key. None: always."""
+    """Name of the condition in flows.verl.importer under which verl reads the key. None: always."""
     required: bool = False
     """Whether a config must give the key. Its default is only a placeholder."""
     placeholder: bool = False

@@ -39,7 +39,7 @@ computed by the trainer or by the sampler. forward: from the forward pass of the
 still those before the step."""
 
 NanPolicy = Literal["fail", "skip"]
-"""Whether a non-finite gradient fails the step or skips its update."""
+"""What a non-finite gradient does: it fails the step, or with `skip_nan_gradients` its update is skipped."""
 
 
 class PolicyRef(Frozen):
@@ -166,7 +166,7 @@ class RebaseMark(Frozen):
 
 
 class SkippedUpdate(Frozen):
-    """An optimizer update that was skipped because its gradient was not finite (nan_policy = "skip")."""
+    """An optimizer update that was skipped because its gradient was not finite (`skip_nan_gradients`)."""
 
     update: int = Field(ge=1)
     """The number of the update in its step, from 1."""
@@ -194,7 +194,7 @@ class CommitRecord(Frozen):
     updates: int
     """Optimizer updates made by this step."""
     skipped: int = 0
-    """Updates that were skipped because of a non-finite gradient (nan_policy = "skip")."""
+    """Updates that were skipped because of a non-finite gradient (`skip_nan_gradients`)."""
     skipped_updates: tuple[SkippedUpdate, ...] = Field((), exclude_if=lambda updates: not updates)
     """Why each of them was skipped. Empty in records of before this field."""
     # what the bits of the weights depend on

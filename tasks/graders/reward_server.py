@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from engine.http.replies import UnusableReply, post_json
+from engine.models.openai_model import UnusableReply, post_json
 from engine.text.threads import StringThread
 from storage.secrets import refuse_secrets
 from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException

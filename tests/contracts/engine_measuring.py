@@ -24,10 +24,12 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gspo": ({"kind": "gspo", "kl_beta": 0.0, "importance_cap": 2.0}, {"sampler_logprobs": -5.2}),
     "entropy": (FREE | {"entropy_coef": 0.1, "terms_norm": "token_sum"}, {}),
     "dpo": ({"kind": "dpo", "beta": 0.5}, {"reference_logprobs": -5.0}),
+    "simpo": ({"kind": "simpo"}, {}),
     "mse": ({"kind": "mse"}, {"returns": 1.0}),
     "ranking": ({"kind": "ranking"}, {}),
 }
 SCALAR = ("mse", "ranking")
+PAIRS = ("dpo", "simpo", "ranking")
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -35,10 +37,10 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     columns = LOSSES[name][1]
     if name not in SCALAR:
         columns = columns | {"old_logprobs": -5.1, "advantages": 1.0}
-    if name == "dpo":
+    if name in ("dpo", "simpo"):
         columns = LOSSES[name][1]
     up, down = row(*UP, group="g", **columns), row(*DOWN, group="g", **columns)
-    if LOSSES[name][0]["kind"] in ("dpo", "ranking"):
+    if LOSSES[name][0]["kind"] in PAIRS:
         return [up | {"preferred": True}, down | {"preferred": False}]
     if "advantages" in columns:
         down["advantages"] = [-0.5] * len(DOWN[1])
@@ -65,7 +67,7 @@ class MeasuringContract(EngineFixtures):
         assert measured.metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
         assert await engine.measure(request) == measured  # of the policy before the step
 
-        pairwise = loss["kind"] in ("dpo", "ranking")
+        pairwise = loss["kind"] in PAIRS
         assert measured.tokens == ((7,) if pairwise else (3, 4))
         assert (measured.margins is None) != pairwise
         if pairwise:

@@ -11,9 +11,8 @@ from typer.main import get_command
 
 from flows.catalogue import TRAININGS
 from flows.cli.main import app
-from flows.configs.engine import load_engine
 from flows.configs.evaluation import EvaluationFlowConfig
-from flows.configs.overrides import parse_config
+from flows.configs.overrides import load_engine, parse_config
 from flows.configs.recurring import RecurringConfig
 from flows.configs.sweep import SweepConfig
 

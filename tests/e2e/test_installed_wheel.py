@@ -72,7 +72,9 @@ def installed(tmp_path: Path) -> Iterator[Installed]:
 
 
 def test_the_wheel_runs_the_demo_and_a_deployment_in_an_empty_folder(installed: Installed) -> None:
-    sets = [f"algorithm.{name}={value}" for name, value in SHORT.items()] + ["data.heldout=null"]
+    # the rewards of one small step may be equal, so that it teaches nothing
+    sets = [f"algorithm.{name}={value}" for name, value in SHORT.items()]
+    sets += ["data.heldout=null", "model.publish_unchanged=true"]
     output = installed.cli("demo", *(word for item in sets for word in ("--set", item)))
     assert "model: smollm2-sums@000001" in output
 

@@ -28,7 +28,7 @@ IN_STEP = "step.before_commit:2"
 """Of a process that goes on where the first was killed: with two chains, the value model's, over a committed policy."""
 
 FIRST = {
-    "sft": IN_DATA, "dpo": IN_DATA, "reward_model": IN_DATA, "sft_to_gspo": IN_DATA,
+    "sft": IN_DATA, "dpo": IN_DATA, "simpo": IN_DATA, "reward_model": IN_DATA, "sft_to_gspo": IN_DATA,
     "grpo": IN_SAMPLING, "gspo": IN_SAMPLING, "ppo": IN_SAMPLING,
     "env_grpo": IN_EPISODES, "env_gspo": IN_EPISODES, "env_ppo": IN_EPISODES,
 }  # fmt: skip
@@ -66,7 +66,7 @@ class Trained(Folder):
 
 def config_of(flow: str, path: Path, tiny_folder: Path) -> dict[str, Any]:
     """Every step moves the weights; a step of reinforcement learning has two shards."""
-    if flow in ("dpo", "reward_model"):
+    if flow in ("dpo", "simpo", "reward_model"):
         return preference_config(path, tiny_folder, algorithm={"steps": STEPS, "samples_per_batch": 4})
     value = {"value_model": {"lr": 1e-3}, "credit": {"value_only_fraction": 0.3}} if flow.endswith("ppo") else {}
     if flow.startswith("env_"):

@@ -1,4 +1,5 @@
-"""Tests of `dpo` from end to end: the first loss, the batches, that the margin grows, and that the run resumes."""
+"""Tests of `dpo` from end to end: the first loss, the batches, that the margin grows, and that the run resumes. The
+last two are tests of `simpo` as well, besides what differs in it."""
 
 from __future__ import annotations
 
@@ -12,30 +13,36 @@ import pytest
 from pydantic import ValidationError
 
 import flows.training.supervised_loop
+from engine.losses.pairs import SimPOSpec
 from engine.text.threads import StringThread
 from engine.workspace import connect
-from flows.configs.preferences import DPOConfig
+from flows.catalogue import DPOConfig, SimPOConfig
 from flows.dpo import DPO, dpo
+from flows.simpo import SimPO, simpo
 from tests.fixtures.preferences import preference_config
 from tests.fixtures.runs.flow_runs import FlowRuns
 from tests.fixtures.runs.interruption import Interrupted, interrupt_at
 
-STAGE = "0-dpo"
+FLOWS: dict[str, Any] = {"dpo": (dpo, DPOConfig), "simpo": (simpo, SimPOConfig)}
 
 
-def dpo_runs(folder: Path, tiny_folder: Path) -> FlowRuns:
-    return FlowRuns(folder, tiny_folder, dpo, DPOConfig, stage=STAGE, make_config=preference_config)
+def runs_of(request: pytest.FixtureRequest, folder: Path, tiny_folder: Path) -> FlowRuns:
+    """Runs of the flow that the parameter of the fixture names: without one, of `dpo`."""
+    name = getattr(request, "param", "dpo")
+    return FlowRuns(folder, tiny_folder, *FLOWS[name], stage=f"0-{name}", make_config=preference_config)
 
 
 @pytest.fixture
-def runs(prefect_server: str, tmp_path: Path, tiny_folder: Path) -> FlowRuns:
-    return dpo_runs(tmp_path, tiny_folder)
+def runs(request: pytest.FixtureRequest, prefect_server: str, tmp_path: Path, tiny_folder: Path) -> FlowRuns:
+    return runs_of(request, tmp_path, tiny_folder)
 
 
 @pytest.fixture(scope="module")
-def trained(prefect_server: str, tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> FlowRuns:
+def trained(
+    request: pytest.FixtureRequest, prefect_server: str, tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path
+) -> FlowRuns:
     """Runs with one finished run, `d`, of four steps."""
-    runs = dpo_runs(tmp_path_factory.mktemp("dpo"), tiny_folder)
+    runs = runs_of(request, tmp_path_factory.mktemp("preferences"), tiny_folder)
     runs.run("d")
     return runs
 
@@ -48,6 +55,28 @@ def test_its_defaults_are_those_of_the_algorithm() -> None:
     body = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p.jsonl"}}}
     config = DPOConfig.model_validate(body | {"optimizer": {"schedule": "constant"}})
     assert (config.optimizer.lr, config.algorithm.kl_beta, config.algorithm.samples_per_batch) == (1e-6, 0.1, 32)
+
+
+def test_the_defaults_of_simpo_are_those_of_its_config() -> None:
+    trainer = SimPO([], None)  # type: ignore[arg-type]
+    assert (trainer.loss, trainer.samples_per_batch) == (SimPOSpec(beta=2.0, gamma=1.0), 32)
+    body = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p.jsonl"}}}
+    config = SimPOConfig.model_validate(body | {"algorithm": {"beta": 2.5, "simpo_gamma": 0.3}})
+    assert config.algorithm.loss == SimPOSpec(beta=2.5, gamma=0.3)
+    assert not config.needs_reference
+    assert SimPO([], None, algorithm=config.algorithm, beta=2.0).loss == SimPOSpec(gamma=0.3)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", ["simpo"], indirect=True)
+def test_simpo_has_no_reference_and_its_first_loss_is_that_of_the_mean_logprobs(trained: FlowRuns) -> None:
+    first = trained.records("d")[0]
+    assert first.request.reference is None
+    assert first.request.loss == {"kind": "simpo", "beta": 2.0, "gamma": 1.0}
+    assert trained.tables("d", "batch")[0]["reference_logprobs"].isna().all()
+    assert first.metrics["reward_chosen_mean"] < 0 and first.metrics["loss"] > 0
+    margin = first.metrics["reward_chosen_mean"] - first.metrics["reward_rejected_mean"]
+    assert trained.metrics("d")[0]["pair_margin"] == pytest.approx(margin, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +181,7 @@ def test_an_adapter_is_trained_alone(runs: FlowRuns) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("runs", "trained"), [(name, name) for name in FLOWS], indirect=True)
 def test_an_interrupted_run_resumes_and_ends_in_the_same_bytes(
     runs: FlowRuns, trained: FlowRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,12 +230,13 @@ def test_pairs_given_in_process(prefect_server: str, tiny_folder: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_the_margin_grows_until_every_pair_is_told_apart(runs: FlowRuns) -> None:
+@pytest.mark.parametrize(("runs", "starts_at_0"), [("dpo", True), ("simpo", False)], indirect=["runs"])
+def test_the_margin_grows_until_every_pair_is_told_apart(runs: FlowRuns, starts_at_0: bool) -> None:
     algorithm = {"steps": 40, "samples_per_batch": 10}
     runs.run("d", algorithm=algorithm)
     metrics = [record.metrics for record in runs.records("d")]
     margins = [measures["reward_margin_mean"] for measures in metrics]
-    assert abs(margins[0]) < 1e-5 and margins[-1] > 1.0
+    assert (abs(margins[0]) < 1e-5) == starts_at_0 and margins[-1] > 1.0
     assert margins[-1] > margins[20] > margins[10] > margins[0]
     assert metrics[-1]["accuracy_mean"] == 1.0
     assert metrics[-1]["loss"] < 0.3 < metrics[0]["loss"]

@@ -14,7 +14,7 @@ import pytest
 import flows.ppo
 from engine.handles import Model, TrainingModel
 from engine.text.threads import StringThread
-from flows.configs.env_ppo import ENVPPOConfig
+from flows.configs.environments import ENVPPOConfig
 from flows.env_ppo import ENVPPO, env_ppo
 from flows.recipe import RecipeContext
 from storage.chain.records import CommitRecord

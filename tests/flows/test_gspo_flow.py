@@ -11,8 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from engine.protocol import SamplingParams
-from flows.configs.gspo import GSPOConfig
 from flows.configs.overrides import ConfigError
+from flows.configs.ppo import GSPOConfig
 from flows.configs.reinforcement import old_logprobs_of_step
 from flows.grpo import GRPO
 from flows.gspo import GSPO, gspo

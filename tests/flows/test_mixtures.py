@@ -12,8 +12,8 @@ import pytest
 import flows.grpo
 import flows.training.supervised_loop
 from engine.workspace import connect
+from flows.catalogue import DPOConfig
 from flows.configs.common import SFTConfig
-from flows.configs.preferences import DPOConfig
 from flows.dpo import dpo
 from flows.sft import sft
 from storage.chain.fork import fork_run

@@ -14,7 +14,7 @@ from engine.handles import TrainingModel
 from flows.configs.ppo import PPOConfig
 from flows.ppo import ppo
 from flows.training.critic import Critic
-from flows.training.optimizer import AdamW
+from flows.training.schedules import AdamW
 from storage.inspect.accounting import check_accounting
 from tasks.reports.step_metrics import read_metrics
 from tests.fixtures.runs.flow_runs import GRADED, FlowRuns

@@ -15,7 +15,6 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-import flows.promotion.approval
 import flows.recurring
 import storage.registry.decisions
 from engine.workspace import connect
@@ -269,7 +268,7 @@ def test_a_champion_that_is_moved_meanwhile_is_left_alone(line: Line, monkeypatc
 @pytest.fixture
 def answer(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
     """Answers the forms of paused runs, in order, as the UI does; gives the forms' descriptions."""
-    monkeypatch.setattr(flows.promotion.approval, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(flows.recurring, "POLL_SECONDS", 0.2)
     threads = []
 
     def start(*answers: dict[str, Any]) -> list[str]:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from flows.catalogue import AnyTraining
+from flows.catalogue import AnyTraining, SFTToGSPOConfig
 from flows.configs.common import SFTConfig, TrainingConfig
 from flows.configs.overrides import ConfigError
-from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.sft import sft
 from storage.chain.fork import fork_run
 from storage.chain.run_record import read_run

@@ -14,7 +14,7 @@ import pytest
 import flows.training.supervised_loop
 from engine.text.threads import StringThread
 from engine.workspace import connect
-from flows.configs.preferences import RewardModelConfig
+from flows.catalogue import RewardModelConfig
 from flows.reward_model import RewardModelling, reward_model
 from tests.fixtures.preferences import preference_config, write_ratings
 from tests.fixtures.runs.flow_runs import FlowRuns

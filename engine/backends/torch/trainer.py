@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.protocol import FrozenBase, Objective, UpdateReport
-from engine.backends.torch.batch_checks import check_gives, check_loss_fits_head, check_sequences, validate_batch
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.packing import Packable, Packed, micro_batches, pack
 from engine.backends.torch.updates import (
     Accumulated,
     Totals,
     adamw_groups,
+    check_gives,
+    check_loss_fits_head,
     check_policy_not_nan,
+    check_sequences,
     count_totals,
     has_gradient,
     is_out_of_memory,
@@ -29,6 +31,7 @@ from engine.backends.torch.updates import (
     set_adamw,
     split_by_sequence,
     update_metrics,
+    validate_batch,
 )
 from engine.backends.weight_files.pieces import moment_shapes, open_checkpoint
 from engine.backends.weight_files.tensor_files import check_shapes, digest_tensors, shapes_of_tensors, write_tensors
@@ -146,7 +149,7 @@ class TorchTrainer:
         norm = float(nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm))
         if isfinite(norm):
             self._step(adamw)
-        elif not objective.skip_non_finite:
+        elif not objective.skip_nan_gradients:
             raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
         adamw.zero_grad(set_to_none=True)
         return UpdateReport(

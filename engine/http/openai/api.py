@@ -24,7 +24,6 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from engine.errors import EngineError, SampleTooLong
-from engine.http.openai.generation import ClientDisconnected, Delta, Generation, cancel_on_disconnect
 from engine.http.openai.models import (
     MOST_ANSWERS,
     ApiError,
@@ -37,7 +36,15 @@ from engine.http.openai.models import (
     as_api_error,
 )
 from engine.http.openai.policies import RECENT_SECONDS, PolicyResolver, ResolvedPolicy
-from engine.http.openai.responses import ChatResponseBuilder, ResponseBuilder, TextResponseBuilder
+from engine.http.openai.responses import (
+    ChatResponseBuilder,
+    ClientDisconnected,
+    Delta,
+    Generation,
+    ResponseBuilder,
+    TextResponseBuilder,
+    cancel_on_disconnect,
+)
 from engine.protocol import Engine, GenerateRequest, SamplingParams
 from engine.text.answer_builder import AnswerBuilder
 from engine.text.stored_models import renderer_of, tokenizer_of

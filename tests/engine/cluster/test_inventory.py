@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.cluster.connection import connect
-from engine.cluster.inventory import Reservation, inventory_if_connected, inventory_of, take_inventory
+from engine.cluster.connection import Reservation, connect, inventory_if_connected, inventory_of, take_inventory
 from engine.cluster.placement import Bundle, Placement
 from engine.specs.engine import ClusterSpec, LocalEngineSpec
-from flows.cli.cluster import describe_inventory, shortage
+from flows.cli.backend_checks import describe_inventory, shortage
 from tests.fixtures.ray_nodes import ray_nodes
 
 pytestmark = pytest.mark.slow

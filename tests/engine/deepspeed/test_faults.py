@@ -29,7 +29,7 @@ from tests.engine.deepspeed.conftest import (
     torch_trainer,
 )
 
-GRPO = Objective(GRPOSpec(kl_beta=0.0), skip_non_finite=True)
+GRPO = Objective(GRPOSpec(kl_beta=0.0), skip_nan_gradients=True)
 CE = Objective(CrossEntropySpec())
 Load = Callable[..., OnRanks]
 OTHERS: list[dict[str, object]] = [
@@ -60,7 +60,7 @@ def test_a_gradient_that_is_no_number_moves_nothing(
     report = trainer.update(poisoned(), GRPO, ADAMW, 30)
     assert report.skipped
     with pytest.raises(NonFiniteGradient):
-        trainer.update(poisoned(), replace(GRPO, skip_non_finite=False), ADAMW, 30)
+        trainer.update(poisoned(), replace(GRPO, skip_nan_gradients=False), ADAMW, 30)
     assert same_bytes(state_of(trainer.checkpoint()), before)
     # nothing of it is left for the next update
     clean = on_ranks(two_ranks, tiny_folder, dtype=dtype, **spec)

@@ -17,7 +17,7 @@ from engine.backends.torch.packing import Packed
 from engine.backends.torch.updates import count_totals, micro_batch_loss
 from engine.losses.inputs import Outputs
 from engine.losses.likelihood import CrossEntropySpec, TangentsSpec
-from engine.losses.pairs import DPOSpec, RankingSpec
+from engine.losses.pairs import DPOSpec, RankingSpec, SimPOSpec
 from engine.losses.policy_gradient import CISPOSpec, GMPOSpec, GRPOSpec, GSPOSpec, SAPOSpec
 from engine.losses.spec import LossSpec
 from engine.losses.values import MSESpec, TrustRegionMSESpec
@@ -65,6 +65,7 @@ VARIANTS: dict[str, dict[str, LossSpec]] = {
         "ipo": DPOSpec(beta=0.3, variant="ipo"),
         "cdpo": DPOSpec(beta=0.3, variant="cdpo", label_smoothing=0.1),
     },
+    "simpo": {"": SimPOSpec()},
     "ranking": {"": RankingSpec()},
     "mse": {"token_mean": MSESpec(), "sequence_mean": MSESpec(norm="sequence_mean")},
     "trust_region_mse": {"token_mean": TrustRegionMSESpec(clip=0.2)},

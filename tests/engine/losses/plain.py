@@ -196,6 +196,13 @@ def _dpo(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
     return torch.stack(values).mean()
 
 
+def _simpo(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
+    values = []
+    for good, bad in _pairs(samples, [out.logprobs.mean() for out in outs]):
+        values.append(torch.log1p(torch.exp(spec.gamma - spec.beta * (good - bad))))
+    return torch.stack(values).mean()
+
+
 def _ranking(_: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
     pairs = _pairs(samples, [out.values.sum() for out in outs])
     return torch.stack([torch.log1p(torch.exp(bad - good)) for good, bad in pairs]).mean()
@@ -223,5 +230,5 @@ def _trust_region_mse(spec: Any, samples: Sequence[Sample], outs: Sequence[Out])
 DEFINITIONS: dict[str, Callable[[Any, Sequence[Sample], Sequence[Out]], Tensor]] = {
     "cross_entropy": _cross_entropy, "tangents": _tangents, "grpo": _policy, "gspo": _policy, "cispo": _policy,
     "gmpo": _policy, "sapo": _policy,
-    "dpo": _dpo, "ranking": _ranking, "mse": _mse, "trust_region_mse": _trust_region_mse,
+    "dpo": _dpo, "simpo": _simpo, "ranking": _ranking, "mse": _mse, "trust_region_mse": _trust_region_mse,
 }  # fmt: skip

@@ -129,4 +129,4 @@ def test_weights_that_overflowed_are_no_gradient_to_skip(small_folder: Path, ski
     with torch.no_grad():
         next(iter(trainer.model.module.parameters())).fill_(torch.nan)
     with pytest.raises(PermanentEngineError, match=r"gives NaN for the logprobs .* Lower optimizer.lr, and fork"):
-        update(trainer, samples, forward(GRPOSpec(kl_beta=0), skip_non_finite=skip))
+        update(trainer, samples, forward(GRPOSpec(kl_beta=0), skip_nan_gradients=skip))

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from engine.losses.base import PairLoss
 from engine.losses.inputs import LossInputs, Outputs
-from engine.losses.pairs import DPOSpec, RankingSpec
+from engine.losses.pairs import DPOSpec, PairSpec, RankingSpec, SimPOSpec
 
 
 def f64(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def pair_loss(inputs: LossInputs, spec: DPOSpec | RankingSpec) -> PairLoss:
+def pair_loss(inputs: LossInputs, spec: PairSpec) -> PairLoss:
     loss = spec.compute(inputs)
     assert isinstance(loss, PairLoss)
     return loss
@@ -87,6 +87,30 @@ def test_metrics_carry_no_gradient() -> None:
         Outputs(values_N=logprobs_N[:2]), (1, 1), preferred_P=torch.tensor([0]), dispreferred_P=torch.tensor([1])
     )
     assert not any(value.requires_grad for value in pair_loss(inputs, RankingSpec()).sums.values())
+
+
+def test_simpo_by_hand() -> None:
+    """Mean logprobs -10/3 and -6, β 2, γ 1: margin 16/3, h = 13/3, -log σ(h) = 0.01303836, 1 - σ(h) = 0.01295373."""
+    logprobs_N = f64(-5.5, -6.5, -2.0, -3.0, -5.0).requires_grad_()
+    inputs = LossInputs(
+        Outputs(logprobs_N), (2, 3), preferred_P=torch.tensor([1]), dispreferred_P=torch.tensor([0])
+    )
+    loss = pair_loss(inputs, SimPOSpec())
+    loss.values_P.sum().backward()
+    assert loss.values_P.tolist() == pytest.approx([0.01303836], abs=1e-8)
+    # β (1 - σ(h)) divided by the tokens of each sequence
+    slope = 2 * 0.01295373
+    assert logprobs_N.grad.tolist() == pytest.approx([slope / 2] * 2 + [-slope / 3] * 3, abs=1e-8)
+    sums = {name: float(value) for name, value in loss.sums.items()}
+    assert sums == pytest.approx(
+        {
+            "reward_chosen_per_pair": -20 / 3,
+            "reward_rejected_per_pair": -12.0,
+            "reward_margin_per_pair": 16 / 3,
+            "accuracy_per_pair": 1.0,
+        }
+    )
+    assert not any(value.requires_grad for value in loss.sums.values())
 
 
 def test_ranking_by_hand() -> None:

@@ -66,7 +66,7 @@ def test_requests_of_before_there_was_a_kl_term_under_the_ratio_are_the_same(mak
 def test_what_a_loss_says_about_itself() -> None:
     """docs/algorithms.md: which losses read a scalar head, and which are of pairs."""
     assert {spec.kind for spec in SPECS.values() if spec.reads == "values"} == {"ranking", "mse", "trust_region_mse"}
-    assert {spec.kind for spec in SPECS.values() if spec.pairwise} == {"dpo", "ranking"}
+    assert {spec.kind for spec in SPECS.values() if spec.pairwise} == {"dpo", "simpo", "ranking"}
     at_one = {spec.kind for spec in SPECS.values() if not spec.uses_sampling_temperature}
     assert at_one == {"cross_entropy", "ranking", "mse", "trust_region_mse"}
     for spec in SPECS.values():

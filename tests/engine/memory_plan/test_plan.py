@@ -11,19 +11,23 @@ import pytest
 
 from engine.backends.deepspeed.memory import state_bytes
 from engine.errors import BadSpec
-from engine.memory_plan.formulas import (
+from engine.memory_plan.plan import plan_memory
+from engine.memory_plan.records import GIB, Machine, MemoryPlan, MemoryPool, Workload
+from engine.memory_plan.remedies import Scenario, remedies
+from engine.memory_plan.shape import (
     CHUNK_BYTES,
+    FAMILIES,
+    ModelShape,
     activations,
     autocast_weights,
     head_activations,
     kv_bytes_per_token,
     layer_activations,
+    preset,
+    read_shape,
+    shape_of,
     torch_states,
 )
-from engine.memory_plan.plan import plan_memory
-from engine.memory_plan.records import GIB, Machine, MemoryPlan, MemoryPool, Workload
-from engine.memory_plan.remedies import Scenario, remedies
-from engine.memory_plan.shape import FAMILIES, ModelShape, preset, read_shape, shape_of
 from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 
 SMALL = ModelShape(

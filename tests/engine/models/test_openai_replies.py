@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from engine.errors import BadSpec, EngineUnreachable
-from engine.http import replies
 from engine.models import openai_model
 from engine.models.openai_model import OpenAIModel
 from engine.protocol import SamplingParams
@@ -61,7 +60,7 @@ async def test_an_answer_of_any_size_is_not_read_and_not_asked_for_again() -> No
     with server(b" " * (1 << 20), 1500) as (url, sent):
         with pytest.raises(MalformedAnswer, match="answered with more than 8 MiB; expected a short answer"):
             await judge(url).generate(THREAD)
-        assert len(sent) == 1 and sent[0] < 10 * replies.MAX_REPLY_BYTES
+        assert len(sent) == 1 and sent[0] < 10 * openai_model.MAX_REPLY_BYTES
     with server(b" " * (1 << 20), 1500) as (url, sent):
         with pytest.raises(GraderError, match="answered with more than 8 MiB"):
             await RewardServerGrader("r", url).grade(THREAD)

@@ -379,7 +379,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_or_skipped(tiny_folder: Path)
     spec, optimizer = GRPOSpec(kl_beta=0), OptimizerSpec(lr=0.1)
     with pytest.raises(NonFiniteGradient, match="1 samples"):
         update(trainer, bad, Objective(spec), optimizer)
-    report, grads = update(trainer, bad, Objective(spec, skip_non_finite=True), optimizer)
+    report, grads = update(trainer, bad, Objective(spec, skip_nan_gradients=True), optimizer)
     assert (report.skipped, grads) == (True, {})
     assert digest_tensors(model.named_weights())[0] == before
     good = [Sample([1, 2], [0.0, 1.0], advantages=[1.0], old_logprobs=[-5.0])]

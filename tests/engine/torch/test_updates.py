@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 
 from engine.backends.deepspeed.trainer import distribute
 from engine.backends.protocol import Objective, UpdateReport
-from engine.backends.torch.batch_checks import check_pairs, validate_batch
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.loading import load_model
 from engine.backends.torch.packing import longest_unit, micro_batches
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.torch.updates import count_totals, has_gradient, update_metrics
+from engine.backends.torch.updates import check_pairs, count_totals, has_gradient, update_metrics, validate_batch
 from engine.errors import BadSpec, OutOfMemory, SampleTooLong
 from engine.local.apply import apply_request
 from engine.losses.likelihood import CrossEntropySpec

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch import varlen
+from engine.backends.torch import attention
 from engine.backends.torch.attention import PackedLayout, PrefillLayout
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.loading import load_model
@@ -48,7 +48,13 @@ LAYOUTS = {
 
 
 def by_definition(
-    query_THD: Tensor, key_MKD: Tensor, value_MKD: Tensor, pairs: varlen.VarlenPairs, scale: float, *, last: bool = True
+    query_THD: Tensor,
+    key_MKD: Tensor,
+    value_MKD: Tensor,
+    pairs: attention.VarlenPairs,
+    scale: float,
+    *,
+    last: bool = True,
 ) -> Tensor:
     """Pair s attends from queries starts_q[s]: to keys starts_k[s]:, query i to keys up to i + (keys - queries)."""
     assert pairs.starts_q.dtype == pairs.starts_k.dtype == torch.int32
@@ -83,7 +89,7 @@ def rows(groups: list[PrefixGroup], key_heads: int) -> list[Tensor]:
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
 def test_values_and_gradients_are_those_of_the_sdpa_path(groups: list[PrefixGroup], key_heads: int) -> None:
-    def run(kernel: varlen.VarlenKernel | None) -> list[Tensor]:
+    def run(kernel: attention.VarlenKernel | None) -> list[Tensor]:
         inputs = rows(groups, key_heads)
         out = PackedLayout(groups, device=CPU, kernel=kernel).attend(0, *inputs, 0.3)
         torch.manual_seed(1)
@@ -99,10 +105,10 @@ def test_the_gradient_of_a_shared_prompt_is_summed_in_float32() -> None:
     group = PrefixGroup(0, 1, tuple((1 + place, 1) for place in range(branches)))
     keys = torch.ones(1 + branches, 1, 1, dtype=torch.bfloat16, requires_grad=True)
 
-    def sum_of_keys(q: Tensor, key_MKD: Tensor, v: Tensor, pairs: varlen.VarlenPairs, scale: float) -> Tensor:
+    def sum_of_keys(q: Tensor, key_MKD: Tensor, v: Tensor, pairs: attention.VarlenPairs, scale: float) -> Tensor:
         return key_MKD.sum(dtype=torch.float32)
 
-    output = varlen.VarlenAttention([group], device=CPU, kernel=sum_of_keys).attend(keys.detach(), keys, keys, 1.0)
+    output = attention.VarlenAttention([group], device=CPU, kernel=sum_of_keys).attend(keys.detach(), keys, keys, 1.0)
     (gradient,) = torch.autograd.grad(output, keys)
     assert gradient.flatten().tolist() == [600.0, *[1.0] * branches]  # 601 copies; bfloat16 rounds 601 to 600
 
@@ -136,7 +142,7 @@ def test_a_whole_model_computes_the_same_with_the_kernel_that_was_found(
         used.append(tuple(args[0].shape))
         return by_definition(*args)
 
-    monkeypatch.setattr(varlen, "find_varlen", lambda query: kernel)
+    monkeypatch.setattr(attention, "find_varlen", lambda query: kernel)
     for actual, sdpa_values in zip(run(), expected, strict=True):
         torch.testing.assert_close(actual, sdpa_values, rtol=1e-11, atol=1e-12)
     layers = model.module.config.num_hidden_layers
@@ -167,7 +173,7 @@ def test_what_packing_does_not_support_is_refused_with_a_kernel_too(argument: di
 
 
 def test_no_kernel_is_looked_for_where_there_is_none() -> None:
-    assert varlen.find_varlen(torch.zeros(1, 2, 3, 64, dtype=torch.bfloat16)) is None  # on the CPU
+    assert attention.find_varlen(torch.zeros(1, 2, 3, 64, dtype=torch.bfloat16)) is None  # on the CPU
 
 
 def top_left(*args: Any) -> Tensor:
@@ -175,8 +181,8 @@ def top_left(*args: Any) -> Tensor:
 
 
 def test_the_probe_tells_a_mask_that_is_aligned_to_the_first_key() -> None:
-    assert varlen._probe(by_definition, CPU) < 0.004  # a value of bfloat16 rounds by at most 2^-8
-    assert varlen._probe(top_left, CPU) > varlen.PROBE_TOLERANCE
+    assert attention._probe(by_definition, CPU) < 0.004  # a value of bfloat16 rounds by at most 2^-8
+    assert attention._probe(top_left, CPU) > attention.PROBE_TOLERANCE
 
 
 def torch_2_13(
@@ -186,7 +192,7 @@ def torch_2_13(
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError("try setting enable_gqa=True")
     assert window_size == (-1, 0)
-    return by_definition(query, key, value, varlen.VarlenPairs(cu_seq_q, cu_seq_k, max_q, max_k), scale)
+    return by_definition(query, key, value, attention.VarlenPairs(cu_seq_q, cu_seq_k, max_q, max_k), scale)
 
 
 def torch_2_11(
@@ -194,7 +200,7 @@ def torch_2_11(
     return_aux: Any = None, scale: Any = None, window_size: Any = (-1, -1),
 ) -> Any:  # fmt: skip
     assert window_size == (-1, 0)
-    return by_definition(query, key, value, varlen.VarlenPairs(cu_seq_q, cu_seq_k, max_q, max_k), scale)
+    return by_definition(query, key, value, attention.VarlenPairs(cu_seq_q, cu_seq_k, max_q, max_k), scale)
 
 
 def torch_2_10(
@@ -207,7 +213,7 @@ def torch_2_10(
 @pytest.mark.parametrize("varlen_attn", [torch_2_13, torch_2_11])
 def test_each_version_of_torchs_function_is_called_as_it_wants(varlen_attn: Callable[..., Any]) -> None:
     groups = LAYOUTS["groups of two and three branches, between segments"]
-    kernel = varlen.adapt_torch_varlen(varlen_attn)
+    kernel = attention.adapt_torch_varlen(varlen_attn)
     inputs = rows(groups, 2)
     actual = PackedLayout(groups, device=CPU, kernel=kernel).attend(0, *inputs, 0.3)
     expected = PackedLayout(groups, device=CPU).attend(0, *inputs, 0.3)
@@ -215,7 +221,7 @@ def test_each_version_of_torchs_function_is_called_as_it_wants(varlen_attn: Call
 
 
 def test_a_version_without_a_scale_is_not_used() -> None:
-    assert varlen.adapt_torch_varlen(torch_2_10) is None
+    assert attention.adapt_torch_varlen(torch_2_10) is None
 
 
 def test_the_installed_torch_has_the_arguments_that_are_used() -> None:

@@ -15,7 +15,7 @@ from engine.backends.replicas.runtime import manifest_of_files
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.tiny import build_tiny_model
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.vllm.pool_builder import open_pool
+from engine.backends.vllm.backend import open_pool
 from engine.cluster.connection import Cluster, connect
 from engine.protocol import Completion
 from engine.specs.engine import ClusterSpec, VllmSpec

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from flows.cli import data as data_command
 from flows.cli.main import app
-from flows.display import load_progress
-from flows.display.load_progress import LoadBar, describe_load
+from flows.display import terminal as load_progress
+from flows.display.terminal import LoadBar, describe_load
 from flows.runs import events
 from storage.store import keys
 from storage.store.objects import open_store

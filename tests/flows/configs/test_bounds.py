@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from flows.catalogue import DPOAlgorithm
 from flows.configs.common import GRPOAlgorithm, SFTConfig
 from flows.configs.optimizer import OptimizerConfig
 from flows.configs.overrides import ConfigError, load_config
 from flows.configs.ppo import CreditConfig, ValueModelConfig
-from flows.configs.preferences import DPOAlgorithm
 from flows.configs.reinforcement import Regularisation
 from flows.configs.validation import EvaluationConfig
 from tasks.batches.advantages import AdaptiveKL, FixedKL

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.specs.engine import DeepSpeedSpec, VllmSpec
-from flows.configs.engine import load_engine
-from flows.configs.overrides import ConfigError
+from flows.configs.overrides import ConfigError, load_engine
 
 ENGINE = 'device = "cpu"\n[trainer]\nkind = "deepspeed"\nranks = 2\n[sampler]\nkind = "vllm"\n'
 RUN = 'seed = 1\n[model]\nkey = "m"\n[engine]\ndevice = "cpu"\n[engine.trainer]\nkind = "deepspeed"\nranks = 2\n'

@@ -195,6 +195,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "env_ppo": EPISODES,
     "sft": SFT,
     "dpo": PAIRS,
+    "simpo": PAIRS,
     "reward_model": PAIRS,
     "sft_to_gspo": STAGES | {"gspo": {"algorithm": {"steps": 3}}},
     "evaluation": {"models": ["m"], "suite": SUITE},

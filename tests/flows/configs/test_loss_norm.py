@@ -11,11 +11,9 @@ from pydantic import ValidationError
 from engine.handles import TrainingModel
 from engine.protocol import SamplingParams
 from flows.configs.common import GRPOAlgorithm, GRPOConfig
-from flows.configs.env_ppo import ENVPPOAlgorithm
-from flows.configs.environments import ENVGRPOAlgorithm, ENVGSPOAlgorithm
-from flows.configs.gspo import GSPOAlgorithm, GSPOConfig
+from flows.configs.environments import ENVGRPOAlgorithm, ENVGSPOAlgorithm, ENVPPOAlgorithm
 from flows.configs.overrides import ConfigError
-from flows.configs.ppo import PPOAlgorithm, PPOConfig
+from flows.configs.ppo import GSPOAlgorithm, GSPOConfig, PPOAlgorithm, PPOConfig
 from flows.configs.reinforcement import Regularisation
 from flows.grpo import GRPO
 from flows.training.options import AlgorithmOptions

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from flows.configs.common import GRPOAlgorithm
-from flows.configs.env_ppo import ENVPPOAlgorithm, ENVPPORegularisation
-from flows.configs.environments import ENVGRPOAlgorithm, EpisodeRegularisation
-from flows.configs.gspo import GSPOAlgorithm
-from flows.configs.ppo import PPOAlgorithm, PPORegularisation
+from flows.configs.environments import ENVGRPOAlgorithm, ENVPPOAlgorithm, ENVPPORegularisation, EpisodeRegularisation
+from flows.configs.ppo import GSPOAlgorithm, PPOAlgorithm, PPORegularisation
 from flows.configs.reinforcement import Regularisation, old_logprobs_of_step
 
 GROUPS: dict[str, Any] = {

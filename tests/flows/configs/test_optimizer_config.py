@@ -12,8 +12,8 @@ from flows.configs.common import GRPOConfig, SFTConfig
 from flows.configs.optimizer import OptimizerConfig
 from flows.configs.ppo import PPOConfig
 from flows.dpo import DPO
-from flows.training.optimizer import AdamW, schedule_of
 from flows.training.schedules import (
+    AdamW,
     ConstantScheduler,
     CosineScheduler,
     CosineSchedulerWithoutWarmup,
@@ -21,6 +21,7 @@ from flows.training.schedules import (
     LinearScheduler,
     Ramp,
     WSDScheduler,
+    schedule_of,
 )
 from storage.chain.records import OptimizerSpec
 

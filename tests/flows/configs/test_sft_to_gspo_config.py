@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from flows.configs.sft_to_gspo import SFTToGSPOConfig
+from flows.catalogue import SFTToGSPOConfig
 from flows.runs.estimate import Estimate
 
 CHATS = {"kind": "file", "path": "chats.jsonl"}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flows.configs.common import GRPOConfig, SFTConfig
+from flows.configs.common import GRPOConfig, SFTConfig, model_title
 from flows.configs.evaluation import EvaluationFlowConfig
-from flows.configs.titles import model_title
 from tasks.datasets.spec import FileDataset, ReasoningGymDataset, RegisteredDataset
 from tests.fixtures.toy import toy_config
 

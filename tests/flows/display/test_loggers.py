@@ -19,7 +19,7 @@ from rich.console import Console
 
 from engine.handles import Model
 from engine.text.threads import StringThread
-from flows.configs.logging import LoggingConfig
+from flows.configs.validation import LoggingConfig
 from flows.display.terminal import TerminalProgress
 from flows.loggers import JobNotifier, StageNotifier, StdoutLogger, get_prod_logger
 from flows.recipe import RecipeContext
@@ -54,7 +54,7 @@ def test_the_logger_of_a_deployed_recipe_sends_to_what_is_configured(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     # the packages are not needed to choose
-    monkeypatch.setattr("flows.configs.logging.check_installed", lambda name: None)
+    monkeypatch.setattr("flows.configs.validation.check_installed", lambda name: None)
     logger = get_prod_logger(ctx=None)
     assert isinstance(logger, TerminalProgress) and logger.logging.loggers == expected
     # a config sends to the same services, unless it names others or none; a terminal's logger of a recipe sends nothing

@@ -5,8 +5,7 @@ import math
 
 from rich.console import Console
 
-from flows.display.durations import format_duration
-from flows.display.terminal import TerminalProgress, step_line
+from flows.display.terminal import TerminalProgress, format_duration, step_line
 from tasks.reports.metrics import StepMetrics
 
 

@@ -18,10 +18,10 @@ from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
 from engine.workspace import Workspace
 from flows.configs.common import FlowConfig, StorageConfig
 from flows.configs.overrides import ConfigError
-from flows.ops import attempts, deployment_settings, hooks
-from flows.ops.attempts import TooManyAttempts, check_attempts
+from flows.ops import deployment_settings, hooks, termination
 from flows.ops.processes import FLOW_RUN_ENV
-from flows.ops.run_keys import run_key_of
+from flows.ops.run_names import run_key_of
+from flows.ops.termination import TooManyAttempts, check_attempts
 from storage.chain import leases
 from storage.chain.leases import is_held
 from storage.store.objects import open_store
@@ -93,14 +93,14 @@ def test_a_key_stays_over_attempts() -> None:
 
 
 def test_attempts_have_a_cap_that_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(attempts.MAX_ATTEMPTS_ENV, "3")
+    monkeypatch.setenv(termination.MAX_ATTEMPTS_ENV, "3")
     context = type("Context", (), {"flow_run": a_run(run_count=3)})()
-    monkeypatch.setattr(attempts.FlowRunContext, "get", classmethod(lambda _: context))
+    monkeypatch.setattr(termination.FlowRunContext, "get", classmethod(lambda _: context))
     check_attempts("r")
     context.flow_run = a_run(run_count=4)
     with pytest.raises(TooManyAttempts, match=r"attempt 4 .* 3 are allowed.*config\.run='r'.*OSTINATO_MAX_ATTEMPTS"):
         check_attempts("r")
-    monkeypatch.setenv(attempts.MAX_ATTEMPTS_ENV, "many")
+    monkeypatch.setenv(termination.MAX_ATTEMPTS_ENV, "many")
     with pytest.raises(ConfigError, match="'many' is not a number of attempts"):
         check_attempts("r")
 

@@ -22,12 +22,12 @@ from prefect.utilities.callables import parameter_schema
 
 from flows.catalogue import TRAININGS
 from flows.configs.overrides import ConfigError
-from flows.ops.attempts import MAX_ATTEMPTS_ENV
 from flows.ops.automations import HEARTBEAT_TIMEOUT_SECONDS, TAG, automations
 from flows.ops.deployments import deployments_in, find_prefect_yaml
 from flows.ops.hooks import ON_END
 from flows.ops.services import HEARTBEAT_SECONDS
 from flows.ops.steps import work_in
+from flows.ops.termination import MAX_ATTEMPTS_ENV
 from flows.runs.checked_flow import InvalidConfig
 
 FILE = find_prefect_yaml()
@@ -97,7 +97,7 @@ def test_a_deployment_is_complete(entry: dict[str, Any]) -> None:
     [
         ("grpo", "demo"), ("sft", "sft"), ("recurring", "recurring"),
         ("env_grpo", "env_grpo"), ("env_gspo", "env_grpo"),
-        *((name, name) for name in ("gspo", "ppo", "env_ppo", "dpo", "reward_model", "sft_to_gspo")),
+        *((name, name) for name in ("gspo", "ppo", "env_ppo", "dpo", "simpo", "reward_model", "sft_to_gspo")),
     ],
 )  # fmt: skip
 def test_the_example_config_is_a_valid_parameter(name: str, config: str) -> None:

@@ -14,10 +14,10 @@ from engine.memory_plan.shape import read_shape
 from engine.models.folder import base_nbytes, parameter_count
 from engine.protocol import EngineInfo
 from engine.specs.engine import LocalEngineSpec
+from flows.catalogue import SFTToGSPOConfig
 from flows.configs.common import GRPOConfig
 from flows.configs.overrides import parse_config
 from flows.configs.ppo import PPOConfig, ValueModelConfig
-from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.runs.durations import FIXED_START_SECONDS, TASK_SECONDS, Durations, StoreSpeed, measure_store
 from flows.runs.estimate import BYTES_PER_STORED_TOKEN, EFFICIENCY, GIB, Estimate, estimate
 from flows.runs.expected_errors import DoesNotFit

@@ -15,7 +15,7 @@ import pytest
 from flows.configs.overrides import ConfigError
 from flows.parameters import Dataset, dataset_kinds
 from flows.recipe import InputConfig, RecipeContext, recipe_main
-from flows.runs import program
+from flows.runs import checked_flow
 from tasks.datasets.errors import DatasetNotFound
 from tests.fixtures.engines import DETERMINISTIC
 from tests.flows.ops.test_local_server import gone
@@ -85,7 +85,7 @@ def test_an_error_that_explains_itself_has_no_traceback(
     try:
         raise error
     except (DatasetNotFound, ValueError):
-        program._print_error(type(error), error, error.__traceback__)
+        checked_flow._print_error(type(error), error, error.__traceback__)
     text = capsys.readouterr().err
     assert ("Traceback" not in text) == is_expected
     assert f"{type(error).__name__}: {error}\nthe traceback is in a file\n" in text

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from flows.catalogue import DPOConfig, SFTToGSPOConfig
 from flows.configs.environments import ENVGRPOConfig
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.ppo import PPOConfig
-from flows.configs.preferences import DPOConfig
-from flows.configs.sft_to_gspo import SFTToGSPOConfig
 from flows.dpo import dpo
 from flows.env_grpo import env_grpo
 from flows.evaluation import evaluation

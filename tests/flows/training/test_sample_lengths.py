@@ -11,7 +11,7 @@ from engine.errors import BadSpec, SampleTooLong
 from engine.handles import Model, TrainingModel
 from engine.text.threads import StringThread
 from flows.callbacks import Cadence, ValidationLoss
-from flows.configs.preferences import DPOConfig
+from flows.catalogue import DPOConfig
 from flows.dpo import DPO
 from flows.grpo import GRPO
 from flows.recipe import RecipeContext

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from flows.training.optimizer import SCHEDULES
 from flows.training.schedules import (
+    SCHEDULES,
     CombinedSchedule,
     ConstantScheduler,
     ConstantWithWarmupScheduler,

@@ -11,7 +11,7 @@ from pytest import approx
 from flows.callbacks import Cadence, HeldoutEvaluation, SamplesTable
 from flows.configs.common import CheckpointConfig
 from flows.training.checkpointing import CheckpointSchedule
-from flows.training.time_left import TimeLeft
+from flows.training.step_reporter import TimeLeft
 from flows.training.training_steps import time_left_of
 from tests.fixtures.clocks import Clock
 

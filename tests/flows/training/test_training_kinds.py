@@ -30,7 +30,7 @@ EPISODES = {"data": {"train": GYM}, "environment": ENVIRONMENT, "algorithm": {"s
 GRADED = {"data": {"train": GYM}, "grader": GRADER, "algorithm": {"steps": 3}}
 STAGES = {"data": {"train": FILE, "prompts": GYM}, "grader": GRADER, "gspo": {"algorithm": {"steps": 3}}}
 BODIES: dict[str, dict[str, Any]] = {
-    "sft": {"data": {"train": FILE}}, "dpo": {"data": {"train": FILE}}, "reward_model": {"data": {"train": FILE}},
+    **{kind: {"data": {"train": FILE}} for kind in ("sft", "dpo", "simpo", "reward_model")},
     "grpo": GRADED, "gspo": GRADED, "ppo": GRADED, "sft_to_gspo": STAGES,
     "env_grpo": EPISODES, "env_gspo": EPISODES, "env_ppo": EPISODES,
 }  # fmt: skip

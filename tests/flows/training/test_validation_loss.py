@@ -18,8 +18,8 @@ from engine.losses.inputs import LossInputs, Outputs
 from engine.losses.pairs import DPOSpec, RankingSpec
 from engine.losses.values import MSESpec
 from engine.protocol import Measurement
+from flows.catalogue import DPOConfig, RewardModelConfig
 from flows.configs.common import SFTConfig
-from flows.configs.preferences import DPOConfig, RewardModelConfig
 from flows.dpo import dpo
 from flows.reward_model import reward_model
 from flows.sft import sft

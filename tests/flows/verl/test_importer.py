@@ -9,15 +9,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from flows.cli.import_verl import as_yaml, report
 from flows.cli.main import app
 from flows.configs.common import GRPOConfig, SFTConfig
 from flows.configs.evaluation import EvaluationFlowConfig
-from flows.configs.gspo import GSPOConfig
 from flows.configs.overrides import ConfigError, load_config, parse_config
-from flows.configs.ppo import PPOConfig
+from flows.configs.ppo import GSPOConfig, PPOConfig
 from flows.verl.importer import import_verl, kind_of
 from flows.verl.read import VerlError
-from flows.verl.report import as_yaml, report
 
 DATA = Path(__file__).parents[2] / "data" / "verl"
 ENGINE_FILES = "sft_trainer_engine_options.yaml"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from flows.configs.overrides import load_config
-from flows.verl.conditions import CONDITIONS
 from flows.verl.convert import CONVERSIONS
+from flows.verl.importer import CONDITIONS
 from flows.verl.keys import Mapped, Unmapped, key_tables
 from tests.flows.verl.test_examples import LEAST
 

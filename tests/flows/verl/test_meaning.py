@@ -22,11 +22,10 @@ from engine.losses.inputs import Outputs
 from engine.losses.policy_gradient import POLICY_LOSSES
 from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 from flows.configs.common import GRPOConfig
-from flows.configs.gspo import GSPOConfig
-from flows.configs.ppo import PPOConfig, value_only_steps
+from flows.configs.ppo import GSPOConfig, PPOConfig, value_only_steps
 from flows.gspo import GSPO
-from flows.training.optimizer import schedule_of
 from flows.training.rollout_loop import policy_loss
+from flows.training.schedules import schedule_of
 from flows.verl.read import VerlError
 from tasks.batches.advantages import ESTIMATORS, reinforce_plus_plus
 from tasks.datasets.spec import FileDataset, PythonDataset

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from flows.cli.import_verl import as_yaml
 from flows.configs.common import GRPOConfig
 from flows.configs.overrides import parse_config
 from flows.grpo import grpo
 from flows.verl.importer import import_verl
-from flows.verl.report import as_yaml
 from storage.chain.records import Chain
 from storage.store.objects import open_store
 

@@ -11,8 +11,7 @@ from pydantic import Field, TypeAdapter
 
 from flows.configs.overrides import ConfigError
 from flows.runs.events import announce_dataset
-from flows.runs.hub_commits import hub_commits
-from flows.runs.input_checks import check_inputs
+from flows.runs.input_checks import check_inputs, hub_commits
 from storage.registry.datasets import list_datasets
 from storage.serialization import Frozen
 from storage.store import keys

@@ -107,7 +107,7 @@ def test_no_replica_outlives_a_parent_that_is_killed(tmp_path: Path, weights: li
     program = f"""
 import time
 from pathlib import Path
-from engine.backends.vllm.pool_builder import open_pool
+from engine.backends.vllm.backend import open_pool
 from engine.backends.vllm.architecture import EngineOptions
 from engine.specs.engine import VllmSpec
 options = EngineOptions(dtype="float32", max_context=512, vocab_size=259, kv_cache_bytes=128 << 20)

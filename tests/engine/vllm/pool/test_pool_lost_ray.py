@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.vllm.pool_builder import open_pool
+from engine.backends.vllm.backend import open_pool
 from engine.cluster.connection import Cluster, connect
 from engine.specs.engine import ClusterSpec, VllmSpec
 from tests.engine.vllm.planted import FOLDER_ENV

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.backends.replicas.runtime import manifest_of_files
-from engine.backends.vllm.pool_builder import open_pool
+from engine.backends.vllm.backend import open_pool
 from engine.backends.vllm.replica_actor import ReplicaActor
 from engine.backends.weight_files.tensor_files import write_tensors
 from engine.protocol import TokenIds

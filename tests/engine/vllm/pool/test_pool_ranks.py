@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine.backends.replicas.pool import ReplicaPool
-from engine.backends.vllm.pool_builder import open_pool
+from engine.backends.vllm.backend import open_pool
 from engine.cluster.connection import Cluster
 from engine.protocol import Completion
 from engine.specs.engine import VllmSpec

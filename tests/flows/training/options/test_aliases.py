@@ -11,7 +11,7 @@ from flows.dpo import DPO
 from flows.grpo import GRPO
 from flows.gspo import GSPO
 from flows.ppo import PPO
-from flows.training.aliases import accept_aliases
+from flows.training.arguments import accept_aliases
 from flows.training.schedules import ConstantScheduler
 from tasks.graders.spec import grader_spec
 

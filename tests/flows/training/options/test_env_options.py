@@ -14,8 +14,7 @@ from engine.handles import TrainingModel
 from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
 from flows.configs.common import GRPOAlgorithm
-from flows.configs.env_ppo import ENVPPOConfig
-from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig
+from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig, ENVPPOConfig
 from flows.configs.optimizer import OptimizerConfig
 from flows.configs.ppo import CreditConfig, PPOAlgorithm, PPORegularisation
 from flows.configs.reinforcement import BatchRules, Regularisation

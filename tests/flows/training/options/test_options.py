@@ -10,11 +10,11 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from flows.catalogue import DPOAlgorithm, PreferenceAlgorithm, SimPOAlgorithm
 from flows.configs.common import GRPOAlgorithm, SFTAlgorithm
 from flows.configs.environments import EnvironmentConfig
 from flows.configs.optimizer import SFTOptimizer
 from flows.configs.ppo import CreditConfig
-from flows.configs.preferences import DPOAlgorithm
 from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
 from flows.dpo import DPO, DPOOptions
 from flows.env_grpo import ENVGRPO
@@ -25,9 +25,9 @@ from flows.gspo import GSPO
 from flows.ppo import PPO
 from flows.reward_model import RewardModelling
 from flows.sft import SFT
+from flows.simpo import SimPO, SimPOOptions
 from flows.training import options
-from flows.training.optimizer import AdamW
-from flows.training.schedules import ConstantScheduler
+from flows.training.schedules import AdamW, ConstantScheduler
 from storage.serialization import Frozen
 
 ROOT = Path(__file__).parents[4]
@@ -52,6 +52,7 @@ CRITIC = (POLICY_GRADIENT - {"lr"}) | {
 KEYWORDS: dict[type, set[str]] = {
     SFT: SUPERVISED,
     DPO: SUPERVISED | {"kl_beta", "loss_variant", "label_smoothing"},
+    SimPO: SUPERVISED | {"beta", "simpo_gamma"},
     RewardModelling: SUPERVISED,
     PPO: CRITIC | {"grader"},
     GRPO: POLICY_GRADIENT | {"grader", "max_num_grpo_steps"},
@@ -88,7 +89,8 @@ def test_a_constructor_lists_its_keywords(kind: type, expected: set[str]) -> Non
         (BatchRules, RunRules, options.BatchOptions),
         (RunRules, Frozen, options.LoopOptions),
         (SFTAlgorithm, Frozen, options.SupervisedOptions),
-        (DPOAlgorithm, SFTAlgorithm, DPOOptions),
+        (DPOAlgorithm, PreferenceAlgorithm, DPOOptions),
+        (SimPOAlgorithm, PreferenceAlgorithm, SimPOOptions),
         (CreditConfig, Frozen, options.CriticOptions),
         (EnvironmentConfig, Frozen, options.EpisodeLimits),
     ],
@@ -138,6 +140,7 @@ def train(dataset: list, model, value_model, grader, factory) -> None:
 CASES = [
     ("sft", "SFT", "dataset, model", "samples_per_batch=8", "sample_per_batch=8"),
     ("dpo", "DPO", "dataset, model", "loss_variant='ipo'", "loss_variant='ppo'"),
+    ("simpo", "SimPO", "dataset, model", "simpo_gamma=0.5", "simpo_gamma='0.5'"),
     ("reward_model", "RewardModelling", "dataset, model", "lr=1e-6", "learning_rate=1e-6"),
     ("grpo", "GRPO", "dataset, model, grader", "kl_beta=0.1", "kl_betta=0.1"),
     ("gspo", "GSPO", "dataset, model, grader", "max_num_gspo_steps=1", "max_num_grpo_steps=1"),

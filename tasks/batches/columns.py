@@ -98,6 +98,7 @@ class Grades:
             rewards_K = _numbers(columns["reward"]).astype(np.float64)
             self.turn_G = np.flatnonzero(self._finished_K & ~np.isnan(rewards_K)).astype(np.int32)
             self.grade_G = rewards_K[self.turn_G]
+        # `turn_G` are indices of turns; penalties are later subtracted from `grade_G`, which gives the advantages.
         self._trajectory_G = self.trajectory_U[self.turn_G]
         self.rewards_K = self._sums_of_grades()
         """The sum of the grades of each trajectory, before penalties; NaN where it has none."""

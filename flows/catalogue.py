@@ -2,9 +2,9 @@
 the configs of `recurring` and `sweep`, child runs, recorded configs, the deployments (prefect.yaml), and the training
 classes that `from flows import …` gives.
 
-What a training reads, computes and measures is said by methods of its config class. Those of preferences and of
-`sft_to_gspo` are here, the others in flows.configs. A new training is a loss (engine.losses), a module with its class
-and its flow, and here its config and its entry.
+What a training reads, computes and measures is said by methods of its config class. The configs of preferences, reward
+models and `sft_to_gspo` are here, the others in flows.configs. A new training is a loss (engine.losses), a module with
+its class and its flow, and here its config and its entry.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from flows.training.options import SupervisedOptions
 from flows.training.supervised_loop import SupervisedLoop, train_on_dataset
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
-from tasks.batches.rl import prepare_completions
+from tasks.batches.rl import prepare_conversations
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import InlineDataset
 from tasks.load import load_prompts
@@ -48,7 +48,7 @@ class SFT(SupervisedLoop):
         self.dataset = dataset
 
     async def prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
-        return await prepare_completions(
+        return await prepare_conversations(
             self.model.workspace, policy, self.model.base, dataset, rows, lengths=self.lengths, step=step
         )
 

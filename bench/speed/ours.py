@@ -35,7 +35,7 @@ from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.objects import open_store
 from storage.store.tables import read_rows, read_table
 from tasks.batches.pairs import prepare_preferences
-from tasks.batches.rl import prepare_batch, prepare_completions
+from tasks.batches.rl import prepare_batch, prepare_conversations
 from tasks.datasets.load import load_dataset
 from tasks.datasets.order import DataCursor, shuffled
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs
@@ -141,7 +141,7 @@ async def _sft(setting: Setting, turns: Turns) -> None:
     data = load_dataset(run.workspace.open_store(), InlineDataset.of(threads), use="completion", provenance=PROVENANCE)
 
     async def prepare(policy: PolicyRef, rows: list[int], _: PolicyRef) -> ArtifactRef:
-        return await work_of(prepare_completions)(
+        return await work_of(prepare_conversations)(
             run.workspace, policy, run.model.base, data.ref, rows, lengths=loop.lengths, step=policy.step
         )
 

@@ -3,7 +3,7 @@
 Named checkpoints follow the progress of the run. Recovery checkpoints follow the number of steps and the time, and
 limit how much work a crash repeats. The loop waits until the engine has copied the weights, and never for the upload of
 a recovery checkpoint: the next one begins when the last is committed and the interval has passed since. The interval
-grows where copying would take more than MAX_SHARE of the time.
+grows where copying would take more than MAX_COPY_SHARE of the time.
 
 A checkpoint of a share of the run (`frequency`) is skipped if it would follow the last one too soon (`MIN_SECONDS`,
 `SAVES_BETWEEN`) or while another is being saved. Its step gets the name all the same, so that the names of a run do not
@@ -36,7 +36,7 @@ MIN_SECONDS = 60.0
 """Shortest time between two checkpoints of which the second is one of a share of the run."""
 SAVES_BETWEEN = 10.0
 """The same, as a multiple of the time that the last checkpoint took to be saved."""
-MAX_SHARE = 0.05
+MAX_COPY_SHARE = 0.05
 """Largest share of the time for which recovery checkpoints stop the training: the engine copies the weights."""
 
 
@@ -75,6 +75,7 @@ class CheckpointSchedule:
         if not recovery and self._is_skipped(step, total_steps):
             return Due(named, name_only=True)
         self._last_end, self._recovery_step_passed = time.monotonic(), False
+        self._copy_seconds = 0.0
         return Due(named)
 
     def planned(self, step: int, total_steps: int, *, model: str) -> bool:
@@ -94,7 +95,7 @@ class CheckpointSchedule:
     @property
     def recovery_seconds(self) -> float:
         """The time from one checkpoint to the beginning of the next recovery checkpoint."""
-        return max(self.config.recovery_seconds, self._copy_seconds / MAX_SHARE)
+        return max(self.config.recovery_seconds, self._copy_seconds / MAX_COPY_SHARE)
 
     @property
     def longest_redo(self) -> float:
@@ -103,8 +104,9 @@ class CheckpointSchedule:
         return self.recovery_seconds + 2 * self._save_seconds
 
     def begun(self, seconds: float) -> None:
-        """Notes that the engine has copied the weights of a checkpoint, for which the loop waited `seconds`."""
-        self._copy_seconds = seconds
+        """Notes that the engine has copied the weights of a model, for which the loop waited `seconds`. The copies of
+        several models are added up."""
+        self._copy_seconds += seconds
         self._saving += 1
 
     def ended(self, seconds: float) -> None:

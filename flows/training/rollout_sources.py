@@ -1,5 +1,5 @@
 """Where a loop of reinforcement learning gets its rollouts from: completions with a grader, or episodes with an
-environment. Each shard is sampled, and each is graded, in a task run of its own."""
+environment. A shard of completions is sampled in one task run and graded in another, a shard of episodes takes one."""
 
 from __future__ import annotations
 

@@ -43,6 +43,7 @@ __all__ = [
     "SCHEMAS",
     "RowReader",
     "TableWriter",
+    "check_stored",
     "commit_table",
     "conform_table",
     "read_column",
@@ -166,7 +167,8 @@ def read_step_table(store: ObjectStore, ref: ArtifactRef, columns: Sequence[str]
     table = RECENT.find(store, ref)
     if table is None:
         return read_table(store, ref, columns)
-    return table.select(_present_columns(columns, table.column_names, ref) or table.column_names)
+    present = _present_columns(columns, table.column_names, ref)
+    return table if present is None else table.select(present)
 
 
 class TableWriter:
@@ -212,6 +214,8 @@ class TableWriter:
         # the first rows decide which optional columns the table has
         if not self.rows:
             self._schema = table.schema
+        if not table.num_rows:
+            return
         table = _with_schema(table, self._schema, self.kind)
         if self._recent is not None:
             fits = sum(kept.nbytes for kept in (*self._recent, table)) <= RECENT_BYTES

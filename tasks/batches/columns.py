@@ -103,7 +103,7 @@ class Grades:
         self.rewards_K = self._sums_of_grades()
         """The sum of the grades of each trajectory, before penalties; NaN where it has none."""
         self._group_K = _group_numbers(self._prompts)[self._first_row_K]
-        self.masked_K = np.zeros(len(self._first_row_K), dtype=bool)
+        self.left_out_K = np.zeros(len(self._first_row_K), dtype=bool)
         """True for trajectories that are left out of the batch. Their rewards still count in their groups."""
         self._in_batch_N = np.zeros(rows, dtype=bool)
 
@@ -181,11 +181,11 @@ class Grades:
         np.maximum.at(high, self._group_K[valid_K], self.rewards_K[valid_K])
         return low < high  # type: ignore[no-any-return]
 
-    def mask_equal_groups(self) -> None:
+    def leave_out_equal_groups(self) -> None:
         """Leaves out the trajectories of each prompt whose rewards are all equal."""
-        self.masked_K |= ~self.informative_groups()[self._group_K]
+        self.left_out_K |= ~self.informative_groups()[self._group_K]
 
-    def rows_of(self, rollouts: pa.Table, start: int, advantages_U: np.ndarray) -> TrainedRows | None:
+    def take_trained_rows(self, rollouts: pa.Table, start: int, advantages_U: np.ndarray) -> TrainedRows | None:
         """The rows of the batch of the shard whose grades begin at row `start`, without the segments that are empty,
         masked or of a trajectory without a grade. None if the rows from `start` are not the grades of this shard."""
         # The grades must be in the same order as the rollouts: a wrong order would train on the rewards of others.
@@ -200,7 +200,7 @@ class Grades:
         trajectories = self._trajectory_N[part]
         rewards = self.rewards_K[trajectories]
         trained_N = trained_lengths(rollouts, "logprobs") > 0
-        trained_N &= ~np.isnan(rewards) & ~self.masked_K[trajectories]
+        trained_N &= ~np.isnan(rewards) & ~self.left_out_K[trajectories]
         self._in_batch_N[part] = trained_N
         turns = first_turns_N[0] + np.flatnonzero(np.repeat(trained_N, np.diff(first_turns_N)))
         rows = rollouts.filter(pa.array(trained_N))

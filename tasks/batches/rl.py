@@ -101,9 +101,9 @@ async def _build_batch(
         apply_rules(store, rollouts, grades, plan)
 
     # Compute the advantages now, or write zeros and replace them after the rows were scored.
-    needs_scores = values is not None or plan.needs_whole_batch
+    needs_whole_batch = plan.needs_whole_batch if values is None else values.whiten_advantages
     advantages_U = np.zeros(len(grades.trajectory_U), np.float32)
-    if not needs_scores:
+    if values is None and not needs_whole_batch:
         advantages_U = grades.advantages(plan.advantage_estimator, per_trajectory=plan.per_trajectory)
 
     # Score the rows chunk by chunk, so that memory does not grow with the number of rollouts.
@@ -118,7 +118,7 @@ async def _build_batch(
             if values is not None:
                 values_T = await values_before(workspace, values.value, table)
                 table = credited(table, grades, rows, values_T, plan, values)
-            if needs_scores:
+            if needs_whole_batch:
                 scored.append((table, rows._replace(columns={})))
                 continue
             with timed("storage"):
@@ -154,8 +154,8 @@ def _check_finite(table: pa.Table, policy: PolicyRef, step: int) -> None:
 
 
 def check_batch_rows(rows: int, grades: Grades, step: int) -> None:
-    """Raises BadSpec if the step has no row to train. A step of completions without any grade has an empty batch, and
-    is skipped."""
+    """Raises BadSpec if no row is left to train, unless no completion has a grade: then the batch is empty, and the
+    step is skipped."""
     if rows:
         return
     total, finished, graded = grades.counts
@@ -176,7 +176,7 @@ def apply_rules(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grades,
     """Changes `grades` by the rules that need no logprobs: dropped groups, length penalty, masked truncated answers."""
     # Compare rewards before any penalty, as `count_informative_prompts` does.
     if plan.drop_equal_groups:
-        grades.mask_equal_groups()
+        grades.leave_out_equal_groups()
     if not plan.overlong and not plan.mask_truncated:
         return
     turns = pa.concat_tables(read_tables(store, rollouts, ["turn_tokens", "stop_reasons"])).combine_chunks()
@@ -185,7 +185,7 @@ def apply_rules(store: ObjectStore, rollouts: list[ArtifactRef], grades: Grades,
         grades.grade_G -= plan.overlong.of(tokens_U)[grades.turn_G]
     if plan.mask_truncated:
         truncated_U = pc.equal(pc.list_flatten(turns["stop_reasons"]), "length").to_numpy()
-        grades.masked_K[grades.trajectory_U[truncated_U]] = True
+        grades.left_out_K[grades.trajectory_U[truncated_U]] = True
 
 
 def with_batch_advantages(
@@ -305,7 +305,7 @@ def trained_chunks(
         # The tables are read ahead; the time waiting for the next one counts as storage.
         with timed("storage"):
             shard = next(tables)
-        rows = grades.rows_of(shard, start, advantages_U)
+        rows = grades.take_trained_rows(shard, start, advantages_U)
         if rows is None or shard.num_rows != grade_ref.rows:
             raise BadSpec(
                 f"the grades in {grade_ref.key} do not match the rows of {ref.key}; expected one grade per row in the "
@@ -367,7 +367,7 @@ async def _logprobs(
 
 
 @durable_task("prepare", "batch-{step:06d}")
-async def prepare_completions(
+async def prepare_conversations(
     workspace: Workspace,
     policy: PolicyRef,
     base: ArtifactRef,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import takewhile
 
 import pyarrow as pa
 
@@ -66,7 +67,8 @@ async def _graded_completions(
     # Sample the completions.
     store = workspace.open_store()
     shard = plan.prompts
-    rows = read_rows(store, shard.dataset, shard.rows)
+    with timed("storage"):
+        rows = read_rows(store, shard.dataset, shard.rows)
     renderer = renderer_of(store, shard.base)
     limit = prompt_limit(workspace, shard.base, shard.max_prompt_tokens, plan.sampling)
     prompts = render_prompts(renderer, rows, limit, shard.truncation, partial(row_name, store, shard.dataset))
@@ -74,7 +76,7 @@ async def _graded_completions(
     for row, prompt in prompts:
         for number in range(shard.completions):
             jobs.append((row, prompt, number))
-            # The seed of completion 0 has no number, so an evaluation with one completion has the same seeds.
+            # Completion 0 leaves its number out of the seed, so that it is the same however many there are.
             seed_parts = (row["id"], number) if number else (row["id"],)
             seeds.append(workspace.seed_for("evaluation", *seed_parts))
     with timed("rollout"):
@@ -109,17 +111,22 @@ async def _episodes(
         workspace, policy, plan.prompts, plan.sampling, episode_plan, seeds=("evaluation",), where=key
     )
     renderer = renderer_of(workspace.open_store(), plan.prompts.base)
-    return [_row_of_episode(renderer, episode) for episode in episodes if episode.ending != "too_long"]
+    return [row_of_episode(renderer, episode) for episode in episodes if episode.ending != "too_long"]
 
 
-def _row_of_episode(renderer: Renderer, episode: Episode) -> dict[str, object]:
+def row_of_episode(renderer: Renderer, episode: Episode) -> dict[str, object]:
     """The table row of an episode. Its text is the conversation after the dataset's prompt."""
-    # Join the segments.
+    # Join the segments. A later one begins with the conversation as the environment rewrote it: what it shares with the
+    # segment before is not repeated.
     turns: list[Turn] = []
     grades: list[float] = []
+    before: list[Turn] = []
     for segment in episode.segments:
-        turns += renderer.detokenize(segment.tokenized).turns
+        conversation = list(renderer.detokenize(segment.tokenized).turns)
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(before, conversation, strict=False))
+        turns += conversation[len(list(pairs)) :]
         grades += segment.grades.values()
+        before = conversation
 
     # Leave out the prompt, unless the environment began with another conversation.
     prompt = StringThread.from_json(str(episode.row["thread"]))

@@ -31,7 +31,7 @@ from tasks.plans import EpisodePlan, PromptShard, TooManyMasked
 from tasks.reports.clock import timed
 from tasks.task_runs import durable_task
 
-_GRADES_OF_ENVIRONMENT = ("graded_turns", "grades", "status", "ending", "reason")
+_EPISODE_COLUMNS = ("graded_turns", "grades", "status", "ending", "reason")
 
 
 @lru_cache(maxsize=8)
@@ -86,7 +86,7 @@ async def _play_shard(
         return commit_table(
             store,
             key,
-            trajectory_table(renderer_of(store, shard.base), policy, played),
+            episode_table(renderer_of(store, shard.base), policy, played),
             kind="rollouts",
             parents=(policy.uri, shard.dataset.uri),
             provenance=workspace.provenance,
@@ -113,7 +113,8 @@ async def play(
 
     Raises:
         TooManyMasked: more than `plan.max_masked_fraction` of the episodes could not be played.
-        BadSpec: the plan asks for more tokens than the model's context has.
+        BadSpec: max_new_tokens leaves no room for a prompt, or truncation is left or right.
+        SampleTooLong: a first prompt is too long, and truncation is error.
     """
     # Read the prompts and create an episode for each completion.
     store = workspace.open_store()
@@ -184,10 +185,12 @@ def _limits(workspace: Workspace, shard: PromptShard, sampling: SamplingParams, 
 
 def check_masked(episodes: list[Episode], plan: EpisodePlan, *, where: str) -> None:
     """Raises TooManyMasked if too many episodes of `where` could not be played."""
-    masked = [episode for episode in episodes if episode.status == "masked"]
-    if len(masked) > plan.max_masked_fraction * len(episodes):
+    # A prompt that was too long has no episode.
+    begun = [episode for episode in episodes if episode.ending != "too_long"]
+    masked = [episode for episode in begun if episode.status == "masked"]
+    if len(masked) > plan.max_masked_fraction * len(begun):
         raise TooManyMasked(
-            f"{len(masked)} of {len(episodes)} episodes of {where} could not be played, at most "
+            f"{len(masked)} of {len(begun)} episodes of {where} could not be played, at most "
             f"{plan.max_masked_fraction:.0%} may fail; the first reason: {masked[0].reason}. Correct the environment "
             "and resume, or raise max_masked_fraction"
         )
@@ -210,7 +213,7 @@ def _counts(episodes: list[Episode], played: list[Episode]) -> dict[str, int]:
     }
 
 
-def trajectory_table(renderer: Renderer, policy: PolicyRef, episodes: list[Episode]) -> pa.Table:
+def episode_table(renderer: Renderer, policy: PolicyRef, episodes: list[Episode]) -> pa.Table:
     """The rollouts table: a row per segment, with its tokens and its conversation. A masked or ignored episode is
     one row without tokens."""
     rows = []
@@ -218,7 +221,7 @@ def trajectory_table(renderer: Renderer, policy: PolicyRef, episodes: list[Episo
         segments: Sequence[EpisodeSegment | None] = episode.segments if episode.status == "ok" else [None]
         for index, segment in enumerate(segments):
             rows.append(_row(renderer, policy, episode, index, segment))
-    return pa.Table.from_pylist(rows, schema=table_schema("rollouts", _GRADES_OF_ENVIRONMENT))
+    return pa.Table.from_pylist(rows, schema=table_schema("rollouts", _EPISODE_COLUMNS))
 
 
 def _row(

@@ -185,7 +185,9 @@ class SlowSaves:
         monkeypatch.setattr("flows.training.checkpointing.begin_checkpoint", begin)
         monkeypatch.setattr("flows.training.checkpointing.save_checkpoint", save)
 
-    def run(self, config: CheckpointConfig, steps: int, *, step_seconds: float) -> tuple[float, float]:
+    def run(
+        self, config: CheckpointConfig, steps: int, *, step_seconds: float, models: int = 1
+    ) -> tuple[float, float]:
         """(seconds until the last step is done, seconds until the last checkpoint is saved)"""
 
         async def train() -> tuple[float, float]:
@@ -196,7 +198,7 @@ class SlowSaves:
                     await asyncio.sleep(step_seconds)
                     due = schedule.due(step, steps, model="policy")
                     if due is not None:
-                        await writer.write([policy_at(step + 1)], due)
+                        await writer.write([policy_at(step + 1)] * models, due)
                 trained = self.loop.time() - started
             return trained, self.loop.time() - started
 
@@ -229,6 +231,13 @@ def test_copies_take_at_most_a_twentieth_of_the_time(monkeypatch: pytest.MonkeyP
     trained, _ = world.run(CheckpointConfig(frequency=None), 200, step_seconds=100.0)
     assert trained == 200 * 100.0 + 60.0 * len(world.begun)
     assert 60.0 * (len(world.begun) - 1) <= 0.05 * trained
+    assert len(world.begun) > 10
+
+
+def test_the_copies_of_two_models_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SlowSaves(monkeypatch, copy=60.0, upload=40.0)
+    trained, _ = world.run(CheckpointConfig(frequency=None), 200, step_seconds=100.0, models=2)
+    assert 60.0 * (len(world.begun) - 2) <= 0.05 * trained
     assert len(world.begun) > 10
 
 

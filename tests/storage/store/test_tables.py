@@ -87,6 +87,7 @@ def test_the_first_rows_say_which_optional_columns_a_streamed_table_has(store: O
         "group": "a", "completion": 0, "token_ids": [1, 2], "loss_mask": [False, True]
     }  # fmt: skip
     with TableWriter("batch") as writer:
+        writer.write([])
         writer.write([row | {"images": IMAGES}])
         writer.write([row])
         ref = writer.commit(store, "t", provenance=PROVENANCE)

@@ -17,7 +17,7 @@ from engine.text.fragments import ImageFragment, TextFragment
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread
 from engine.text.tokenizers import load_tokenizer
-from tasks.batches.rl import prepare_completions
+from tasks.batches.rl import prepare_conversations
 from tasks.datasets.errors import BadRow
 from tasks.datasets.spec import FileDataset, InlineDataset, InlinePairs
 from tasks.evaluation.lm_validation import ValidationLossPlan, validate_loss
@@ -125,7 +125,7 @@ async def test_completions_carry_their_images(spawned: Spawned) -> None:
     batches, model = spawned
     threads = [SEEN.assistant("red"), PLAIN.assistant("5")]
     dataset = batches.load(InlineDataset.of(threads), "completion")
-    batch = await work_of(prepare_completions)(batches.workspace, batches.policy, model.base, dataset, [0, 1], step=0)
+    batch = await work_of(prepare_conversations)(batches.workspace, batches.policy, model.base, dataset, [0, 1], step=0)
     _, images, _ = await model.serialize_thread(threads[0])
     assert batches.images(batch) == [images, ()]
     plan = ValidationLossPlan(base=model.base, dataset=dataset, loss=CrossEntropySpec())

@@ -15,10 +15,12 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.tables import read_table
 from tasks.batches.rl import prepare_batch
-from tasks.environments.spec import environment_spec
+from tasks.environments.episodes import Ending, Episode
+from tasks.environments.runner import EnvironmentRunner
+from tasks.environments.spec import build, environment_spec
 from tasks.evaluation.heldout import evaluate_policy
-from tasks.plans import BatchPlan, EpisodePlan, EvaluationPlan
-from tasks.sampling.episodes import play_episodes
+from tasks.plans import BatchPlan, EpisodePlan, EvaluationPlan, TooManyMasked
+from tasks.sampling.episodes import check_masked, play_episodes
 from tests.fixtures.runs.batch_workspace import STAGE
 from tests.fixtures.runs.task_calls import GREEDY, SAMPLING, TaskCalls, three_times
 from tests.fixtures.worklog import events
@@ -84,6 +86,18 @@ async def test_a_long_prompt_is_dropped_and_counted_or_an_error(calls: TaskCalls
     ref = await play(calls, max_prompt_tokens=3, truncation="drop")
     extra = read_manifest(calls.store, ref.key).extra
     assert (ref.rows, extra["prompts"], extra["dropped"], extra["episodes"]) == (0, 2, 2, 0)
+
+
+def test_dropped_prompts_do_not_count_among_the_episodes_that_may_fail() -> None:
+    def episode(ending: Ending) -> Episode:
+        runner = EnvironmentRunner(build(PLAN.environment), seed=0, seconds=1)
+        return Episode({"id": "p", "index": 0}, 0, runner, ending=ending, reason="no luck")
+
+    # one of two played episodes failed; eight prompts were too long
+    episodes = [*(episode("too_long") for _ in range(8)), episode("masked"), episode("environment")]
+    with pytest.raises(TooManyMasked, match="1 of 2 episodes of shard 0 could not be played, at most 40%"):
+        check_masked(episodes, PLAN.model_copy(update={"max_masked_fraction": 0.4}), where="shard 0")
+    check_masked(episodes, PLAN.model_copy(update={"max_masked_fraction": 0.5}), where="shard 0")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from engine.text.tokenizers import Tokenizer
 from tasks.environments.base import Environment, EnvironmentFactory, Grades, Limit, Reaction, turn_grade
 from tasks.environments.episodes import Episode, EpisodeLimits, EpisodePlayer
 from tasks.environments.runner import EnvironmentRunner
+from tasks.evaluation.heldout import row_of_episode
 from tasks.graders.base import Grade, IgnoreGradeException
 
 END = "<|im_end|>"
@@ -168,6 +169,18 @@ def test_a_rewritten_history_begins_a_new_segment(renderer: Renderer) -> None:
     assert (first.first_turn, second.first_turn) == (0, 2)
     assert (first.grades, second.grades) == ({1: 0.5}, {3: 1.0})
     assert len(second.tokenized.logprobs) == 6
+
+
+def test_the_row_of_an_evaluation_repeats_nothing_of_a_rewritten_history(renderer: Renderer) -> None:
+    def react(environment: Scripted, thread: StringThread) -> Reaction:
+        if environment.turns == 2:
+            return StringThread([("user", "q"), ("user", "so far: a0, a1")], thread.metadata), 0.5
+        return (None, 1.0) if environment.turns == 3 else (thread.user("e"), None)
+
+    (episode,), _ = play(renderer, Factory(react))
+    row = row_of_episode(renderer, episode)
+    assert row["text"] == "assistant: a0\nuser: e\nassistant: a1\nuser: so far: a0, a1\nassistant: a2"
+    assert (row["reward"], row["status"]) == (1.5, "ok")
 
 
 def test_a_changed_answer_is_a_rewritten_history(renderer: Renderer) -> None:

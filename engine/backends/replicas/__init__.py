@@ -1,3 +1,3 @@
-"""Samplers in other processes: a pool of replicas, which requests and weights are sent to. It knows no vLLM: the
-process of a replica is an actor of `engine.backends.vllm`.
+"""Samplers in other processes: a pool of replicas, which requests and weights are sent to. It does not import
+vLLM: the process of a replica is an actor of `engine.backends.vllm`.
 """

@@ -134,7 +134,7 @@ class GroupMember:
             threading.Thread(target=self._watch_flag, args=(flag_store,), name="broadcast-flag", daemon=True).start()
             _with_timeout(group.timeout, lambda: self._connect(store))
         except RuntimeError as error:
-            raise self._abort(error, "did not meet the others") from error
+            raise self._abort(error, "could not connect to the other ranks") from error
         except BroadcastAborted as error:
             self.leave(str(error))
             raise
@@ -177,7 +177,7 @@ class GroupMember:
                 time.sleep(EXCHANGE_INTERVAL)
             work.wait()
         except RuntimeError as error:
-            raise self._abort(error, "lost another") from error
+            raise self._abort(error, "lost its connection to another rank") from error
 
     def _abort(self, error: Exception, event: str) -> BroadcastAborted:
         """Leaves the group after an error of torch, and returns the error to raise.
@@ -276,9 +276,14 @@ def send(member: GroupMember, tensors: Iterable[tuple[str, Tensor]], manifest: M
     try:
         for name, tensor in tensors:
             # Refuse a tensor that the receivers do not expect now.
+            if name != (expected := next(names, None)):
+                raise BroadcastAborted(f"tensor {name} came to the sender, and the manifest's next one is {expected}")
             dtype, shape, _ = manifest[name]
-            if name != next(names, None) or (str(tensor.dtype), tuple(tensor.shape)) != (dtype, tuple(shape)):
-                raise BroadcastAborted(f"tensor {name} came to the sender out of order, or differs from the manifest")
+            if (str(tensor.dtype), tuple(tensor.shape)) != (dtype, tuple(shape)):
+                raise BroadcastAborted(
+                    f"tensor {name} came to the sender as {tensor.dtype} {list(tensor.shape)}, and the manifest has "
+                    f"{dtype} {list(shape)}"
+                )
             # Copy its bytes into the bucket, and broadcast the bucket whenever it is full.
             flat, start = _bytes(tensor.detach().contiguous()), 0
             while start < len(flat):

@@ -66,7 +66,7 @@ class LoadRequest:
     full: bool
     """Whether every column is read back, instead of a sample."""
     link_folder: Path | None = None
-    """Folder of links to the files, which keep them after the caller has removed its own; see `with_linked_files`."""
+    """Folder of links to the files, which keep them after the caller has removed its own; see `link_files`."""
     group: str = ""
     """Name of the broadcast group that the weights are sent to."""
 
@@ -80,8 +80,8 @@ class LoadRequest:
         """Whether a replica can load the weights again."""
         return bool(self.paths) and all(Path(path).is_file() for path in self.paths)
 
-    def with_linked_files(self) -> LoadRequest:
-        """A request for hard links to the same files, in a new folder next to the caller's.
+    def link_files(self) -> LoadRequest:
+        """Makes hard links to the files in a new folder next to the caller's, and returns a request for the links.
 
         The links take no space while the original files exist. Without support for links in the file system, this
         returns the request itself.
@@ -103,7 +103,7 @@ class LoadRequest:
         return replace(self, paths=tuple(links), link_folder=folder)
 
     def remove_links(self) -> None:
-        """Deletes the links of `with_linked_files`."""
+        """Deletes the links of `link_files`."""
         if self.link_folder is not None:
             shutil.rmtree(self.link_folder, ignore_errors=True)
 
@@ -229,15 +229,15 @@ class BroadcastDelivery:
         await asyncio.wait([sending], timeout=self._timeout + ABORT_TIMEOUT)
         await asyncio.wait(loading, timeout=ABORT_TIMEOUT)
         for task, replica in loading.items():
-            outcomes[replica.name] = await self._outcome(task, replica)
+            outcomes[replica.name] = await self._settle(task, replica)
         # If the sender failed to read the trainer's tensors, no replica is at fault, and the whole sync fails.
         sender_error = _first_error([sending])
         if sender_error is not None and not isinstance(sender_error, BroadcastAborted):
             raise sender_error
         return outcomes
 
-    async def _outcome(self, task: asyncio.Task[LoadProof], replica: Replica) -> LoadProof | BaseException:
-        """The outcome of a load after an abort. A replica that is still loading is killed."""
+    async def _settle(self, task: asyncio.Task[LoadProof], replica: Replica) -> LoadProof | BaseException:
+        """Kills a replica that is still loading after an abort. Returns the outcome of the load."""
         if not task.done():
             actor = replica.actor
             task.cancel()

@@ -38,6 +38,16 @@ ReadyReplicas = Callable[[], Awaitable[list[Replica]]]
 
 
 @dataclass(frozen=True, slots=True)
+class WorkItem:
+    """One completion to sample, or one sequence to score."""
+
+    key: bytes
+    """Equal for prompts that should share a replica; see `affinity_key`."""
+    tokens: int
+    """Upper bound of its cost: tokens of the prompt and of the completion."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Assignment:
     """The work items that one replica got."""
 
@@ -134,16 +144,6 @@ def _assignments(items: Sequence[WorkItem], indices: Sequence[int], replicas: Se
             tokens = sum(items[index].tokens for index in replica_indices)
             assignments.append(_Assignment(replica, replica.actor, replica_indices, tokens))
     return assignments
-
-
-@dataclass(frozen=True, slots=True)
-class WorkItem:
-    """One completion to sample, or one sequence to score."""
-
-    key: bytes
-    """Equal for prompts that should share a replica; see `affinity_key`."""
-    tokens: int
-    """Upper bound of its cost: tokens of the prompt and of the completion."""
 
 
 def affinity_key(prompt: TokenIds) -> bytes:

@@ -15,7 +15,9 @@ from engine.errors import CompletionDiverged
 from engine.protocol import Completion, StopReason, TokenIds
 
 SMALL_CALL = 4
+"""Number of completions up to which a call gets its tokens one by one."""
 CHUNK_TOKENS = 16
+"""Tokens that a replica collects for one chunk in a larger call."""
 
 Chunk = tuple[int, TokenIds, list[float], StopReason | None]
 """New tokens of a completion: (position of the completion in the request, token ids, logprobs, stop reason or None)."""
@@ -127,7 +129,8 @@ def run_with_listener(
             if on_token is not None:
                 on_token(*token)
     except BaseException:
-        # Return only when `work` has ended: the caller may use the replicas for another call right away.
+        # Return only when `work` has ended: the caller may use the replicas for another call right away. The loop runs
+        # the first step of `run` before this cancellation, so `finally` is always reached.
         future.cancel()
         ended.wait()
         raise

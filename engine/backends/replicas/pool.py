@@ -6,8 +6,8 @@ with the same seeds. Its finished completions are discarded too, because it cann
 restart it loads the last weights if their files still exist. It gets no work until it holds weights. A replica whose
 workers are broken (for example with half-loaded layers) is restarted too.
 
-The replicas are Ray actors (`replica_actor`). This process decides which replica samples what (`routing`, `dispatch`).
-Ray's prefix-aware router is not used: it belongs to Ray Serve, which puts proxies and a controller between the pool and
+The replicas are Ray actors (`replica_actor`). This process decides which replica samples what (`dispatch`). Ray's
+prefix-aware router is not used: it belongs to Ray Serve, which puts proxies and a controller between the pool and
 the actors, and it does not know which weights an actor holds.
 """
 
@@ -50,10 +50,35 @@ from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion, SamplingParams, TokenIds
 from engine.text.stops import StopStrings
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 OnUp = Callable[[Replica], Awaitable[None]]
 MakeReplicas = Callable[[OnUp], list[Replica]]
+
+
+class LoopThread:
+    """A thread that runs an event loop until `close`."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the loop and returns its result. Must not be called from the loop's thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def close(self) -> None:
+        """Stops the loop and ends the thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
 
 
 class ReplicaPool:
@@ -86,11 +111,13 @@ class ReplicaPool:
         self.accepts_tensors = delivery.accepts_tensors
         self._last_load: LoadRequest | None = None
         """The last weights that were sent to the replicas, for those that restart."""
-        self._unchecked_actors: set[ActorHandle] = set()
-        """The processes that sampled completions since the last check that passed."""
+        self._unchecked_actors: dict[ActorHandle, object] = {}
+        """The processes that sampled completions since the last check that passed. The value is unique to the process's
+        last call of `generate`."""
         self._asleep = False
         self._supervisors: list[asyncio.Task[None]] = []
-        # Everything that touches the replicas runs in the loop of this thread, so no lock is needed.
+        # Everything that changes the replicas runs in the loop of this thread, so no lock is needed. Other threads only
+        # read them.
         self._thread = LoopThread("vllm-pool")
         try:
             self._thread.run(self._start(make_replicas))
@@ -152,7 +179,7 @@ class ReplicaPool:
             replica.loaded_state = None
         await wait_until(lambda: any(replica.phase == "up" for replica in self.replicas), self.replicas)
 
-        # A replica that comes up during the delivery loads them in _restore_replica.
+        # A replica that comes up during the delivery loads them in _restore_replica. After a broadcast it cannot.
         up = replicas_up(self.replicas)
         self._last_load = request
         proofs: list[LoadProof] = []
@@ -173,7 +200,7 @@ class ReplicaPool:
             raise (mismatches or deaths)[0]
         proof = merge_proofs(proofs, request.state)
         if self._keep_weights:
-            self._last_load = request.with_linked_files()
+            self._last_load = request.link_files()
         return proof
 
     @property
@@ -218,13 +245,17 @@ class ReplicaPool:
         if not holders:
             raise SamplerOutOfSync(f"no replica holds {state}: {describe_replicas(self.replicas)}")
         # Nothing can prove the weights of a process that has ended, so its completions must not be used.
-        lost = self._unchecked_actors - {replica.actor for replica in holders}
+        lost = self._unchecked_actors.keys() - {replica.actor for replica in holders}
         if lost:
             self._unchecked_actors.clear()
             names = ", ".join(sorted(actor.name for actor in lost))
             raise SamplerOutOfSync(f"{names} sampled completions and ended before its weights were checked")
+        sampled = self._unchecked_actors.copy()
         await call_all(holders, lambda replica: self._check_replica(replica, method, *args))
-        self._unchecked_actors.clear()
+        # A call that ended during the check may have sampled after its process was checked, which stays unchecked then.
+        for actor, last_call in sampled.items():
+            if self._unchecked_actors.get(actor) is last_call:
+                del self._unchecked_actors[actor]
 
     async def _check_replica(self, replica: Replica, method: str, *args: Any) -> None:
         """Calls a check of the worker extension on one replica. Raises SamplerOutOfSync if it does not pass, or if the
@@ -319,7 +350,8 @@ class ReplicaPool:
 
         async def dispatch() -> None:
             # `check` must prove the weights of every process that sampled.
-            self._unchecked_actors |= await dispatch_work(work_items, send, lambda: self._ready_replicas(adapter))
+            actors = await dispatch_work(work_items, send, lambda: self._ready_replicas(adapter))
+            self._unchecked_actors.update(dict.fromkeys(actors, object()))
 
         work_items = [WorkItem(affinity_key(prompt), len(prompt) + params.max_new_tokens) for prompt in prompts]
         partial_completions.run_with_listener(dispatch(), new_tokens, on_token, self._thread.loop)
@@ -346,20 +378,21 @@ class ReplicaPool:
     async def _ready_replicas(self, adapter: str | None) -> list[Replica]:
         """The replicas that hold the weights (and the adapter). Waits for one that is about to load them. Raises
         SamplerOutOfSync if there is none."""
-        while True:
-            request = self._last_load
-            replicas: list[Replica] = []
-            if request is not None:
-                replicas = holders_of_state(replicas_up(self.replicas), request.state)
-            if adapter is not None:
-                replicas = holders_of_adapter(replicas, adapter)
-            if replicas:
-                return replicas
+
+        def holders() -> list[Replica]:
+            if self._last_load is None:
+                return []
+            replicas = holders_of_state(replicas_up(self.replicas), self._last_load.state)
+            return replicas if adapter is None else holders_of_adapter(replicas, adapter)
+
+        if not holders():
             # A starting replica reloads the base if its files exist, but no adapter.
+            request = self._last_load
             is_starting = any(replica.phase in ("starting", "down") for replica in self.replicas)
             if request is None or adapter is not None or not is_starting or not request.files_exist:
                 raise SamplerOutOfSync(f"no replica holds the weights any more: {describe_replicas(self.replicas)}")
-            await wait_until(lambda: any(replica.loaded_state for replica in self.replicas), self.replicas)
+            await wait_until(lambda: bool(holders()), self.replicas)
+        return holders()
 
     # -- life -------------------------------------------------------------------------------------------------
 
@@ -411,29 +444,3 @@ class ReplicaPool:
         await asyncio.gather(*self._supervisors, return_exceptions=True)
         self._forget_last_load()
         self._delivery.close()
-
-
-T = TypeVar("T")
-
-
-class LoopThread:
-    """A thread that runs an event loop until `close`."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine in the loop and returns its result. Must not be called from the loop's thread."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
-
-    def close(self) -> None:
-        """Stops the loop and ends the thread."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()

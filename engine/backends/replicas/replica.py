@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 ReplicaPhase = Literal["starting", "up", "draining", "down", "closed"]
 
+POLL_INTERVAL = 0.05
+"""Seconds between two checks of a condition."""
 FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0
 """Seconds before a replica that ended is started again. They double with every failed start."""
 
@@ -97,7 +99,7 @@ class Replica:
         except WorkerDied as error:
             raise WorkerDied(f"{error} while it started (sampler.start_seconds is {self.start_seconds:.0f})") from error
         await self.on_up(self)
-        self.failures = 0
+        self.failures, self.error = 0, ""
         self.set_phase("up")
 
     async def stop_process(self) -> None:
@@ -133,12 +135,6 @@ def count_replicas(replicas: Sequence[Replica]) -> ActorCount:
     return ActorCount(wanted=len(replicas), alive=up, restarts=restarts)
 
 
-POLL_INTERVAL = 0.05
-"""Seconds between two checks of a condition."""
-
-ReplicaCall = Callable[[Replica], Awaitable[Any]]
-
-
 def replicas_up(replicas: Sequence[Replica]) -> list[Replica]:
     return [replica for replica in replicas if replica.phase == "up"]
 
@@ -151,6 +147,9 @@ def holders_of_state(replicas: Sequence[Replica], state: str) -> list[Replica]:
 def holders_of_adapter(replicas: Sequence[Replica], name: str) -> list[Replica]:
     """The replicas that hold this LoRA adapter, in any phase."""
     return [replica for replica in replicas if name in replica.adapters]
+
+
+ReplicaCall = Callable[[Replica], Awaitable[Any]]
 
 
 async def call_all(replicas: Sequence[Replica], call: ReplicaCall) -> None:

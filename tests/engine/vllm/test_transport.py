@@ -72,5 +72,5 @@ def test_an_unsuitable_transport_is_refused_and_the_error_names_another(config: 
 
 def test_a_broadcast_cannot_be_loaded_again() -> None:
     request = LoadRequest((), {}, "state", False)
-    assert not request.files_exist and request.with_linked_files() is request
+    assert not request.files_exist and request.link_files() is request
     assert replace(request, group="g").source == "g"

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from flows.sft import SFT
     from flows.simpo import SimPO
 
+    # the training classes, which the package flows imports from here
     __all__ = ["DPO", "ENVGRPO", "ENVGSPO", "ENVPPO", "GRPO", "GSPO", "PPO", "SFT", "RewardModelling", "SimPO"]
-    """The training classes, which the package `flows` imports from here."""
 
 
 class PreferenceOptimizer(OptimizerConfig):

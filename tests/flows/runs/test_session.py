@@ -14,7 +14,7 @@ from engine.specs.engine import HttpEngineSpec
 from engine.workspace import Workspace
 from flows.cli.main import app
 from flows.configs.common import GRPOConfig
-from flows.display import terminal
+from flows.display import load_progress
 from flows.display.terminal import TerminalProgress
 from flows.runs import session
 from flows.runs.recorded_config import read_config
@@ -108,7 +108,7 @@ async def test_the_estimate_is_of_what_is_left(
 async def test_the_load_of_held_out_rows_says_how_far_it_is(
     toy_run: ToyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(load_progress, "LINE_SECONDS", 0.0)
     toy, heldout = toy_run.copied(tmp_path / "copy"), write_prompts(tmp_path / "heldout.jsonl", repeats=2)
     data = toy.config["data"] | {"heldout": {"kind": "file", "path": str(heldout)}}
     lines = await opened(toy.config | {"data": data, "run": "new"})

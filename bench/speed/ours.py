@@ -220,7 +220,7 @@ class WithoutPrefect(Completions):
     ) -> tuple[ArtifactRef, ArtifactRef]:
         rollouts = await work_of(generate_rollouts)(workspace, policy, shard, sampling, step=step)
         graded = await work_of(grade_rollouts)(
-            workspace, rollouts, self.grading, stage=policy.stage, step=step, shard=shard.index
+            workspace, rollouts, self.plan, stage=policy.stage, step=step, shard=shard.index
         )
         return rollouts, graded
 

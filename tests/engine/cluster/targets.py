@@ -42,6 +42,9 @@ class CountingTarget:
     def who(self) -> tuple[int, int, int]:
         return self.rank, self.world_size, os.getpid()
 
+    def niceness(self) -> int:
+        return os.nice(0)
+
     def count(self, tag: str) -> tuple[str, int]:
         """The number of `count` calls so far, summed over the ranks."""
         self.calls += 1

@@ -34,6 +34,11 @@ def start(group: RankGroup) -> dict[int, int]:
     return dict(group.pids)
 
 
+def test_ranks_yield_to_no_other_process(group: RankGroup) -> None:
+    start(group)
+    assert group.call("niceness") <= os.nice(0), "Ray gives its workers 15 by default"
+
+
 @pytest.mark.parametrize("ranks", [[0], [0, 1]])
 def test_killed_during_a_call(group: RankGroup, ranks: list[int], tmp_path: Path) -> None:
     pids = start(group)

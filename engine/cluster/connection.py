@@ -45,7 +45,7 @@ PRIVATE_ENVIRONMENT = {
     # A process whose gcs_server is gone is ended by Ray after a minute, in the middle of whatever it does. The engine
     # notices the end of its own gcs_server itself, and starts another Ray.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
-    # Ray gives its workers the niceness 15. Ranks do the main work of the machine: beside other busy processes they
+    # Ray gives its workers the niceness 15. Ranks do the main work of the machine: while other processes are busy, they
     # would not start in time.
     "RAY_worker_niceness": "0",
 }

@@ -115,13 +115,7 @@ def apply_request(
                 minibatch, objective, request.optimizer, max_tokens=limit, on_micro_batch=after_micro_batch
             )
         except NonFiniteGradient as error:
-            bad = _first_bad_row(minibatch, row_of_sample)
-            rows = "the rows" if bad is None else f"row {bad}, the first one that is not finite,"
-            raise NonFiniteGradient(
-                f"step {request.parent.step + 1}: {error}; look at {rows} of its batch (the key {request.batch.key} "
-                "counts steps from 0), lower the learning rate, or set skip_nan_gradients=true to leave such updates "
-                "out"
-            ) from error
+            raise _naming_the_row(error, request, _first_bad_row(minibatch, row_of_sample)) from error
         reports.append(report)
     effect = _combined_effect(reports)
     effect.skipped += _skipped_updates(updates, reports, row_of_sample)
@@ -131,6 +125,15 @@ def apply_request(
         informative = sum(bool(np.any(sample.advantages)) for sample in samples)
         effect.metrics["informative_fraction"] = informative / len(samples)
     return effect
+
+
+def _naming_the_row(error: NonFiniteGradient, request: StepRequest, bad: int | None) -> NonFiniteGradient:
+    """The error with the batch and its first bad row, if that is known."""
+    rows = "the rows" if bad is None else f"row {bad}, the first one that is not finite,"
+    return NonFiniteGradient(
+        f"step {request.parent.step + 1}: {error}; look at {rows} of its batch (the key {request.batch.key} counts "
+        "steps from 0), lower the learning rate, or set skip_nan_gradients=true to leave such updates out"
+    )
 
 
 def _skipped_updates(

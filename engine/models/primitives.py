@@ -214,10 +214,15 @@ class Primitives:
         self._check(loss, sequence)
         return self.tape.add(loss, sequence, **columns)  # type: ignore[arg-type]  # a number stands for every token
 
-    def _add_pair(self, loss: Loss, pair: tuple[TokenSequence, TokenSequence], **columns: Any) -> Enqueued:
+    def _add_pair(
+        self,
+        loss: Loss,
+        pair: tuple[TokenSequence, TokenSequence],
+        **columns: tuple[Sequence[float], Sequence[float]],
+    ) -> Enqueued:
         for sequence in pair:
             self._check(loss, sequence)
-        return self.tape.add_pair(loss, *pair, **columns)
+        return self.tape.add_pair(loss, pair[0], pair[1], **columns)
 
     def _check(self, loss: Loss, sequence: TokenSequence) -> None:
         """Raises the errors that the step would raise, so that they come from the call at fault."""

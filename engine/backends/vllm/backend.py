@@ -308,10 +308,7 @@ def open_pool(
 
     # Reserve a place for each replica, and choose how weights reach them. After an error nothing stays reserved.
     try:
-        if trainer_placement is not None:
-            places.extend(ReplicaPlace(trainer_placement, index, SHARED_GPU) for index in range(spec.replicas))
-        else:
-            _reserve(places, connection, spec, options.tensor_parallel, on_gpus=device.type == "cuda")
+        _reserve(places, connection, spec, options.tensor_parallel, trainer_placement, on_gpus=device.type == "cuda")
         delivery = _weight_delivery(spec, device)
     except BaseException:
         release_resources()
@@ -356,14 +353,25 @@ def _start_process(
 
 
 def _reserve(
-    places: list[ReplicaPlace], cluster: Cluster, spec: VllmSpec, tensor_parallel: int, *, on_gpus: bool
+    places: list[ReplicaPlace],
+    cluster: Cluster,
+    spec: VllmSpec,
+    tensor_parallel: int,
+    trainer_placement: Placement | None,
+    *,
+    on_gpus: bool,
 ) -> None:
-    """Appends a place for each replica to `places`, and waits until the cluster has reserved all of them.
+    """Appends a place for each replica to `places`, and waits until the cluster has reserved all of them. In the
+    trainer's placement the places are reserved already.
 
     On a shared cluster each replica has its own placement, so that Ray can move it to another machine when its machine
     is lost. A private Ray has one machine, and all replicas share one placement: the reservation fails at once if there
     is no room for all of them.
     """
+    if trainer_placement is not None:
+        places.extend(ReplicaPlace(trainer_placement, index, SHARED_GPU) for index in range(spec.replicas))
+        return
+
     # The bundles of one replica: a single bundle with all its GPUs.
     executor, share = None, 1.0
     bundles = [Bundle(gpus=tensor_parallel if on_gpus else 0)]

@@ -30,7 +30,7 @@ from engine.backends.torch.attention import PackedLayout
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.packing import PrefixGroup
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.weight_files.tensor_files import digest_tensors
+from engine.backends.weight_files.digests import digest_tensors
 from engine.losses.likelihood import CrossEntropySpec
 from engine.losses.policy_gradient import GRPOSpec
 from engine.models.samples import Sample

@@ -16,7 +16,7 @@ from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.loading import load_model
 from engine.backends.torch.trainer import TorchTrainer
-from engine.backends.weight_files.tensor_files import digest_tensors
+from engine.backends.weight_files.digests import digest_tensors
 from engine.errors import OutOfMemory
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence

@@ -8,20 +8,22 @@ one tensor more than before.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.backends.deepspeed.meta_model import WeightSource
 from engine.backends.deepspeed.rank_model import WeightNames
-from engine.backends.deepspeed.shards import MOMENTS, Shards
+from engine.backends.deepspeed.shards import MOMENTS, ShardPiece, Shards
+from engine.backends.weight_files.digests import Sums, combine_digests, digest_of_sums, tensor_sums
 from engine.backends.weight_files.pieces import (
     OPTIMIZER,
     WEIGHTS,
@@ -35,8 +37,6 @@ from engine.backends.weight_files.tensor_files import (
     Layouts,
     TensorWriter,
     check_shapes,
-    combine_digests,
-    digest_tensor,
     file_order,
 )
 from engine.cluster.rank_progress import report_progress
@@ -191,32 +191,40 @@ def fill(state: ShardedState, weights: WeightSource) -> None:
 
 
 def weights_digest(state: ShardedState, *, base: str = "") -> tuple[str, dict[str, str]]:
-    """The digest that the torch trainer computes of the same weights, on every rank. The ranks share the hashing.
-    `base` is the digest of the base of an adapter."""
-    names = [*state.shards.shapes, *state.buffers]
-    return digest_in_turns(names, lambda name, rank: state.assemble(name, on=rank), base=base)
-
-
-def digest_in_turns(
-    names: Iterable[str], tensor_on: Callable[[str, int], Tensor | None], *, base: str = ""
-) -> tuple[str, dict[str, str]]:
-    """`digest_tensors` of tensors that the ranks hash in turns. Every rank calls `tensor_on(name, rank)`, which returns
-    the tensor on that rank."""
-    world_size = dist.get_world_size()
-    names = sorted(names)
-    # Each rank hashes every n-th tensor. All ranks take part in gathering each tensor.
-    digests: dict[str, str] = {}
-    for index, name in enumerate(names):
-        tensor = tensor_on(name, index % world_size)
-        if tensor is not None:
-            digests[name] = digest_tensor(tensor)
+    """The digest that the torch trainer computes of the same weights, on every rank. Each rank sums over its own
+    pieces, and only the sums are exchanged. `base` is the digest of the base of an adapter."""
+    sums: dict[str, Sums] = {}
+    for piece in state.shards.owned():
+        piece_sums = tensor_sums(in_master_precision(state, piece), start=piece.start)
+        sums[piece.name] = sums.get(piece.name, 0) + piece_sums
         report_progress()
-    # Every rank gets the digests that the others computed.
-    gathered: list[dict[str, str]] = [{} for _ in range(world_size)]
-    dist.all_gather_object(gathered, digests)
-    for rank_digests in gathered:
-        digests |= rank_digests
-    return combine_digests({name: digests[name] for name in names}, base=base)
+    if dist.get_rank() == 0:  # the buffers are equal on all ranks
+        sums |= {name: tensor_sums(buffer) for name, buffer in state.buffers.items()}
+    return digest_of_ranks(state, sums, base=base)
+
+
+def in_master_precision(state: ShardedState, piece: ShardPiece) -> Tensor:
+    """The values of a piece. Frozen weights that the rank holds in bfloat16 become float32, which is exact."""
+    return piece.of(piece.flat).to(state.master_dtype)
+
+
+def digest_of_ranks(state: ShardedState, sums: Mapping[str, Sums], *, base: str = "") -> tuple[str, dict[str, str]]:
+    """The digest of tensors whose parts have these sums on this rank. Every rank calls it."""
+    names = sorted(state.shapes())
+    # Sum over the ranks in int64, which wraps around as the sums do.
+    total = np.zeros((len(names), 2), dtype=np.uint64)
+    for index, name in enumerate(names):
+        if name in sums:
+            total[index] = sums[name]
+    total_N2 = torch.from_numpy(total.view(np.int64)).to(state.device)
+    dist.all_reduce(total_N2)
+    total = total_N2.cpu().numpy().view(np.uint64)
+
+    digests: dict[str, str] = {}
+    for name, tensor_total in zip(names, total, strict=True):
+        dtype = state.buffers[name].dtype if name in state.buffers else state.master_dtype
+        digests[name] = digest_of_sums(dtype, state.shape(name), tensor_total)
+    return combine_digests(digests, base=base)
 
 
 # -- model folders ------------------------------------------------------------------------------------------------

@@ -36,7 +36,9 @@ from engine.backends.torch.lora import replace_linears
 from engine.backends.torch.packing import Packed
 from engine.backends.torch.scalar_lm import HEAD_NAME, new_head, with_scalar_head
 from engine.backends.torch.shared_base import linear_parameters
+from engine.backends.weight_files.digests import Sums, tensor_sums
 from engine.backends.weight_files.tensor_files import shapes_of_tensors
+from engine.cluster.rank_progress import report_progress
 from engine.errors import BadSpec
 from engine.models.folder import scalar_head_message
 from engine.specs.adapters import LoraSpec
@@ -132,17 +134,16 @@ def _allocate(module: nn.Module, compute_dtype: torch.dtype, device: torch.devic
 
 
 def _digest_of(meta_model: MetaModel, state: files.ShardedState) -> tuple[str, dict[str, str]]:
-    """The digest of the model's weights in master precision, whatever precision the rank holds them in."""
-
-    def tensor_on(name: str, rank: int) -> Tensor | None:
-        if dist.get_rank() != rank:
-            return None
+    """The digest of the model's weights in master precision, whatever precision the ranks hold them in. Each rank reads
+    every n-th tensor."""
+    sums: dict[str, Sums] = {}
+    for name in sorted(state.shapes())[dist.get_rank() :: dist.get_world_size()]:
         dtype = state.buffers[name].dtype if name in state.buffers else state.master_dtype
         tensor = torch.empty(state.shape(name), dtype=dtype)
         meta_model.weights.read_into(name, tensor)
-        return tensor
-
-    return files.digest_in_turns(state.shapes(), tensor_on)
+        sums[name] = tensor_sums(tensor)
+        report_progress()
+    return files.digest_of_ranks(state, sums)
 
 
 class FrozenBaseModel:

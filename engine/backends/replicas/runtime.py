@@ -15,14 +15,15 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engine.backends.protocol import OnToken
-from engine.backends.weight_files.tensor_files import read_tensors, tensor_bytes
+from engine.backends.weight_files.digests import digest_tensor
+from engine.backends.weight_files.tensor_files import read_tensors
 from engine.errors import BadSpec, SamplerOutOfSync
 from engine.protocol import Completion, SamplingParams, TokenIds
 from engine.text.stops import StopStrings
 
 Manifest = dict[str, tuple[str, tuple[int, ...], str]]
-"""The weights that the trainer staged. By tensor name: (dtype as in str(torch.dtype), shape, sha256 of the row-major
-bytes). In JSON the tuples are lists; both are accepted."""
+"""The weights that the trainer staged. By tensor name: (dtype as in str(torch.dtype), shape, digest of the
+tensor). In JSON the tuples are lists; both are accepted."""
 
 Source = Sequence[Path] | Mapping[str, Tensor]
 """Weights to load: safetensors files that the workers can open, or the tensors themselves (same process only)."""
@@ -188,8 +189,8 @@ def _combine(proofs: Sequence[LoadProof], state: str) -> LoadProof:
 
 
 def entry_of(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
-    """(dtype, shape, sha256 of the row-major bytes)."""
-    return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+    """(dtype, shape, digest)."""
+    return str(tensor.dtype), tuple(tensor.shape), digest_tensor(tensor)
 
 
 def manifest_of(tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
@@ -214,5 +215,5 @@ def manifest_of_files(paths: Sequence[Path]) -> Manifest:
 
 def digest_of(manifest: Manifest) -> str:
     """Equal for equal names, dtypes, shapes and bytes; the order of the tensors does not matter."""
-    lines = (f"{name} {dtype} {list(shape)} {sha256}\n" for name, (dtype, shape, sha256) in sorted(manifest.items()))
+    lines = (f"{name} {dtype} {list(shape)} {digest}\n" for name, (dtype, shape, digest) in sorted(manifest.items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()

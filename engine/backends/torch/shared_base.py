@@ -43,7 +43,8 @@ from engine.backends.torch.lora import (
 )
 from engine.backends.torch.scalar_lm import HEAD_NAME, ScalarLM, new_head, with_scalar_head
 from engine.backends.torch.trainer import STAGED_FILE, TorchTrainer, files_in
-from engine.backends.weight_files.tensor_files import digest_tensors, write_tensors
+from engine.backends.weight_files.digests import digest_tensors
+from engine.backends.weight_files.tensor_files import write_tensors
 from engine.errors import BadSpec
 from engine.models.folder import scalar_head_message
 from engine.specs.adapters import LoraSpec

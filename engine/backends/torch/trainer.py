@@ -33,8 +33,9 @@ from engine.backends.torch.updates import (
     update_metrics,
     validate_batch,
 )
+from engine.backends.weight_files.digests import digest_tensors
 from engine.backends.weight_files.pieces import moment_shapes, open_checkpoint
-from engine.backends.weight_files.tensor_files import check_shapes, digest_tensors, shapes_of_tensors, write_tensors
+from engine.backends.weight_files.tensor_files import check_shapes, shapes_of_tensors, write_tensors
 from engine.errors import NonFiniteGradient, OutOfMemory
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence

@@ -33,6 +33,7 @@ from engine.backends.replicas.broadcast import BroadcastAborted, BroadcastGroup,
 from engine.backends.torch.lora import A_NAME, ADAPTER_CONFIG_FILE, ADAPTER_FILE, B_NAME, PEFT_PREFIX
 from engine.backends.vllm import readback
 from engine.backends.vllm.readback import ReadbackPlan, TensorSlot
+from engine.backends.weight_files.digests import digest_tensor
 from engine.backends.weight_files.tensor_files import read_tensors, tensor_bytes
 from engine.errors import BadSpec
 
@@ -117,16 +118,16 @@ class _TensorReceiver:
         if name not in self.manifest:
             raise WeightsMismatch(f"tensor {name} arrived, which the trainer did not stage")
         self.received.add(name)
-        dtype, shape, expected_sha256 = self.manifest[name]
+        dtype, shape, expected_digest = self.manifest[name]
         if str(tensor.dtype) != dtype or tuple(tensor.shape) != tuple(shape):
             raise WeightsMismatch(
                 f"tensor {name} arrived as {tensor.dtype} {tuple(tensor.shape)}, the trainer staged {dtype} "
                 f"{tuple(shape)}"
             )
-        sha256 = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
-        if sha256 != expected_sha256:
+        digest = digest_tensor(tensor)
+        if digest != expected_digest:
             raise WeightsMismatch(
-                f"tensor {name} arrived with other bytes: sha256 {sha256[:12]}…, staged {expected_sha256[:12]}…"
+                f"tensor {name} arrived with other bytes: digest {digest[:12]}…, staged {expected_digest[:12]}…"
             )
 
 
@@ -434,11 +435,11 @@ def _check_received(tensors: Mapping[str, Tensor], manifest: Mapping[str, Sequen
             raise AdapterMismatch(f"tensor {name} did not arrive")
         if name not in manifest:
             raise AdapterMismatch(f"tensor {name} arrived, which the trainer did not write")
-        dtype, shape, sha256 = manifest[name]
+        dtype, shape, expected_digest = manifest[name]
         tensor = tensors[name]
         if (str(tensor.dtype), tuple(tensor.shape)) != (dtype, tuple(shape)):
             raise AdapterMismatch(f"tensor {name} arrived as {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
-        if hashlib.sha256(tensor_bytes(tensor)).hexdigest() != sha256:
+        if digest_tensor(tensor) != expected_digest:
             raise AdapterMismatch(f"tensor {name} arrived with other bytes than the trainer's")
 
 

@@ -1,5 +1,5 @@
 """Safetensors files, written and read one tensor at a time, so that at most one tensor is in memory besides the model;
-the digests of their tensors, and folders in which they travel from one process to another.
+and folders in which they travel from one process to another.
 
 The bytes are those of `safetensors.torch.save_file`, and any safetensors reader opens them.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -213,27 +212,6 @@ def _check_finite(folder: ModelFolder, name: str) -> None:
                 f"{folder.path / name}: the tensor {tensor_name} holds {value} in {int((~finite).sum())} of its "
                 f"{tensor.numel()} elements; export the model again from a checkpoint whose weights are finite"
             )
-
-
-def digest_tensors(tensors: Iterable[tuple[str, Tensor]], *, base: str = "") -> tuple[str, dict[str, str]]:
-    """(digest of all tensors, digest of each by name). The tensors are sorted by name. `base` is the digest of the
-    weights that these add to, such as those under an adapter."""
-    digests = {name: digest_tensor(tensor) for name, tensor in tensors}
-    return combine_digests(digests, base=base)
-
-
-def digest_tensor(tensor: Tensor) -> str:
-    """sha256 over dtype, shape and bytes."""
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    digest.update(tensor_bytes(tensor))
-    return digest.hexdigest()
-
-
-def combine_digests(digests: Mapping[str, str], *, base: str = "") -> tuple[str, dict[str, str]]:
-    """(digest of all, `digests`) for digests by name, which are sorted by name."""
-    lines = [f"base {base}\n"] if base else []
-    lines += [f"{name} {digest}\n" for name, digest in digests.items()]
-    return hashlib.sha256("".join(lines).encode()).hexdigest(), dict(digests)
 
 
 @contextlib.contextmanager

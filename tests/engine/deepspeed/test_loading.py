@@ -17,7 +17,7 @@ from engine.backends.deepspeed.backend import DeepSpeedBackend
 from engine.backends.deepspeed.meta_model import MetaModel, open_meta_model, streamed_weights
 from engine.backends.torch.loading import load_model
 from engine.backends.torch.probes import probe_model
-from engine.backends.weight_files.tensor_files import digest_tensors
+from engine.backends.weight_files.digests import digest_tensors
 from engine.cluster.rank_group import RankGroup
 from engine.errors import BadModelFolder
 from engine.specs.adapters import LoraSpec

@@ -21,7 +21,7 @@ from engine.backends.torch.probes import probe_model
 from engine.backends.torch.scalar_lm import ScalarLM, is_scalar
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.updates import adamw_groups, set_adamw
-from engine.backends.weight_files.tensor_files import digest_tensors
+from engine.backends.weight_files.digests import digest_tensors
 from engine.cluster.rank_group import RankGroup
 from engine.errors import BadModelFolder, BadSpec
 from engine.losses.likelihood import CrossEntropySpec

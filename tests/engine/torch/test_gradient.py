@@ -22,7 +22,7 @@ from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.loading import load_model
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.updates import token_weights
-from engine.backends.weight_files.tensor_files import digest_tensors
+from engine.backends.weight_files.digests import digest_tensors
 from engine.errors import BadSpec, NonFiniteGradient
 from engine.losses.likelihood import CrossEntropySpec
 from engine.losses.policy_gradient import GRPOSpec

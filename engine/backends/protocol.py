@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from engine.backends.weight_files.sketches import Sketch
 from engine.errors import BadSpec, SampleTooLong
 from engine.losses.spec import LossSpec
 from engine.models.folder import CONTEXT_SOURCE
@@ -127,6 +128,14 @@ class Trainer(Protocol):
 
     def weights_digest(self) -> tuple[str, dict[str, str]]:
         """Returns the digest of all trained weights, and the digest of each tensor by name."""
+        ...
+
+    def weights_sketch(self) -> Sketch:
+        """Returns the sketch of the weights of `weights_digest`, in the order of their names."""
+        ...
+
+    def add_rounding_noise(self, relative: float, *, seed: int) -> None:
+        """Multiplies each of the weights of `weights_digest` by 1 + `relative` or by 1 - `relative`, at random."""
         ...
 
     def write_checkpoint(self, folder: Path) -> dict[str, Path]:
@@ -336,6 +345,9 @@ class ReadOnlyPolicy:
         max_tokens: int,
         on_micro_batch: Callable[[], None] = lambda: None,
     ) -> NoReturn:
+        raise BadSpec(UPDATE_REFUSED)
+
+    def add_rounding_noise(self, relative: float, *, seed: int) -> NoReturn:
         raise BadSpec(UPDATE_REFUSED)
 
     def write_checkpoint(self, folder: Path) -> NoReturn:

@@ -25,6 +25,7 @@ from engine.backends.torch.updates import (
     update_metrics,
     validate_batch,
 )
+from engine.backends.weight_files.sketches import Sketch, sketch_to_text
 from engine.errors import BadSpec, NonFiniteGradient, StepConflict
 from engine.local.loaded_policies import LoadedPolicy
 from engine.losses.base import PairLoss
@@ -42,10 +43,6 @@ from storage.store.tables import read_step_table, read_table
 
 log = logging.getLogger(__name__)
 
-SMALL_MODEL_BYTES = 256 << 20
-"""Up to this many bytes of weights, every commit record holds a digest of them."""
-LARGE_MODEL_DIGEST_EVERY = 10
-"""Larger models: every n-th commit record holds a digest."""
 TENSOR_DIGITS = 8
 """Number of hex digits of each tensor's digest in a commit record."""
 
@@ -234,9 +231,16 @@ def require_same_request(committed: CommitRecord, request: StepRequest) -> Commi
 
 
 def step_record(
-    request: StepRequest, effect: StepEffect, loaded: LoadedPolicy, numerics: Numerics, spec: LocalEngineSpec
+    request: StepRequest,
+    effect: StepEffect,
+    loaded: LoadedPolicy,
+    numerics: Numerics,
+    spec: LocalEngineSpec,
+    *,
+    update: Sketch,
 ) -> CommitRecord:
-    """Returns the commit record of a step that was applied to `loaded` under `numerics`."""
+    """Returns the commit record of a step that was applied to `loaded` under `numerics`. `update` is the sketch of the
+    change of its weights."""
     # The limits of the updates are recorded only if one of them differs from the engine's limit.
     limits_differ = bool(set(effect.max_tokens) - {spec.max_tokens_per_forward})
     numerics = numerics.model_copy(
@@ -246,11 +250,7 @@ def step_record(
         }
     )
 
-    # A digest reads all weights, so large models get one only at some steps.
-    weights_digest: str | None = None
-    tensor_digests: dict[str, str] = {}
-    if _is_digest_due(loaded, request.parent.step + 1, spec.digest_every):
-        weights_digest, tensor_digests = loaded.trainer.weights_digest()
+    weights_digest, tensor_digests = loaded.trainer.weights_digest()
     return CommitRecord(
         request=request,
         state=request.next_state(),
@@ -263,15 +263,8 @@ def step_record(
         rebase=loaded.rebase,
         weights_digest=weights_digest,
         tensor_digests=tuple(tensor_digests[name][:TENSOR_DIGITS] for name in sorted(tensor_digests)),
+        update_sketch=sketch_to_text(update),
     )
-
-
-def _is_digest_due(loaded: LoadedPolicy, step: int, every: int | None) -> bool:
-    """Whether the record of `step` holds a digest. `every` is the config's `digest_every`."""
-    if every is None:
-        is_small = loaded.trainer.weights_nbytes <= SMALL_MODEL_BYTES
-        every = 1 if is_small else LARGE_MODEL_DIGEST_EVERY
-    return step % every == 0
 
 
 def measure_batch(

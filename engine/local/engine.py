@@ -260,11 +260,13 @@ class LocalEngine:
         try:
             self.materialiser.rebaser.before_step(loaded)
             limit = request.max_tokens or self.spec.max_tokens_per_forward
+            before = loaded.sketch_before_update()
             effect = apply_request(
                 loaded.trainer, request, self.store, max_tokens=limit, check=self.queue.check, read=read_step_table
             )
             log_work("step", policy=request.result().uri, step=request.parent.step + 1)
-            record = step_record(request, effect, loaded, self.backend.numerics(), self.spec)
+            update = loaded.update_since(before)
+            record = step_record(request, effect, loaded, self.backend.numerics(), self.spec, update=update)
             # The batch may have come from this process's cache. A step without its batch could not be redone.
             check_stored(self.store, request.batch)
             failpoint("step.before_commit")
@@ -278,10 +280,8 @@ class LocalEngine:
             raise
 
         # Another engine may have committed the step first. Keep these weights only if they are known to be the same.
-        if committed.attempt != record.attempt:
-            same_digest = committed.weights_digest is not None and committed.weights_digest == record.weights_digest
-            if not same_digest or committed.rebase != record.rebase:
-                self.loaded_policies.drop(request.parent)
+        if (committed.weights_digest, committed.rebase) != (record.weights_digest, record.rebase):
+            self.loaded_policies.drop(request.parent)
         loaded.policy, loaded.committed_numerics = committed.policy, committed.numerics
         return committed
 

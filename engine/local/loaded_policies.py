@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.backends.protocol import FrozenBase, Sampler, Trainer
+from engine.backends.weight_files.sketches import Sketch
 from engine.errors import OutOfMemory, TransientEngineError
 from storage.chain.records import Numerics, PolicyRef, RebaseMark
 
@@ -50,6 +51,8 @@ class LoadedPolicy:
     """Time at which it was loaded, in seconds of the engine's clock."""
     released: bool = False
     """Whether its run is done with it for now."""
+    _sketch: Sketch | None = None
+    """Sketch of the weights, once it was computed."""
 
     @property
     def chain(self) -> ChainName:
@@ -61,6 +64,17 @@ class LoadedPolicy:
         A shared base model is not counted."""
         sampler_bytes = self.sampler.nbytes() if self.sampler else 0
         return self.trainer.nbytes(training=self.training) + sampler_bytes
+
+    def sketch_before_update(self) -> Sketch:
+        """The sketch of the weights, before the trainer changes them."""
+        before = self.trainer.weights_sketch() if self._sketch is None else self._sketch
+        self._sketch = None
+        return before
+
+    def update_since(self, before: Sketch) -> Sketch:
+        """The sketch of the update that the trainer made since `before`, the result of `sketch_before_update`."""
+        self._sketch = self.trainer.weights_sketch()
+        return self._sketch - before
 
     def drop_sampler(self) -> None:
         """Closes the sampler. The next generation creates a new one."""

@@ -14,8 +14,9 @@ from pathlib import Path
 from engine.backends.protocol import FrozenBase, Sampler, SamplerBackend, Trainer, TrainerBackend
 from engine.errors import BadSpec, PermanentEngineError, StepConflict, UnknownPolicy
 from engine.local.apply import apply_request
+from engine.local.closeness import Judgement, Redo, judge_redo
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy
-from engine.local.rebase import Rebaser, RedoStatus
+from engine.local.rebase import Rebaser
 from engine.local.saving import scratch
 from engine.models.folder import base_nbytes, parameter_count
 from engine.models.scores import check_head
@@ -126,22 +127,66 @@ class Materialiser:
             # A checkpoint is read into the old trainer, since memory may not hold a second one.
             if loaded is None or not self._should_redo_from(loaded, chain, policy):
                 old_trainer = loaded.trainer if loaded else None
-                loaded = self._restore(chain, policy.step, into=old_trainer, training=training)
-            loaded.training = training
-
-            # Redo the steps after it. After each step, compare the weights with the committed ones.
-            status = RedoStatus(policy)
-            for record in chain.records(after=loaded.policy.step, until=policy.step):
-                self.redo(loaded, record)
-                self.rebaser.compare(loaded, record, status)
-            self.rebaser.after_redo(loaded, status)
+                loaded, reuse = self._restore(chain, policy.step, into=old_trainer, training=training), None
+            redo = self._redo_until(loaded, chain, policy)
+            if redo.differing and reuse is not None:
+                # Start again from the checkpoint, whose bytes are certain.
+                loaded = self._restore(chain, policy.step, into=loaded.trainer, training=training)
+                redo = self._redo_until(loaded, chain, policy)
         except BaseException:
-            # The weights are now those of no policy, so the chain's training policy must not keep them.
-            training_policy = self.loaded_policies.training_policy_of(policy)
-            if training_policy is not None and loaded is not None and training_policy.trainer is loaded.trainer:
-                self.loaded_policies.drop(policy)
+            self._drop_training_policy(policy, loaded)
             raise
+        loaded.training = training
+
+        # After a redo that differs, the weights are those of the policy only if the rebaser agrees.
+        if redo.differing:
+            self._drop_training_policy(policy, loaded)
+            judgement = self._judge(loaded, chain, redo)
+            self.rebaser.after_redo(loaded, redo, judgement)
         return loaded
+
+    def _drop_training_policy(self, policy: PolicyRef, loaded: LoadedPolicy | None) -> None:
+        """Forgets the chain's training policy if `loaded` has its trainer, whose weights are now those of no policy."""
+        training_policy = self.loaded_policies.training_policy_of(policy)
+        if training_policy is not None and loaded is not None and training_policy.trainer is loaded.trainer:
+            self.loaded_policies.drop(policy)
+
+    def _redo_until(self, loaded: LoadedPolicy, chain: Chain, policy: PolicyRef) -> Redo:
+        """Redoes the steps after `loaded` up to `policy`, and compares each with its record.
+
+        Raises ReplayDiverged if they differ and the engine's config demands equal bytes."""
+        redo = Redo()
+        for record in chain.records(after=loaded.policy.step, until=policy.step):
+            before = loaded.sketch_before_update()
+            self.redo(loaded, record)
+            digest, _ = loaded.trainer.weights_digest()
+            redo.add(record, loaded.update_since(before), digest)
+            if digest != record.weights_digest:
+                self.rebaser.check_may_differ(record, digest)
+        return redo
+
+    def _judge(self, loaded: LoadedPolicy, chain: Chain, redo: Redo) -> Judgement:
+        """Whether the differences of `redo`, which led to `loaded`, are rounding. The steps are redone again in the
+        memory of `loaded`, which gets its weights back."""
+        with scratch(self.store) as folder:
+            files = loaded.trainer.write_checkpoint(folder)
+            loaded.drop_sampler()
+            trainers = [loaded.trainer]
+            del loaded.trainer  # memory may not hold a second one
+
+            def restart() -> Trainer:
+                # Only a checkpoint can be read into the old trainer. Otherwise it is freed before a new one is loaded.
+                has_checkpoint = next(checkpoints_up_to(chain, loaded.policy.step), None) is not None
+                old = trainers.pop()
+                into = old if has_checkpoint else None
+                del old
+                trainers.append(self._restore(chain, loaded.policy.step, into=into, training=True).trainer)
+                return trainers[0]
+
+            judgement = judge_redo(redo, self.backend.numerics(), restart=restart, redo_step=self._redo_record)
+            loaded.trainer = trainers.pop()
+            loaded.trainer.read_checkpoint(files, optimizer=True)
+        return judgement
 
     @staticmethod
     def _should_redo_from(loaded: LoadedPolicy, chain: Chain, policy: PolicyRef) -> bool:
@@ -217,12 +262,15 @@ class Materialiser:
 
     def redo(self, loaded: LoadedPolicy, record: CommitRecord) -> None:
         """Redoes one committed step with its recorded micro-batches and thread count."""
+        self._redo_record(loaded.trainer, record)
+        loaded.policy, loaded.committed_numerics = record.policy, record.numerics
+
+    def _redo_record(self, trainer: Trainer, record: CommitRecord) -> None:
         # Micro-batches and threads decide the order of sums, so other ones would give other bits.
         max_tokens = record.numerics.max_tokens_of_updates or record.numerics.max_tokens
         with self.backend.threads_of(record.numerics):
-            apply_request(loaded.trainer, record.request, self.store, max_tokens=max_tokens, check=self.stop_check)
+            apply_request(trainer, record.request, self.store, max_tokens=max_tokens, check=self.stop_check)
         log_work("redo", policy=record.policy.uri, step=record.policy.step)
-        loaded.policy, loaded.committed_numerics = record.policy, record.numerics
 
     # -- new trainers ------------------------------------------------------------------------------------------
 

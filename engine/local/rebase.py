@@ -4,34 +4,38 @@
 
 - A policy that was restored from its own checkpoint has the committed bytes. Before the first step under other
   numerics, the engine commits an *exact* rebase. Nothing is redone: the chain only records where its numerics change.
-- A policy that must be redone may get other bits. The engine then writes its weights as a checkpoint and commits a
-  rebase, and the chain continues from that checkpoint. This is possible only at the head of a chain, because later
-  policies descend from the committed bits. A past policy whose redo differs is refused, even for reading.
-- A redo that a committed digest confirms has the committed bytes, under any numerics. Records of large models hold a
-  digest at every tenth step. The steps after the last confirmed one count as changed.
-- A redo that differs is an error if the numerics are equal, or if the engine's config does not allow a rebase.
+- A policy that must be redone may get other bits, under other numerics or on a device that does not repeat its sums.
+  engine.local.closeness measures whether rounding explains the difference. At the head of a chain, the engine writes
+  the weights as a checkpoint and commits a rebase, and the chain continues from that checkpoint. The rebase says how
+  far the weights are from the committed ones, and whether rounding explains it (`Rebase.proven`).
+- Later policies descend from the committed bits, so a past policy cannot be rebased. It is read if rounding explains
+  the difference, and otherwise refused.
+- A redo with equal digests has the committed bytes, under any numerics.
+- A redo that differs is an error if a second redo under the committed numerics gives the same bits again, or if the
+  engine's config does not allow a rebase.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.backends.protocol import TrainerBackend
 from engine.errors import ReplayDiverged
+from engine.local.closeness import Judgement, Redo
 from engine.local.loaded_policies import LoadedPolicy
 from engine.local.saving import Saver, batch_provenance, checkpoint_key, scratch, scratch_folder
 from engine.specs.engine import LocalEngineSpec
 from storage.chain.rebase import (
     Rebase,
+    RedoneStep,
     checkpoint_extra,
     commit_rebase,
     difference_texts,
     discard_checkpoint,
     rebase_manifest,
 )
-from storage.chain.records import Chain, CommitRecord, PolicyRef, RebaseMark
+from storage.chain.records import Chain, CommitRecord, RebaseMark
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Attempt, find_artifact, read_manifest
@@ -44,17 +48,6 @@ log = logging.getLogger(__name__)
 RESUME = "Resume under the committed numerics, or from a checkpoint at or after that step"
 
 
-@dataclass
-class RedoStatus:
-    """What is known about the weights of a redo that leads to the policy `target`."""
-
-    target: PolicyRef
-    unconfirmed: list[int] = field(default_factory=list)
-    """Steps redone under other numerics since the last digest that agreed."""
-    differs: bool = False
-    """Whether the weights differed from a committed digest."""
-
-
 class Rebaser:
     """Commits rebases for the loaded policies of one engine. The engine calls it from its compute thread."""
 
@@ -63,78 +56,50 @@ class Rebaser:
 
     # -- during and after a redo -------------------------------------------------------------------------------
 
-    def compare(self, loaded: LoadedPolicy, record: CommitRecord, status: RedoStatus) -> None:
-        """Compares the weights of a step that was redone with its record, and updates `status`.
-
-        Raises ReplayDiverged if they differ and the chain may not continue from them."""
-        step, numerics = record.policy.step, self.backend.numerics()
-
-        # Without a digest, assume that equal numerics give equal bits, and other numerics other bits.
-        if record.weights_digest is None:
-            if status.differs or difference_texts(record.numerics, numerics):
-                status.unconfirmed.append(step)
-            return
-
-        # An equal digest confirms this step and all steps before it.
-        digest, _ = loaded.trainer.weights_digest()
-        if digest == record.weights_digest:
-            status.unconfirmed.clear()
-            return
-
-        # Judge only the first difference: every later digest differs, too.
-        status.unconfirmed.append(step)
-        if status.differs:
-            return
-        status.differs = True
-        refusal = self._refusal(status.target, changed=difference_texts(record.numerics, numerics, everything=True))
-        if refusal is not None:
-            raise ReplayDiverged(
-                f"redoing step {step} gave weights {digest[:12]}, the chain has {record.weights_digest[:12]}. "
-                f"Committed under {record.numerics.model_dump()}, redone under {numerics.model_dump()}. {refusal}"
-            )
-
-    def _refusal(self, target: PolicyRef, *, changed: list[str]) -> str | None:
-        """The reason why the chain may not be rebased at `target`, and the remedy. None if it may be rebased."""
-        if not changed:
-            return RESUME
+    def check_may_differ(self, record: CommitRecord, digest: str) -> None:
+        """Raises ReplayDiverged if the engine's config demands the committed weights, and the redone step of `record`
+        gave weights of another `digest`."""
         if self.spec.deterministic:
-            return (
+            demand = (
                 "deterministic=true promises the bytes of a run without faults, so the chain is not rebased on others. "
                 f"{RESUME}, or set deterministic=false"
             )
-        if self.spec.rebase == "refuse":
-            return f"engine.rebase='refuse' goes on from no other weights. {RESUME}, or set engine.rebase='record'"
-        if Chain.of(self.store, target).record(target.step + 1) is not None:
-            return f"Only the head of a chain can be rebased, and steps after {target.uri} are committed. {RESUME}"
-        return None
-
-    def after_redo(self, loaded: LoadedPolicy, status: RedoStatus) -> None:
-        """Rebases the chain on the redone weights, unless a digest confirmed them.
-
-        Raises ReplayDiverged if the chain may not be rebased."""
-        if not status.unconfirmed:
+        elif self.spec.rebase == "refuse":
+            demand = f"engine.rebase='refuse' goes on from no other weights. {RESUME}, or set engine.rebase='record'"
+        else:
             return
+        raise ReplayDiverged(f"{self._difference(record, digest)}. {demand}")
 
-        # A past policy is only read, so no step will descend from these weights. A warning is enough.
-        chain = Chain.of(self.store, loaded.policy)
-        record = chain.record(loaded.policy.step)
-        assert record is not None  # it was redone
-        changed = difference_texts(record.numerics, self.backend.numerics(), everything=status.differs)
-        problem = (
-            f"{loaded.policy.uri} was redone under other numerics ({'; '.join(changed)}), and no record says whether "
-            "its weights are the committed ones"
+    def _difference(self, record: CommitRecord, digest: str) -> str:
+        step, committed, numerics = record.policy.step, record.weights_digest, self.backend.numerics()
+        return (
+            f"redoing step {step} gave weights {digest[:12]}, the chain has {committed[:12]}. "
+            f"Committed under {record.numerics.model_dump()}, redone under {numerics.model_dump()}"
         )
-        if chain.record(loaded.policy.step + 1) is not None:
-            log.warning(problem)
-            return
 
-        # The head of the chain: later steps descend from these weights, so a rebase must record them.
-        refusal = self._refusal(loaded.policy, changed=changed or ["a step before it"])
-        if refusal is not None:
-            raise ReplayDiverged(f"{problem}. {refusal}")
-        attempt = Attempt(self.store)
-        checkpoint = self._write_checkpoint(loaded, attempt)
-        self._commit(loaded, record, attempt, checkpoint, tuple(status.unconfirmed))
+    def after_redo(self, loaded: LoadedPolicy, redo: Redo, judgement: Judgement) -> None:
+        """Decides what happens after a redo whose weights differ from the committed ones. At the head of a chain, a
+        rebase is committed, whether or not rounding explains the difference. A past policy is only read, and only if
+        rounding does.
+
+        Raises ReplayDiverged for a past policy otherwise, and if the device repeats."""
+        difference = self._difference(redo.differing[0], redo.first_digest)
+        if judgement.repeats:
+            raise ReplayDiverged(f"{difference}. A second redo gave the same weights again. {RESUME}")
+        chain = Chain.of(self.store, loaded.policy)
+        record = redo.records[-1]
+        if chain.record(loaded.policy.step + 1) is None:
+            attempt = Attempt(self.store)
+            checkpoint = self._write_checkpoint(loaded, attempt)
+            self._commit(loaded, record, attempt, checkpoint, judgement.steps)
+        elif judgement.is_close:
+            log.warning("%s was redone with rounding differences: %s", loaded.policy.uri, judgement.steps[-1].title)
+        else:
+            step = next(step for step in judgement.steps if not step.is_close)
+            raise ReplayDiverged(
+                f"{difference}. Rounding does not explain it: {step.title}. Only the head of a chain can be rebased, "
+                f"and steps after {loaded.policy.uri} are committed. {RESUME}"
+            )
 
     # -- before a step -----------------------------------------------------------------------------------------
 
@@ -154,10 +119,10 @@ class Rebaser:
         assert record is not None  # committed_numerics are those of this record
         previous_rebase, attempt = loaded.rebase, Attempt(self.store)
         checkpoint = self._chain_checkpoint(loaded) or self._write_checkpoint(loaded, attempt)
-        if record.weights_digest not in (None, checkpoint.weights_digest):
+        if record.weights_digest != checkpoint.weights_digest:
             raise ReplayDiverged(
                 f"a checkpoint of {loaded.policy.uri} holds weights {checkpoint.weights_digest[:12]}, the chain has "
-                f"{str(record.weights_digest)[:12]}; 'ostinato verify {loaded.policy.run}' says which checkpoint is "
+                f"{record.weights_digest[:12]}; 'ostinato verify {loaded.policy.run}' says which checkpoint is "
                 "wrong"
             )
         self._commit(loaded, record, attempt, checkpoint, ())
@@ -204,7 +169,7 @@ class Rebaser:
         record: CommitRecord,
         attempt: Attempt,
         checkpoint: _Checkpoint,
-        redone: tuple[int, ...],
+        redone: tuple[RedoneStep, ...],
     ) -> None:
         """Commits the rebase. If another engine committed one first, its weights are loaded instead."""
         chain = Chain.of(self.store, loaded.policy)

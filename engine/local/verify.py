@@ -258,16 +258,13 @@ class _ChainVerification:
         """Whether the redone weights equal those of the record and of the step's checkpoint."""
         # The checkpoint at an inexact rebase has other weights, as the rebase records. It is not compared.
         rebase = self.rebases.get(record.policy.step)
-        same_checkpoint = True
         if rebase is None or rebase.exact:
-            same_checkpoint = self._compare_checkpoint(trainer, record.policy.step)
+            self._compare_checkpoint(trainer, record.policy.step)
 
         for manifest in self.published.get(record.policy.uri, []):
             self._compare_model(trainer, manifest)
 
         # A matching digest outweighs a damaged checkpoint: the weights are right, and later steps can be redone.
-        if record.weights_digest is None:
-            return same_checkpoint
         self.digests += 1
         digest, tensor_digests = trainer.weights_digest()
         if digest == record.weights_digest:
@@ -279,7 +276,7 @@ class _ChainVerification:
         """Reports a step whose redone weights have another digest than the record."""
         step = record.policy.step
         problem = f"step {step} differs: redone, the weights are {digest[:12]}, "
-        problem += f"recorded {str(record.weights_digest)[:12]}; "
+        problem += f"recorded {record.weights_digest[:12]}; "
         problem += f"the first tensor that differs is {tensor}" if tensor else "the record names no tensors"
         remedy = "the record, its batch or the base model was altered, or a machine computed wrongly; redo it elsewhere"
         if self.changed_numerics:

@@ -227,14 +227,11 @@ class LocalEngineSpec(Frozen):
     memory together then take turns, instead of evicting each other at every call."""
     room_seconds: float = Field(600.0, ge=0)
     """Maximum time in seconds that a call waits for free memory before it fails with EngineBusy."""
-    digest_every: int | None = Field(None, ge=1)
-    """Store a digest of the weights in every n-th commit record. None: in every record for models of up to 256 MiB,
-    else in every 10th."""
-
     rebase: Literal["record", "refuse"] = "record"
     """What to do when redone steps give other weights than the committed ones, because this engine has other numerics
-    (backend, layout, device, precision, library versions). record: continue from the new weights and record a rebase on
-    the chain. refuse: fail. With `deterministic` it always fails."""
+    (backend, layout, device, precision, library versions), or because the device does not repeat its sums to the bit.
+    record: continue from the new weights and record a rebase on the chain, with the measured distance. refuse: fail.
+    With `deterministic` it always fails."""
 
     @model_validator(mode="after")
     def _deterministic_is_float32(self) -> LocalEngineSpec:

@@ -114,10 +114,7 @@ def _print_verification(report: Any, to: Console) -> None:
 
 def _compared(chain: Any) -> str:
     """What the redone weights of a chain were compared with."""
-    compared = f"checkpoints: {chain.checkpoints}, published models: {chain.models}"
-    if chain.digests:
-        return f"{compared}, step digests: {chain.digests}"
-    return f"{compared}, which depend on every step (for digests of single steps, see engine.digest_every)"
+    return f"checkpoints: {chain.checkpoints}, published models: {chain.models}, step digests: {chain.digests}"
 
 
 # -- replay ----------------------------------------------------------------------------------------------------

@@ -38,6 +38,30 @@ DECISIVE_FIELDS = ("backend", "layout", "device", "compute_dtype")
 micro-batches, so they only matter when the weights of a redo differ."""
 
 
+class RedoneStep(Frozen):
+    """How far a redone step's update is from the committed one. All lengths are estimates by sketches."""
+
+    step: int
+    distance: float | None
+    """Length of the difference, relative to the length of the committed update. None if it is unknown."""
+    bound: float
+    """Largest relative distance that rounding explains. It was measured on this step."""
+    tensor: str | None = None
+    """A tensor that differs by more than rounding explains. None if there is none."""
+
+    @property
+    def is_close(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.distance is not None and self.distance <= self.bound and self.tensor is None
+
+    @property
+    def title(self) -> str:
+        """A description in one line."""
+        distance = "an unknown share" if self.distance is None else f"{self.distance:.2g}"
+        tensor = f", {self.tensor} by more" if self.tensor else ""
+        return f"step {self.step} differs by {distance} of its update{tensor}, rounding explains {self.bound:.2g}"
+
+
 class Rebase(Frozen):
     """The record runs/<run>/stages/<stage>/chains/<model>/rebases/<000040>.json. If it is in effect, all later steps
     descend from it."""
@@ -52,12 +76,12 @@ class Rebase(Frozen):
     """Weights and moments from which the chain continues."""
     weights_digest: str
     """Digest of the checkpoint's weights."""
-    committed_digest: str | None
-    """Digest of the weights in the record of the policy. None if the record has no digest."""
+    committed_digest: str
+    """Digest of the weights in the record of the policy."""
     exact: bool
     """Whether the checkpoint's weights are byte-equal to the committed ones."""
-    redone: tuple[int, ...] = ()
-    """Steps that were redone under `after` to reach the policy. Empty for an exact rebase."""
+    redone: tuple[RedoneStep, ...] = ()
+    """The redone steps whose weights are not the committed ones. Empty for an exact rebase."""
     attempt: str = Field(pattern=r"^[0-9a-f]{32}$")
     time: str = Field(default_factory=lambda: datetime.now(UTC).isoformat())
 
@@ -66,14 +90,22 @@ class Rebase(Frozen):
         return RebaseMark(step=self.policy.step, attempt=self.attempt)
 
     @property
+    def proven(self) -> bool:
+        """Whether the checkpoint has the committed weights, up to rounding."""
+        return all(step.is_close for step in self.redone)
+
+    @property
     def title(self) -> str:
         """A description in one line."""
         change = "; ".join(difference_texts(self.before, self.after)) or "the same numerics"
         if self.exact:
             return f"step {self.policy.step}: exact, {change}"
-        committed = self.committed_digest[:12] if self.committed_digest else "not recorded"
-        redone = f"steps {self.redone[0]} to {self.redone[-1]} redone, " if self.redone else ""
-        return f"step {self.policy.step}: {redone}weights {self.weights_digest[:12]} (committed: {committed}), {change}"
+        steps = f"steps {self.redone[0].step} to {self.redone[-1].step} redone"
+        weights = f"weights {self.weights_digest[:12]} (committed: {self.committed_digest[:12]})"
+        # Name the first step that rounding does not explain, else the last one.
+        shown = next((step for step in self.redone if not step.is_close), self.redone[-1])
+        verdict = "rounding alone" if self.proven else "UNPROVEN"
+        return f"step {self.policy.step}: {steps}, {weights}, {verdict}: {shown.title}; {change}"
 
 
 def differences(before: Numerics, after: Numerics, *, everything: bool = False) -> list[tuple[str, str, str]]:

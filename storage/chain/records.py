@@ -202,11 +202,14 @@ class CommitRecord(Frozen):
     rebase: RebaseMark | None = None
     """The last rebase that the parent's weights descend from. The bits of the weights depend on it; the state does
     not."""
-    weights_digest: str | None = None
-    """Digest of the new weights. None if the engine does not compute it."""
+    weights_digest: str
+    """Digest of the new weights."""
     tensor_digests: tuple[str, ...] = ()
     """The first 8 hex digits of each tensor's digest, in the order of the tensors' names. A redo finds by them the
-    first tensor that differs. Empty without weights_digest."""
+    first tensor that differs."""
+    update_sketch: str = ""
+    """Linear sketch of the change of the weights, in the same order. A redo on a device that does not repeat its sums
+    to the bit finds by it whether its weights differ by rounding alone."""
     attempt: str = Field(default_factory=lambda: uuid4().hex)
     time: str = Field(default_factory=lambda: datetime.now(UTC).isoformat())
 

@@ -21,6 +21,7 @@ from engine.backends.torch.backend import TorchBackend, available_cores, memory_
 from engine.backends.torch.loading import check_has_language_head
 from engine.backends.torch.probes import probe_model
 from engine.backends.torch.updates import check_gives
+from engine.backends.weight_files.sketches import Sketch
 from engine.cluster.connection import gpu_count
 from engine.cluster.placement import SHARED_GPU, Placement
 from engine.cluster.rank_group import RankGroup
@@ -294,6 +295,12 @@ class DeepSpeedTrainer:
 
     def weights_digest(self) -> tuple[str, dict[str, str]]:
         return self._call("weights_digest")
+
+    def weights_sketch(self) -> Sketch:
+        return self._call("weights_sketch")
+
+    def add_rounding_noise(self, relative: float, *, seed: int) -> None:
+        self._call("add_rounding_noise", relative, seed)
 
     def write_checkpoint(self, folder: Path) -> dict[str, Path]:
         """All ranks write into `folder`, so all nodes must have access to it."""

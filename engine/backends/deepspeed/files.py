@@ -33,6 +33,7 @@ from engine.backends.weight_files.pieces import (
     piece_name,
     shapes_metadata,
 )
+from engine.backends.weight_files.sketches import BUCKETS, Sketch, tensor_sketch
 from engine.backends.weight_files.tensor_files import (
     Layouts,
     TensorWriter,
@@ -225,6 +226,20 @@ def digest_of_ranks(state: ShardedState, sums: Mapping[str, Sums], *, base: str 
         dtype = state.buffers[name].dtype if name in state.buffers else state.master_dtype
         digests[name] = digest_of_sums(dtype, state.shape(name), tensor_total)
     return combine_digests(digests, base=base)
+
+
+def weights_sketch(state: ShardedState) -> Sketch:
+    """The sketch that the torch trainer computes of the same weights, on every rank. Each rank sketches its pieces."""
+    names = sorted(state.shapes())
+    sketch_of_rank = {name: np.zeros(BUCKETS) for name in names}
+    for piece in state.shards.owned():
+        sketch_of_rank[piece.name] += tensor_sketch(in_master_precision(state, piece), start=piece.start)
+        report_progress()
+    if dist.get_rank() == 0:
+        sketch_of_rank |= {name: tensor_sketch(buffer) for name, buffer in state.buffers.items()}
+    total_NB = torch.from_numpy(np.array([sketch_of_rank[name] for name in names])).to(state.device)
+    dist.all_reduce(total_NB)
+    return total_NB.cpu().numpy()
 
 
 # -- model folders ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from engine.backends.deepspeed.options import RankOptions
 from engine.backends.deepspeed.rank_model import SequenceGroup
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.scalar_lm import is_scalar
+from engine.backends.weight_files.sketches import Sketch
 from engine.errors import BadSpec
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
@@ -128,6 +129,12 @@ class RankTrainers:
 
     def weights_digest(self, number: int) -> tuple[str, dict[str, str]]:
         return self.trainer(number).weights_digest()
+
+    def weights_sketch(self, number: int) -> Sketch:
+        return self.trainer(number).weights_sketch()
+
+    def add_rounding_noise(self, number: int, relative: float, seed: int) -> None:
+        self.trainer(number).add_rounding_noise(relative, seed=seed)
 
     def write_checkpoint(self, number: int, folder: Path) -> list[str]:
         return self.trainer(number).write_checkpoint(folder)

@@ -50,6 +50,7 @@ from engine.backends.torch.updates import (
     update_metrics,
     validate_batch,
 )
+from engine.backends.weight_files.sketches import Sketch, multiply_by_noise
 from engine.cluster.rank_progress import RankFailed, is_peer_loss, report_progress
 from engine.errors import NonFiniteGradient, PermanentEngineError
 from engine.losses.inputs import Outputs
@@ -315,6 +316,18 @@ class ZeroTrainer:
 
     def weights_digest(self) -> tuple[str, dict[str, str]]:
         return files.weights_digest(self.state)
+
+    def weights_sketch(self) -> Sketch:
+        return files.weights_sketch(self.state)
+
+    def add_rounding_noise(self, relative: float, *, seed: int) -> None:
+        # Ranks that have the same pieces must draw the same noise.
+        seed = seed if self.shards.replicated else seed * dist.get_world_size() + dist.get_rank()
+        pieces = [piece.of(piece.flat) for piece in self.shards.pieces]
+        generators = {piece.device: torch.Generator(piece.device).manual_seed(seed) for piece in pieces}
+        for piece in pieces:
+            multiply_by_noise(piece, relative, generators[piece.device])
+        self.shards.publish()
 
     def write_checkpoint(self, folder: Path) -> list[str]:
         names = files.write_checkpoint(self.state, folder)

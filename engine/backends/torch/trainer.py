@@ -35,6 +35,7 @@ from engine.backends.torch.updates import (
 )
 from engine.backends.weight_files.digests import digest_tensors
 from engine.backends.weight_files.pieces import moment_shapes, open_checkpoint
+from engine.backends.weight_files.sketches import Sketch, multiply_by_noise, sketch_of_tensors
 from engine.backends.weight_files.tensor_files import check_shapes, shapes_of_tensors, write_tensors
 from engine.errors import NonFiniteGradient, OutOfMemory
 from engine.models.samples import Sample
@@ -257,6 +258,15 @@ class TorchTrainer:
 
     def weights_digest(self) -> tuple[str, dict[str, str]]:
         return digest_tensors(self.model.named_weights())
+
+    def weights_sketch(self) -> Sketch:
+        return sketch_of_tensors(self.weights())
+
+    @torch.no_grad()
+    def add_rounding_noise(self, relative: float, *, seed: int) -> None:
+        generator = torch.Generator(self.model.device).manual_seed(seed)
+        for _, tensor in self.weights():
+            multiply_by_noise(tensor, relative, generator)
 
     def write_checkpoint(self, folder: Path) -> dict[str, Path]:
         """Writes the weights, and the moments if there are any. It takes no more memory than one tensor."""

@@ -16,7 +16,6 @@ from storage.chain.records import Chain
 from storage.inspect.run_details import describe_run
 from storage.store import keys
 from storage.store.artifacts import find_artifact, read_manifest
-from storage.store.objects import ObjectStore
 from tests.engine.local.rebase.rebasing import (
     DOUBLE,
     SINGLE,
@@ -29,7 +28,7 @@ from tests.engine.local.rebase.rebasing import (
     record_of,
     step,
 )
-from tests.fixtures.engines import PROVENANCE, new_policy
+from tests.fixtures.engines import PROVENANCE
 from tests.fixtures.worklog import events
 
 # -- exact -----------------------------------------------------------------------------------------------------
@@ -87,14 +86,15 @@ async def test_a_redo_that_differs_goes_on_from_what_it_reached(chain: Chain, ur
     record = await step(engine, chain.head())
     rebase = only_rebase(chain)
     assert not rebase.exact
-    assert rebase.redone == (1, 2, 3)
+    assert [step.step for step in rebase.redone] == [1, 2, 3]
+    assert rebase.proven, rebase.redone
     assert rebase.committed_digest == record_of(chain, STEPS).weights_digest != rebase.weights_digest
     assert (rebase.before.compute_dtype, rebase.after.compute_dtype) == ("float32", "float64")
     # The rebase does not write the step's own checkpoint.
     assert find_artifact(chain.store, keys.checkpoint("r", "0-s", "policy", STEPS)) is None
     assert read_manifest(chain.store, rebase.checkpoint.key).extra["weights_digest"] == rebase.weights_digest
     assert (record.rebase, record.numerics.compute_dtype) == (rebase.mark, "float64")
-    assert len(events(worklog, "redo")) == STEPS
+    assert len(events(worklog, "redo")) == 2 * STEPS  # once more with rounding noise
     await engine.close(checkpoint=False)
     worklog.unlink()
     again = LocalEngine(url, DOUBLE)  # redoes the step after the rebase, to the byte
@@ -104,6 +104,7 @@ async def test_a_redo_that_differs_goes_on_from_what_it_reached(chain: Chain, ur
     assert has_no_problems(chain.store)
     (line,) = describe_run(chain.store, "r").chains[0].rebases
     assert line.startswith("step 3: steps 1 to 3 redone, weights ") and "compute dtype: float32 -> float64" in line
+    assert "rounding alone: step 3 differs by" in line
     await again.close(checkpoint=False)
 
 
@@ -174,14 +175,3 @@ async def test_equal_numerics_and_other_weights_are_an_error(chain: Chain, url: 
     await engine.close(checkpoint=False)
 
 
-async def test_steps_that_keep_no_digest_count_as_changed(url: str, store: ObjectStore, tiny_folder: Path) -> None:
-    engine = LocalEngine(url, SINGLE.model_copy(update={"digest_every": 2}))
-    policy = await new_policy(engine, tiny_folder)
-    for _ in range(STEPS):
-        policy = (await step(engine, policy)).policy
-    await engine.close(checkpoint=False)
-    other, chain = OtherVersions(url), Chain.of(store, policy)
-    await step(other, policy)
-    rebase = only_rebase(chain)  # step 2 is confirmed, step 3 cannot be
-    assert (rebase.exact, rebase.redone, rebase.committed_digest) == (False, (3,), None)
-    await other.close(checkpoint=False)

@@ -1,0 +1,169 @@
+"""Decides whether a redo that gave other weights than the committed ones differs from them by rounding alone.
+
+A device may not repeat its sums to the bit: on CUDA, some kernels add in an order that changes from call to call. Other
+devices, layouts and versions add in other orders, too. Rounding grows in the first steps, and then stays at the noise
+of the precision. In bfloat16 this is one or a few percent of an update, since small differences flip the rounding of
+activations. So each redone update is compared with the committed one, by their sketches (weight_files.sketches), and
+the bound is measured: the same steps are redone once more, with rounding noise added to the weights before each of
+them. A redo is *close* if every update differs from the committed one by at most `FACTOR` times as much as the noise
+made it differ, and every tensor of it by at most `TENSOR_FACTOR` times. A learning rate that is 1.1 times too high
+changes an update by 0.09 of its length, a lost step or another batch by about a half or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.backends.protocol import Trainer
+from engine.backends.weight_files.sketches import Sketch, sketch_from_text
+from storage.chain.rebase import RedoneStep, difference_texts
+from storage.chain.records import CommitRecord, Numerics
+
+FACTOR = 2.0
+"""Largest ratio of the difference to the noise, over all tensors. Both are estimated with an error of a few percent."""
+TENSOR_FACTOR = 5.0
+"""The same for one tensor, where both are estimated with an error of 17 %."""
+
+
+def noise_of(committed: Numerics, here: Numerics) -> float:
+    """Relative rounding noise that is added to the weights: half a unit in the last place of the master weights, or
+    under other numerics the noise of the coarser compute precision."""
+    noise = _half_unit(committed, here)
+    if not difference_texts(committed, here):
+        return noise
+    return max(noise, _compute_noise(committed.compute_dtype), _compute_noise(here.compute_dtype))
+
+
+def _compute_noise(name: str) -> float:
+    """Relative noise of a weight that has about the same effect as the rounding of a forward and a backward pass."""
+    dtype = getattr(torch, name, torch.bfloat16)
+    # Matrix products of 16 bits are summed in float32, and only their results are rounded. Wider ones are summed in
+    # their own precision, so that each product of many terms is several units off.
+    units = 0.25 if dtype in (torch.bfloat16, torch.float16) else 2.0
+    return units * torch.finfo(dtype).eps
+
+
+def _half_unit(committed: Numerics, here: Numerics) -> float:
+    """Relative error with which the master weights are stored: they have float32, or float64 if they compute in it."""
+    stored_in = torch.float64 if committed.compute_dtype == here.compute_dtype == "float64" else torch.float32
+    return torch.finfo(stored_in).eps / 2
+
+
+@dataclass
+class Redo:
+    """What was seen while committed steps were redone."""
+
+    records: list[CommitRecord] = field(default_factory=list)
+    """The records of all redone steps, in order."""
+    updates: dict[int, Sketch] = field(default_factory=dict)
+    """Sketches of the redone updates, by step: of the steps whose weights differ from the committed ones."""
+    first_digest: str = ""
+    """Digest of the redone weights at the first of these steps."""
+
+    def add(self, record: CommitRecord, update: Sketch, digest: str) -> None:
+        """Adds a redone step, whose weights have this digest and whose update has this sketch."""
+        self.records.append(record)
+        if digest != record.weights_digest:
+            self.first_digest = self.first_digest or digest
+            self.updates[record.policy.step] = update
+
+    @property
+    def differing(self) -> list[CommitRecord]:
+        """The records of the steps whose weights differ, in order."""
+        return [record for record in self.records if record.policy.step in self.updates]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Whether the differences of a redo are rounding."""
+
+    repeats: bool
+    """Whether a second redo under the committed numerics gave the same bits as the first. Rounding explains no
+    difference then."""
+    steps: tuple[RedoneStep, ...] = ()
+    """How far each differing step is from the committed one. Empty if the device repeats."""
+
+    @property
+    def is_close(self) -> bool:
+        return not self.repeats and all(step.is_close for step in self.steps)
+
+
+def judge_redo(
+    redo: Redo,
+    here: Numerics,
+    *,
+    restart: Callable[[], Trainer],
+    redo_step: Callable[[Trainer, CommitRecord], None],
+) -> Judgement:
+    """Redoes the steps of `redo` once or twice more, to tell rounding from another step.
+
+    Args:
+        here: the numerics of the redo.
+        restart: returns a trainer with the weights and moments that the redo started from.
+        redo_step: redoes one committed step on that trainer.
+    """
+    first = redo.differing[0]
+
+    # Under the committed numerics, a second redo shows whether the device repeats its sums.
+    if not difference_texts(first.numerics, here, everything=True):
+        trainer = restart()
+        for record in redo.records:
+            redo_step(trainer, record)
+            if record is first:
+                break
+        if trainer.weights_digest()[0] == redo.first_digest:
+            return Judgement(repeats=True)
+        del trainer
+
+    # Redo the steps with rounding noise, which shows how far rounding carries.
+    trainer = restart()
+    relative, half_unit = noise_of(first.numerics, here), _half_unit(first.numerics, here)
+    steps: list[RedoneStep] = []
+    names: list[str] = []
+    for record in redo.records:
+        step = record.policy.step
+        trainer.add_rounding_noise(relative, seed=step)
+        before = trainer.weights_sketch()
+        redo_step(trainer, record)
+        if step in redo.updates:
+            noisy = trainer.weights_sketch() - before
+            names = names or sorted(trainer.weights_digest()[1])
+            # The new weights are rounded when they are stored, each time.
+            stored_N = half_unit * np.linalg.norm(before, axis=1)
+            steps.append(_judge_step(record, redo.updates[step], noisy, stored_N, names))
+    return Judgement(repeats=False, steps=tuple(steps))
+
+
+def _judge_step(
+    record: CommitRecord, redone: Sketch, noisy: Sketch, stored_N: NDArray[np.float64], names: Sequence[str]
+) -> RedoneStep:
+    """Judges one step by the sketches of its redone and of its noisy update. `stored_N` is the length of the rounding
+    errors of each stored tensor."""
+    step, committed = record.policy.step, sketch_from_text(record.update_sketch)
+    if committed is None or committed.shape != redone.shape:
+        return RedoneStep(step=step, distance=None, bound=0.0)
+
+    # Lengths of the committed update, of the difference and of the noise: of each tensor, and over all tensors.
+    lengths_N = np.linalg.norm(committed, axis=1)
+    differences_N = np.linalg.norm(redone - committed, axis=1)
+    noises_N = np.hypot(np.linalg.norm(redone - noisy, axis=1), stored_N)
+    length = float(np.linalg.norm(lengths_N)) or 1.0
+    difference, noise = float(np.linalg.norm(differences_N)), float(np.linalg.norm(noises_N))
+    if not np.isfinite(difference) or not np.isfinite(noise):
+        return RedoneStep(step=step, distance=None, bound=0.0)
+
+    # A tensor may be as noisy as all together, even if its own sketch saw less.
+    noises_N = np.maximum(noises_N, lengths_N * noise / length)
+    excess_N = differences_N - TENSOR_FACTOR * noises_N
+    worst = int(np.argmax(excess_N))
+    return RedoneStep(
+        step=step,
+        distance=difference / length,
+        bound=FACTOR * noise / length,
+        tensor=names[worst] if excess_N[worst] > 0 else None,
+    )

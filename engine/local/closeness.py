@@ -98,7 +98,7 @@ def judge_redo(
     here: Numerics,
     *,
     restart: Callable[[], Trainer],
-    redo_step: Callable[[Trainer, CommitRecord], None],
+    redo_step: Callable[[Trainer, CommitRecord], object],
 ) -> Judgement:
     """Redoes the steps of `redo` once or twice more, to tell rounding from another step.
 

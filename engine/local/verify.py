@@ -3,8 +3,9 @@
 Each chain is divided into segments. By default the whole chain is one segment, which is redone from the chain's root
 without reading checkpoints. Otherwise the segments lie between checkpoints, and each is redone from the one at its
 start. Every recorded digest of weights, every stored checkpoint and every published model is compared with the redone
-weights. The report names the first step and the first tensor that differ. Links, batches and records of all steps are
-checked, too.
+weights. The report names the first step and the first tensor that differ. Steps that differ by rounding alone, on a
+device that does not repeat its sums or under other numerics, are only noted (engine.local.closeness). Links, batches and records of all steps
+are checked, too.
 
 A rebase always ends a segment. The steps before it are redone under the numerics before it, and the steps after it from
 its checkpoint under the new numerics. The checkpoint of an exact rebase must hold the redone weights. Any other rebase
@@ -26,6 +27,7 @@ from engine.backends.protocol import Trainer, TrainerBackend
 from engine.backends.weight_files.tensor_files import shapes_of, tensor_bytes
 from engine.errors import BadSpec, EngineError, PermanentEngineError
 from engine.local.apply import TENSOR_DIGITS
+from engine.local.closeness import Judgement, Redo, judge_redo
 from engine.local.redo import (
     PolicyRebuilder,
     chain_title,
@@ -35,7 +37,7 @@ from engine.local.redo import (
     numerics_notes,
 )
 from storage.chain.listing import run_chains
-from storage.chain.rebase import Rebase, rebase_manifest, rebases_in_effect
+from storage.chain.rebase import Rebase, RedoneStep, rebase_manifest, rebases_in_effect
 from storage.chain.records import Chain, CommitRecord
 from storage.errors import ObjectNotFound, StorageError
 from storage.inspect.audit_chains import ChainAudit
@@ -69,7 +71,8 @@ class ChainReport(Frozen):
     models: int
     """Number of published models that were compared tensor by tensor."""
     notes: tuple[str, ...]
-    """The numerics that differ between the commits and this verification, and the rebases of the chain."""
+    """The numerics that differ between the commits and this verification, the rebases of the chain, and the steps that
+    differ by rounding alone."""
     problems: tuple[Finding, ...]
 
 
@@ -158,6 +161,7 @@ class _ChainVerification:
     rebases: dict[int, Rebase] = field(default_factory=dict)
     """The rebases in effect, by step."""
     rebase_notes: list[str] = field(default_factory=list)
+    rounding_notes: list[str] = field(default_factory=list)
     redone: int = 0
     digests: int = 0
     checkpoints: int = 0
@@ -185,7 +189,7 @@ class _ChainVerification:
             digests=self.digests,
             checkpoints=self.checkpoints,
             models=self.models,
-            notes=(*self.changed_numerics, *self.rebase_notes),
+            notes=(*self.changed_numerics, *self.rebase_notes, *self.rounding_notes),
             problems=tuple(self.findings.problems),
         )
 
@@ -206,25 +210,47 @@ class _ChainVerification:
                         self._redo_segment(backend, start, end, total)
 
     def _redo_segment(self, backend: TrainerBackend, start: int, end: int, total: int) -> None:
-        # Load the policy that the segment starts from.
         rebuilder = PolicyRebuilder(self.chain.store, backend)
-        if start in self.rebases or start == 0:
-            trainer = rebuilder.after_rebase(self.chain, self.rebases.get(start))
-        else:
-            trainer = rebuilder.from_checkpoint(self.chain, start)
+        trainer = self._segment_start(rebuilder, start)
         if start == 0 and start not in self.rebases:
             self._compare_checkpoint(trainer, 0)
 
         # Redo its steps, and compare the weights after each.
+        redo, first_tensor = Redo(), None
         for record in self.chain.records(after=start, until=end):
             self.changed_numerics |= dict.fromkeys(numerics_notes(record.numerics, backend.numerics()))
+            before = trainer.weights_sketch()
             rebuilder.redo_step(trainer, record)
             self.redone += 1
             self.on_step(chain_title(self.chain), self.redone, total)
-            if not self._compare_step(trainer, record):
-                return  # every later step descends from the one that differs
+            digest, tensor_digests = trainer.weights_digest()
+            if digest != record.weights_digest and not redo.differing:
+                first_tensor = first_differing(record, tensor_digests)
+            redo.add(record, trainer.weights_sketch() - before, digest)
+            if not redo.differing:
+                self._compare_files(trainer, record)
+        if not redo.differing:
+            if end in self.rebases:
+                self._compare_rebase(trainer, self.rebases[end])
+            return
+
+        # The checkpoints, models and rebases after the first step that differs have other bytes.
+        del trainer
+        judgement = judge_redo(
+            redo,
+            backend.numerics(),
+            restart=lambda: self._segment_start(rebuilder, start),
+            redo_step=rebuilder.redo_step,
+        )
+        self._report_differences(redo, judgement, first_tensor)
         if end in self.rebases:
-            self._compare_rebase(trainer, self.rebases[end])
+            self.rebase_notes.append(f"rebased at {self.rebases[end].title}")
+
+    def _segment_start(self, rebuilder: PolicyRebuilder, start: int) -> Trainer:
+        """The policy that the segment starts from."""
+        if start in self.rebases or start == 0:
+            return rebuilder.after_rebase(self.chain, self.rebases.get(start))
+        return rebuilder.from_checkpoint(self.chain, start)
 
     def _segments(self, until: int) -> list[Segment]:
         """The segments to redo, in order. A segment never contains a rebase, except at its ends."""
@@ -254,30 +280,44 @@ class _ChainVerification:
 
     # -- comparing ---------------------------------------------------------------------------------------------
 
-    def _compare_step(self, trainer: Trainer, record: CommitRecord) -> bool:
-        """Whether the redone weights equal those of the record and of the step's checkpoint."""
+    def _compare_files(self, trainer: Trainer, record: CommitRecord) -> None:
+        """Compares the stored checkpoint and the published models of a step whose redone weights have the digest of
+        the record."""
+        self.digests += 1
         # The checkpoint at an inexact rebase has other weights, as the rebase records. It is not compared.
         rebase = self.rebases.get(record.policy.step)
         if rebase is None or rebase.exact:
             self._compare_checkpoint(trainer, record.policy.step)
-
         for manifest in self.published.get(record.policy.uri, []):
             self._compare_model(trainer, manifest)
 
-        # A matching digest outweighs a damaged checkpoint: the weights are right, and later steps can be redone.
-        self.digests += 1
-        digest, tensor_digests = trainer.weights_digest()
-        if digest == record.weights_digest:
-            return True
-        self._report_step(record, digest, first_differing(record, tensor_digests))
-        return False
+    def _report_differences(self, redo: Redo, judgement: Judgement, first_tensor: str | None) -> None:
+        """Notes steps that differ by rounding. Reports the first step that differs by more."""
+        differing = redo.differing
+        if judgement.is_close:
+            self.digests += len(differing)
+            first, last = differing[0].policy.step, differing[-1].policy.step
+            self.rounding_notes.append(
+                f"redone here, steps {first} to {last} have other bits, by rounding alone ({judgement.steps[-1].title})"
+            )
+            return
+        first_far = next((step for step in judgement.steps if not step.is_close), None)
+        by_step = {record.policy.step: record for record in differing}
+        record = differing[0] if first_far is None else by_step[first_far.step]
+        digest = redo.first_digest if record is differing[0] else "others"
+        self._report_step(record, digest, first_tensor, first_far)
 
-    def _report_step(self, record: CommitRecord, digest: str, tensor: str | None) -> None:
-        """Reports a step whose redone weights have another digest than the record."""
+    def _report_step(
+        self, record: CommitRecord, digest: str, tensor: str | None, redone_step: RedoneStep | None
+    ) -> None:
+        """Reports a step whose redone weights have another digest than the record. `redone_step` says by how much they
+        differ, where the device does not repeat."""
         step = record.policy.step
-        problem = f"step {step} differs: redone, the weights are {digest[:12]}, "
-        problem += f"recorded {record.weights_digest[:12]}; "
-        problem += f"the first tensor that differs is {tensor}" if tensor else "the record names no tensors"
+        problem = f"step {step} differs: redone, the weights are {digest[:12]}, recorded {record.weights_digest[:12]}; "
+        if redone_step is not None:
+            problem += f"rounding does not explain it: {redone_step.title}"
+        else:
+            problem += f"the first tensor that differs is {tensor}" if tensor else "the record names no tensors"
         remedy = "the record, its batch or the base model was altered, or a machine computed wrongly; redo it elsewhere"
         if self.changed_numerics:
             problem += f" ({'; '.join(self.changed_numerics)})"

@@ -162,6 +162,7 @@ def test_a_chain_redone_under_other_numerics_says_so(broken: ToyRun) -> None:
     def tamper(body: dict[str, Any]) -> None:
         body["numerics"]["versions"]["torch"] = "1.0"
         body["weights_digest"] = "0" * 64
+        body["update_sketch"] = ""
 
     rewrite(broken.folder / keys.chain_record(*CHAIN, 1), tamper)
     report = verify_run(broken.store, "toy")

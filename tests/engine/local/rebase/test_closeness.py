@@ -16,6 +16,7 @@ import torch
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import ReplayDiverged
 from engine.local.engine import LocalEngine
+from engine.local.verify import verify_run
 from engine.specs.adapters import FullSpec, LoraSpec, TrainableSpec
 from engine.specs.engine import LocalEngineSpec
 from storage.chain.rebase import difference_texts, rebases_in_effect
@@ -247,3 +248,26 @@ async def test_on_a_device_that_repeats_a_wrong_step_is_an_error(url: str, tiny_
         await take_step(engine, chain.head())
     assert rebases_in_effect(chain) == []
     await engine.close(checkpoint=False)
+
+
+# -- verification --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"from_checkpoints": True}], ids=["whole", "from checkpoints"])
+async def test_verify_notes_steps_that_differ_by_rounding(
+    noise: None, url: str, tiny_folder: Path, options: dict[str, Any]
+) -> None:
+    chain = await noisy_chain(url, tiny_folder, SINGLE, checkpoint_at=2)
+    (report,) = verify_run(chain.store, "r", **options).chains
+    assert (report.problems, report.redone, report.digests) == ((), STEPS, STEPS)
+    assert all("by rounding alone" in note for note in report.notes)
+    assert len(report.notes) == (2 if options else 1)
+
+
+async def test_verify_finds_a_wrong_step_on_a_device_that_does_not_repeat(
+    noise: None, url: str, tiny_folder: Path
+) -> None:
+    chain = await noisy_chain(url, tiny_folder, SINGLE, wrong=with_other_update(faster))
+    (problem,) = verify_run(chain.store, "r").problems
+    assert problem.what.startswith("step 3 differs: redone, the weights are ")
+    assert "rounding does not explain it: step 3 differs by 0.09" in problem.what

@@ -4,8 +4,8 @@ Each chain is divided into segments. By default the whole chain is one segment, 
 without reading checkpoints. Otherwise the segments lie between checkpoints, and each is redone from the one at its
 start. Every recorded digest of weights, every stored checkpoint and every published model is compared with the redone
 weights. The report names the first step and the first tensor that differ. Steps that differ by rounding alone, on a
-device that does not repeat its sums or under other numerics, are only noted (engine.local.closeness). Links, batches and records of all steps
-are checked, too.
+device that does not repeat its sums or under other numerics, are only noted (engine.local.closeness). Links, batches
+and records of all steps are checked, too.
 
 A rebase always ends a segment. The steps before it are redone under the numerics before it, and the steps after it from
 its checkpoint under the new numerics. The checkpoint of an exact rebase must hold the redone weights. Any other rebase

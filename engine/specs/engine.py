@@ -211,6 +211,9 @@ class LocalEngineSpec(Frozen):
     The master weights are float32, or float64 if this is float64."""
     deterministic: bool = False
     """Make the final weights equal, to the byte, to those of a run without faults. Trains and samples in float32."""
+    deterministic_kernels: bool = True
+    """Use torch's deterministic kernels on CUDA where it has them. Then most steps can be redone to the bit after a
+    crash. They take more time (bench/gpu)."""
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """CPU threads of this process. auto: all cores if the machine is idle or `deterministic` is set, else one."""
     max_tokens_per_forward: int = Field(8192, ge=16)

@@ -156,6 +156,8 @@ class Numerics(Frozen):
     layout: str = ""
     """How the trainer was divided over processes, such as "zero3x2". Empty for a single process."""
     versions: dict[str, str] = {}
+    repeats: bool = True
+    """Whether the device repeated its sums to the bit, as far as one small update could tell."""
 
 
 class RebaseMark(Frozen):

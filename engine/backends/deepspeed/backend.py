@@ -68,6 +68,8 @@ class DeepSpeedBackend:
         # The garbage collector drops trainers in any thread. The thread that calls the ranks frees them there.
         self._dropped: list[tuple[int, int]] = []
         """(start number of the group, trainer number) of trainers that the ranks may free."""
+        self.ranks_repeat = True
+        """Whether the devices of all ranks repeat their sums, as they said when they loaded a model."""
         self._reduced_max_tokens: dict[int, int] = {}
         """Requested packed tokens per forward pass -> the smaller number that is used after an out-of-memory error."""
 
@@ -78,6 +80,7 @@ class DeepSpeedBackend:
             compute_dtype=str(self.compute_dtype).removeprefix("torch."),  # type: ignore[arg-type]
             device=self.device.type,  # type: ignore[arg-type]
             threads=self.threads,
+            deterministic_kernels=self.spec.deterministic_kernels,
         )
         shares_gpus = isinstance(self.spec.sampler, VllmSpec) and self.spec.sampler.placement == "colocated"
         return RankGroup(
@@ -114,6 +117,7 @@ class DeepSpeedBackend:
                 "layout": layout_name(self.trainer_spec, self.ranks),
                 "threads": self.threads,
                 "versions": {**local.versions, "deepspeed": version("deepspeed")},
+                "repeats": self.ranks_repeat,
             }
         )
 
@@ -236,6 +240,7 @@ class DeepSpeedTrainer:
 
     def __init__(self, backend: DeepSpeedBackend, number: int, start_number: int, info: dict[str, Any]) -> None:
         self._backend, self._number, self._start_number, self._info = backend, number, start_number, info
+        backend.ranks_repeat = info["repeats"]
         weakref.finalize(self, backend.drop, start_number, number)
 
     def _call(self, method: str, *args: Any) -> Any:

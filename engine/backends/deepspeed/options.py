@@ -21,6 +21,8 @@ class RankOptions(Frozen):
     device: Literal["cpu", "cuda"]
     threads: int
     """Number of CPU threads of each rank."""
+    deterministic_kernels: bool = True
+    """As in the engine's config."""
 
     @property
     def dtype(self) -> torch.dtype:

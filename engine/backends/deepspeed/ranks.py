@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from engine.backends.deepspeed.options import RankOptions
-from engine.backends.deepspeed.rank_model import SequenceGroup
+from engine.backends.deepspeed.rank_model import SequenceGroup, gather
 from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.torch.determinism import repeats_sums, use_deterministic_kernels
 from engine.backends.torch.scalar_lm import is_scalar
 from engine.backends.weight_files.sketches import Sketch
 from engine.errors import BadSpec
@@ -36,6 +37,8 @@ class RankTrainers:
         # Ray shows each rank only its own GPU.
         self._device = torch.device("cuda", 0) if self._options.device == "cuda" else torch.device("cpu")
         torch.set_num_threads(self._options.threads)
+        if self._device.type == "cuda" and self._options.deterministic_kernels:
+            use_deterministic_kernels(strict=False)
         _prepare_deepspeed(self._options.device)
         self._trainers: dict[int, Any] = {}
         self._sequences: dict[int, SequenceGroup] = {}
@@ -52,7 +55,7 @@ class RankTrainers:
             head_seed=init_seed if head == "scalar" and not is_scalar(folder) else None,
         )
         self._trainers[number] = trainer
-        return _facts(trainer)
+        return self._facts(trainer)
 
     def load_base(self, number: int, folder: Path, key: str) -> dict[str, Any]:
         """Loads the frozen base of adapters under a number; returns the facts that `DeepSpeedBase` keeps about it."""
@@ -61,21 +64,30 @@ class RankTrainers:
         sequence = self._sequence_group()
         base = RankBase(folder, key, self._options, device=self._device, sequence=sequence)
         self._trainers[number] = base
-        return {"digest": base.digest, "layers": list(base.layers), "nbytes": base.nbytes(), **_facts(base)}
+        return {"digest": base.digest, "layers": list(base.layers), "nbytes": base.nbytes(), **self._facts(base)}
 
     def load_adapter(self, number: int, base_number: int, spec: LoraSpec, init_seed: int) -> dict[str, Any]:
         """Makes a new adapter on a base that `load_base` has loaded, as trainer `number`."""
         from engine.backends.deepspeed.adapters import ZeroAdapter
 
         self._trainers[number] = ZeroAdapter(self.trainer(base_number), spec, init_seed=init_seed)
-        return _facts(self._trainers[number])
+        return self._facts(self._trainers[number])
 
     def load_adapter_off(self, number: int, base_number: int) -> dict[str, Any]:
         """Makes the base itself trainer `number`, which is only read."""
         from engine.backends.deepspeed.frozen_base import ZeroBaseTrainer
 
         self._trainers[number] = ZeroBaseTrainer(self.trainer(base_number))
-        return _facts(self._trainers[number])
+        return self._facts(self._trainers[number])
+
+    def _facts(self, loaded: Any) -> dict[str, Any]:
+        """Facts about a trainer or a base, equal on all ranks. Shapes are those of the whole parameters."""
+        return {
+            "parameters": sum(torch.Size(shape).numel() for shape in loaded.state.shards.shapes.values()),
+            "scalar": loaded.model.scalar,
+            "buffers_nbytes": sum(buffer.nbytes for buffer in loaded.state.buffers.values()),
+            "repeats": all(gather(repeats_sums(self._device, self._options.dtype))),
+        }
 
     def _sequence_group(self) -> SequenceGroup | None:
         """The group of ranks that share each row. None without sequence parallelism."""
@@ -157,15 +169,6 @@ class RankTrainers:
     def close(self) -> None:
         for number in list(self._trainers):
             self.free(number)
-
-
-def _facts(loaded: Any) -> dict[str, Any]:
-    """Facts about a trainer or a base. Shapes are those of the whole parameters, so they are equal on all ranks."""
-    return {
-        "parameters": sum(torch.Size(shape).numel() for shape in loaded.state.shards.shapes.values()),
-        "scalar": loaded.model.scalar,
-        "buffers_nbytes": sum(buffer.nbytes for buffer in loaded.state.buffers.values()),
-    }
 
 
 def _prepare_deepspeed(device: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from engine.backends.torch.causal_lm import CausalLM, master_dtype_of
+from engine.backends.torch.determinism import repeats_sums, use_deterministic_kernels
 from engine.backends.torch.loading import load_model, load_with_head
 from engine.backends.torch.lora import check_four_bit
 from engine.backends.torch.shared_base import AdapterOff, AdapterTrainer, SharedBase
@@ -73,16 +74,17 @@ class TorchBackend:
             threads=self.threads,
             max_tokens=self.spec.max_tokens_per_forward,
             versions={"torch": torch.__version__, "transformers": version("transformers"), "kernels": KERNELS},
+            repeats=repeats_sums(self.device, self.compute_dtype),
         )
 
     def prepare_thread(self) -> None:
         """Sets the thread count, which is a setting of the calling thread. It is called once, in the thread that
         computes."""
         torch.set_num_threads(self.threads)
-        if self.spec.deterministic and self.device.type == "cuda":
-            # Make them strict: with warn_only, the gradient of attention in float32 would still be summed in any order.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+        if self.device.type == "cuda" and (self.spec.deterministic or self.spec.deterministic_kernels):
+            # If equal bytes are promised, an operation without such a kernel is an error: the gradient of attention in
+            # float32 would still be summed in any order.
+            use_deterministic_kernels(strict=self.spec.deterministic)
         disable_progress_bar()  # transformers' progress bars would be mixed into the engine's own output
 
     @staticmethod

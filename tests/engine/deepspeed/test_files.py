@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,7 @@ from engine.backends.weight_files.pieces import StoredTensors, open_checkpoint, 
 from engine.cluster.rank_group import RankGroup
 from engine.errors import BadSpec
 from engine.losses.likelihood import CrossEntropySpec
+from engine.protocol import TokenSequence
 from tests.engine.deepspeed.conftest import (
     ADAMW,
     OnRanks,
@@ -37,11 +39,32 @@ def moved(trainer: OnRanks, files: dict[str, Path]) -> dict[str, Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_rounding_noise_changes_each_weight_on_all_ranks(
+    two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, zero_stage: int
+) -> None:
+    trainer = on_ranks(two_ranks, tiny_folder, zero_stage=zero_stage)
+    before = state_of(trainer.checkpoint())
+    trainer.call("add_rounding_noise", 0.25, 3)
+    factors = [whole / before[name] for name, whole in state_of(trainer.checkpoint()).items()]
+    for factor in factors:
+        assert set(factor[~factor.isnan()].unique().tolist()) <= {0.75, 1.25}  # a weight of 0 stays 0
+    assert 0.45 < torch.cat([factor.reshape(-1) for factor in factors]).gt(1).double().mean() < 0.55
+    # what computes has the noise too: an update from there starts at these weights on every rank
+    other = on_ranks(two_ranks, tiny_folder, zero_stage=3)
+    moved(other, trainer.checkpoint())
+    sequences = [TokenSequence(token_ids=sample.token_ids, loss_mask=sample.loss_mask) for sample in some_samples()]
+    values = [np.concatenate(each.call("logprobs", sequences, 1.0, 64)) for each in (trainer, other)]
+    np.testing.assert_allclose(values[0], values[1], atol=1e-5)
+
+
+@pytest.mark.slow
 def test_zero_3_on_two_ranks_and_the_torch_trainer_read_each_other(
     two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, tmp_path: Path
 ) -> None:
     trainer, reference = on_ranks(two_ranks, tiny_folder, zero_stage=3), torch_trainer(tiny_folder)
     assert trainer.digest() == reference.weights_digest()[0]
+    np.testing.assert_allclose(trainer.call("weights_sketch"), reference.weights_sketch(), rtol=0, atol=1e-9)
     assert all(name.startswith("weights-") for name in trainer.checkpoint())  # no moments before the first update
     trainer.update(some_samples(), CE, ADAMW, 30)
     files = trainer.checkpoint()

@@ -97,9 +97,13 @@ def processed_logits(logits_BV: Tensor, params: SamplingParams) -> Tensor:
     return logits_BV
 
 
+RAISES = 2
+"""torch's debug mode in which an operation without a deterministic kernel raises."""
+
+
 def _running_sum(x_BV: Tensor) -> Tensor:
-    """Cumulative sum. With deterministic algorithms it is computed on the CPU, because torch has no deterministic one
-    for a GPU, and raises."""
-    if x_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
+    """Cumulative sum. Where torch raises for operations without a deterministic kernel, it is computed on the CPU,
+    because torch has none for a GPU."""
+    if x_BV.is_cuda and torch.get_deterministic_debug_mode() == RAISES:
         return x_BV.cpu().cumsum(-1).to(x_BV.device)
     return x_BV.cumsum(-1)

@@ -6,13 +6,14 @@ The noise is one unit in the last place of every gradient, drawn anew at each up
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.backends.torch.determinism import repeats_sums
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import ReplayDiverged
 from engine.local.engine import LocalEngine
@@ -33,7 +34,7 @@ WRONG_STEP = 3
 
 
 @pytest.fixture
-def noise(monkeypatch: pytest.MonkeyPatch) -> None:
+def noise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Gradients of the torch trainer have rounding noise, as on a device that adds in a random order."""
     clip = torch.nn.utils.clip_grad_norm_
     generator = torch.Generator().manual_seed(0)
@@ -45,6 +46,9 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> None:
         return clip(parameters, max_norm)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_noisy)
+    repeats_sums.cache_clear()
+    yield
+    repeats_sums.cache_clear()
 
 
 async def take_step(engine: LocalEngine, parent: PolicyRef, *, max_grad_norm: float = 1.0) -> PolicyRef:
@@ -110,6 +114,7 @@ async def test_rounding_is_recorded_as_a_proven_rebase(
     # A rate 1.1 times too high would differ by 0.09. In its first update, AdamW turns the noise of small gradients up.
     assert all(step.bound < 0.09 for step in rebase.redone[1:])
     assert difference_texts(rebase.before, rebase.after) == []
+    assert not rebase.before.repeats and not rebase.after.repeats
     record = chain.record(policy.step)
     assert record is not None and record.rebase == rebase.mark
     assert has_no_problems(chain.store)

@@ -1,0 +1,54 @@
+"""Whether a device repeats its sums to the bit, and torch's deterministic kernels for those that do not."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+TOKENS, WIDTH, HEADS, VOCABULARY = 512, 128, 4, 64
+REPETITIONS = 3
+
+
+def use_deterministic_kernels(*, strict: bool) -> None:
+    """Makes torch use deterministic kernels on CUDA. An operation that has none raises an error with `strict`, and
+    otherwise runs as it is."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    warnings.filterwarnings("ignore", message=".* does not have a deterministic implementation")
+
+
+@cache
+def repeats_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device gave the same bits each time for one small update in this precision.
+
+    The update has the sums that a GPU may add in another order at each call: gradients of an embedding with repeated
+    tokens, of attention, of gathered rows, and the norm of all gradients. A model may have further ones."""
+    first = _small_update(device, dtype)
+    return all(torch.equal(first, _small_update(device, dtype)) for _ in range(REPETITIONS - 1))
+
+
+def _small_update(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The gradients of a model of one layer, clipped."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> nn.Parameter:
+        return nn.Parameter((0.1 * torch.randn(*shape, generator=generator)).to(device))
+
+    embedding_VW, weight_WW = drawn(VOCABULARY, WIDTH), drawn(WIDTH, WIDTH)
+    tokens_T = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator).to(device)
+    parameters = [embedding_VW, weight_WW]
+    with torch.autocast(device.type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+        hidden_TW = F.embedding(tokens_T, embedding_VW)
+        heads = F.silu(hidden_TW @ weight_WW).view(1, TOKENS, HEADS, -1).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        hidden_TW = hidden_TW + attended.transpose(1, 2).reshape(TOKENS, WIDTH)
+        logits_TV = hidden_TW[tokens_T] @ embedding_VW.t()
+        loss = F.cross_entropy(logits_TV.float(), tokens_T)
+    loss.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(parameters, 0.1)
+    return torch.cat([parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None])

@@ -48,7 +48,7 @@ def test_rounding_noise_changes_each_weight_on_all_ranks(
     trainer.call("add_rounding_noise", 0.25, 3)
     factors = [whole / before[name] for name, whole in state_of(trainer.checkpoint()).items()]
     for factor in factors:
-        assert set(factor[~factor.isnan()].unique().tolist()) <= {0.75, 1.25}  # a weight of 0 stays 0
+        assert ((factor - 1).abs() - 0.25).nan_to_num().abs().max() < 1e-6  # a weight of 0 stays 0: its factor is NaN
     assert 0.45 < torch.cat([factor.reshape(-1) for factor in factors]).gt(1).double().mean() < 0.55
     # what computes has the noise too: an update from there starts at these weights on every rank
     other = on_ranks(two_ranks, tiny_folder, zero_stage=3)

@@ -1,9 +1,9 @@
 """Rebases of a chain. A rebase is a record that the chain continues from a checkpoint, because its next steps are taken
 under other numerics, or because its last steps could only be redone with other bits. It is not related to git's rebase.
 
-The weights of a record depend on the numerics under which its step was taken. When another backend, layout, device,
-precision or library continues a run, or a device that does not repeat its sums, a redo of its steps may give other bits.
-A rebase records this on the chain. It names the checkpoint (weights and moments) for all later steps, and holds the
+The weights of a record depend on the numerics under which its step was taken. A redo of its steps may give other bits
+if another backend, layout, device, precision or library continues a run, or if the device does not repeat its sums. A
+rebase records this on the chain. It names the checkpoint (weights and moments) for all later steps, and holds the
 digest of the weights that were committed before, and how far the redone updates are from the committed ones
 (engine.local.closeness). A rebase is `exact` if the checkpoint has the committed bytes: then nothing was redone, and
 only the numerics change.

@@ -4,7 +4,8 @@
     python -m tests.chaos.campaign --on ranks --faults 12 --out docs/reliability.md
 
 `--on`: what the engines run on. alone: torch in their processes; ranks: DeepSpeed on a Ray cluster of two nodes;
-replicas: vLLM on such a cluster, which needs vLLM in this environment.
+replicas: vLLM on such a cluster, which needs vLLM in this environment; noise and noisy-ranks: as alone and ranks, on
+devices that do not repeat their sums.
 """
 
 from __future__ import annotations
@@ -33,14 +34,31 @@ from tests.chaos.faults import KINDS, OF_S3, Deck, Fault, draw_schedule
 from tests.chaos.outcome import History, history, problems, tell
 from tests.chaos.processes import ROOT, S3Server
 from tests.chaos.ray_faults import OF_RANK, OF_REPLICA, RAY_KINDS
-from tests.chaos.world import G1_S3, G2_FILE, G2_S3, RANKS, REPLICAS, TIGHT_S3, Happening, Mode, Stuck, World
+from tests.chaos.world import (
+    G1_S3,
+    G2_FILE,
+    G2_S3,
+    NOISY,
+    NOISY_RANKS,
+    RANKS,
+    REPLICAS,
+    TIGHT_S3,
+    Happening,
+    Mode,
+    Stuck,
+    World,
+)
 
 FAULTS_PER_RUN = 5
 MODES = (G2_S3, G1_S3, TIGHT_S3)
 """Worlds take turns."""
-ON = {"alone": MODES, "ranks": (RANKS,), "replicas": (REPLICAS,)}
+ON = {
+    "alone": MODES, "ranks": (RANKS,), "replicas": (REPLICAS,), "noise": (NOISY,), "noisy-ranks": (NOISY_RANKS,),
+}  # fmt: skip
 PACKAGES = {
     "alone": ("prefect", "torch", "s3fs"),
+    "noise": ("prefect", "torch", "s3fs"),
+    "noisy-ranks": ("prefect", "ray", "torch", "deepspeed"),
     "ranks": ("prefect", "ray", "torch", "deepspeed"),
     "replicas": ("prefect", "ray", "torch", "vllm"),
 }

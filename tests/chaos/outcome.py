@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from storage.chain.rebase import list_rebases
 from storage.chain.records import Chain
 from storage.inspect.audit import audit_store
 from storage.inspect.gc import collect_garbage
@@ -50,6 +51,10 @@ def problems(world: World, reference: History | None) -> list[str]:
     broken_promises = [*_ends(world), *_results(world, store), *_audit(store)]
     if broken_promises:
         return broken_promises
+    if world.mode.noise:
+        broken_promises += _unproven_rebases(world, store)
+        if broken_promises:
+            return broken_promises
     if world.mode.deterministic and reference is not None:
         differences = [_differences(history(world, run), reference) for run in range(world.mode.runs)]
         return list(itertools.chain.from_iterable(differences))
@@ -105,6 +110,19 @@ def _differences(mine: History, reference: History) -> list[str]:
     if mine.published != reference.published:
         odd = sorted(name for name in mine.published if mine.published[name] != reference.published.get(name))
         broken_promises.append(f"published files differ from those of the run without faults: {odd}")
+    return broken_promises
+
+
+def _unproven_rebases(world: World, store: ObjectStore) -> list[str]:
+    """On a device that does not repeat, a redo is a rebase whose distance rounding explains."""
+    broken_promises = []
+    for run in range(world.mode.runs):
+        chain = Chain(store, world.run_key(run), STAGE, MODEL)
+        for rebase in list_rebases(chain):
+            if not rebase.exact and not rebase.proven:
+                broken_promises.append(f"{chain.run}: {rebase.title}")
+        if any(record.numerics.repeats for record in chain.records(after=0, until=world.mode.steps)):
+            broken_promises.append(f"{chain.run}: the noise was not noticed")
     return broken_promises
 
 

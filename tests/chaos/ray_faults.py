@@ -7,6 +7,7 @@ node is replaced after a while, and a cluster whose head was lost is started aga
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,10 @@ LEAVE_SECONDS = 5.0
 class RayNodes:
     """Head and one more node, each with `cpus` CPUs. The engine connects to the head, and actors run on both."""
 
-    def __init__(self, cpus: int) -> None:
+    def __init__(self, cpus: int, environment: dict[str, str]) -> None:
+        """`environment` are variables of the actors' processes."""
         prepare_ray()
+        os.environ.update(environment)  # Ray's processes get them from this one
         self.port, self._cpus = free_port(), cpus
         self._cluster: Any = None
 

@@ -15,7 +15,7 @@ import pytest
 from tests.chaos.campaign import MODES, Stage, kinds_of, print_life, schedule_of, stage
 from tests.chaos.faults import KINDS, Deck, Fault, draw_schedule
 from tests.chaos.outcome import problems
-from tests.chaos.world import G1_FILE, G2_FILE, G2_S3, Mode, World
+from tests.chaos.world import G1_FILE, G2_FILE, G2_S3, NOISY, Mode, World
 
 SEEDS = 10
 
@@ -36,6 +36,14 @@ def test_nothing_is_lost_whatever_dies(seed: int, shared: Stage) -> None:
     print_life(life, 1)
     assert not life.problems, "\n".join(life.problems)
     assert life.happenings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [200, 201])
+def test_on_a_device_that_does_not_repeat_every_redo_is_a_proven_rebase(seed: int, shared: Stage) -> None:
+    life = shared.live(seed, NOISY, schedule_of(seed, NOISY, Deck(seed, kinds_of(NOISY))))
+    print_life(life, 1)
+    assert not life.problems, "\n".join(life.problems)
 
 
 @pytest.mark.slow

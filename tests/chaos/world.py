@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +28,7 @@ from tests.chaos.ray_faults import RAY_KINDS, RayNodes, can_happen
 from tests.fixtures.stores.s3 import s3_options
 from tests.fixtures.toy import toy_config
 
+NOISE = ROOT / "tests" / "chaos" / "noise"
 TICK_SECONDS = 0.02
 MOST_RESTARTS = 40
 MOST_DEFECTS = 3
@@ -59,6 +60,13 @@ class Mode:
     """CPUs of each node of the engine's Ray cluster; 0: the engine needs none."""
     engine: dict[str, Any] = field(default_factory=dict, hash=False)
     """More of the engine's config."""
+    noise: bool = False
+    """Whether the engine's device does not repeat its sums (tests/chaos/noise)."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the processes that compute."""
+        return {"PYTHONPATH": f"{NOISE}:{ROOT}"} if self.noise else {}
 
 
 G2_S3 = Mode("G2 on S3", deterministic=True, runs=1, on_s3=True)
@@ -76,6 +84,8 @@ REPLICAS = Mode(
     step_seconds=2.0, seconds=1800.0, nodes_cpus=1,
     engine=ON_CPU | {"sampler": {"kind": "vllm", "replicas": 2, "kv_cache_gib": 0.25, "answer_seconds": 20}},
 )  # fmt: skip
+NOISY = Mode("G1 with noise, on S3", deterministic=False, runs=1, on_s3=True, noise=True, seconds=480.0)
+NOISY_RANKS = replace(RANKS, name="G1 with noise, deepspeed x2", noise=True)
 G2_FILE = Mode("G2 on a folder", deterministic=True, runs=1, on_s3=False)
 G1_FILE = Mode("G1, two runs, on a folder", deterministic=False, runs=2, on_s3=False)
 
@@ -147,7 +157,7 @@ class World:
         # Configs of the runs and of the engine.
         for run in range(mode.runs):
             self._write_config(run, tiny_folder)
-        self.ray = RayNodes(mode.nodes_cpus) if mode.nodes_cpus else None
+        self.ray = RayNodes(mode.nodes_cpus, mode.environment) if mode.nodes_cpus else None
         engine: dict[str, Any] = {"deterministic": mode.deterministic, "threads": 1} | mode.engine
         if self.ray is not None:
             engine["cluster"] = {"address": self.ray.address}
@@ -189,7 +199,8 @@ class World:
             sys.executable, "-m", "flows.cli.main", "engine", "serve", "--storage", self.url, "--port", "0",
             "--config", "engine.yaml", "--grace-seconds", "10",
         ]  # fmt: skip
-        environment = s3_environment(self.s3_lines[0].endpoint) if self.s3 else {}
+        environment = dict(self.mode.environment)
+        environment |= s3_environment(self.s3_lines[0].endpoint) if self.s3 else {}
         self.engine = self._start(Child(f"engine-{number}", command, self.folder, environment))
         self.engine_line.upstream_port = 0
         self.engine_line.cut()

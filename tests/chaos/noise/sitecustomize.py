@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.abc
 import sys
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -13,12 +14,18 @@ from typing import Any
 def _plant(functional: Any) -> None:
     import torch
 
-    silu, generator = functional.silu, torch.Generator()
-    generator.seed()
+    silu = functional.silu
+
+    @cache
+    def generator() -> torch.Generator:
+        """A generator of its own, so that the seeds of the program draw what they would draw without noise."""
+        own = torch.Generator()
+        own.seed()
+        return own
 
     def noisy_silu(values: Any, inplace: bool = False) -> Any:
         result = silu(values, inplace)
-        ulps = torch.randint(-1, 2, result.shape, generator=generator).to(result.device)
+        ulps = torch.randint(-1, 2, result.shape, generator=generator()).to(result.device)
         return result * (1 + torch.finfo(result.dtype).eps * ulps)
 
     functional.silu = noisy_silu

@@ -32,6 +32,7 @@ from uuid import uuid4
 from storage.errors import StorageError
 from storage.store.artifacts import Provenance, commit_files
 from storage.store.backends import s3_transfer
+from storage.store.backends.s3_errors import S3_EXCEPTIONS
 from storage.store.download import materialise_files
 from storage.store.objects import ObjectStore, open_store
 
@@ -147,7 +148,7 @@ def start_server(folder: Path) -> tuple[subprocess.Popen[bytes], int]:
             backend._fs.call_s3("create_bucket", Bucket=BUCKET)
             store_at(s3).put("probe", b"1")
             return process, s3
-        except (OSError, StorageError) as error:
+        except (*S3_EXCEPTIONS, StorageError) as error:
             if "BucketAlready" in str(error) or "exists" in str(error):
                 return process, s3
             if time.monotonic() > deadline:

@@ -219,7 +219,7 @@ def publish_files(
     """
     attempt = Attempt(store)
     draft = _draft(key, entries, attempt, kind=kind, rows=None, parents=parents, provenance=provenance, extra=extra)
-    stored = _put_files(store, {entry.name: (entry.key, files[entry.name]) for entry in entries}, kind)
+    stored = _put_files(store, {entry.name: (entry.key, files[entry.name]) for entry in entries}, kind, move=False)
     for entry in entries:
         uploaded = stored[entry.name]
         if uploaded is not None:
@@ -338,28 +338,30 @@ def _entry(name: str, key_of: Callable[[str], str], sha256: str, size: int) -> F
 def _store_attempt(
     store: ObjectStore, files: Mapping[str, Path], key_of: Callable[[str], str], kind: str, *, move: bool
 ) -> list[FileEntry]:
-    """Writes the files of an attempt to its keys, which no other writer uses. Returns their entries, sorted by name.
+    """Writes the files of an attempt to its keys. Returns their entries, sorted by name.
 
     A store on this machine links the files, so they are hashed before. Another store hashes them while it reads them.
     """
     paths = {name: (key_of(name), path) for name, path in sorted(files.items())}
     if store.local_path(key_of(min(files))) is not None:
         entries = file_entries(files, key_of)
-        _put_files(store, paths, kind, move=move, resume=True)
+        _put_files(store, paths, kind, move=move)
         return entries
-    stored = _put_files(store, paths, kind, move=move, resume=True)
+    stored = _put_files(store, paths, kind, move=move)
     return [_entry(name, key_of, *(of_file or digest_file(files[name]))) for name, of_file in stored.items()]
 
 
 def _put_files(
-    store: ObjectStore, files: Mapping[str, tuple[str, Path]], kind: str, **options: bool
+    store: ObjectStore, files: Mapping[str, tuple[str, Path]], kind: str, *, move: bool
 ) -> dict[str, FileDigest | None]:
     """Writes files, given as name -> (key, path). Returns what `put_file` returns, by name. Several files of a store on
-    another machine are uploaded at a time."""
+    another machine are uploaded at a time.
+
+    Each key names the attempt or the content, so whoever writes it writes the same bytes."""
 
     def put(name: str) -> FileDigest | None:
         key, path = files[name]
-        stored = store.put_file(key, path, **options)
+        stored = store.put_file(key, path, move=move, resume=True)
         if name == first:
             _reach_failpoint(kind, "mid_upload")
         return stored

@@ -91,8 +91,8 @@ class ObjectStore:
         on a file:// store, which links or copies the file.
 
         With `move` the file may be moved instead of copied, and is gone afterwards. A file that is an object of a
-        file:// store is never moved. `resume` continues an upload of this key that was interrupted; give it only for a
-        key that no other writer uses. Raises FileNotFoundError.
+        file:// store is never moved. `resume` continues an upload of this key that was interrupted; give it only if
+        every writer of the key writes the same bytes. Raises FileNotFoundError.
         """
         validate_key(key)
         if not path.is_file():

@@ -58,7 +58,7 @@ class Backend(Protocol):
     def put_file(self, key: str, path: Path, *, move: bool, resume: bool) -> FileDigest | None:
         """Writes the bytes of a file. Returns their digest if the backend read them, None if it need not read them.
 
-        `resume`: no other writer uses this key, so what an earlier call uploaded of the same file can be used."""
+        `resume`: every writer of this key writes the same bytes, so an upload that was interrupted can be continued."""
         ...
 
     def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:

@@ -25,11 +25,10 @@ from uuid import uuid4
 from storage.errors import ObjectNotFound, StorageUnavailable
 from storage.serialization import FileDigest, digest
 from storage.store.backends.protocol import Leftover, ObjectInfo, PutResult
+from storage.store.backends.s3_transfer import CONNECTIONS, PART_BYTES
 from storage.store.retry import RetryPolicy
 
 Verb = Literal["GET", "HEAD", "LIST", "PUT", "DELETE"]
-PART_BYTES = 8 << 20  # as storage.store.backends.s3_transfer
-CONNECTIONS = 32
 READ_AHEAD_BYTES = 1 << 20  # as storage.store.backends.s3
 PAGE_KEYS = 1000
 

@@ -163,8 +163,12 @@ class Transfer:
         return parts, hasher.hexdigest()
 
     async def _unfinished_upload(self, name: str) -> _Upload | None:
-        """The newest unfinished upload of this key, with the parts that are stored. None if there is none."""
-        listed = await self._call("list_multipart_uploads", None, Prefix=name)
+        """The newest unfinished upload of this key, with the parts that are stored. None if there is none, or if the
+        server does not list them for us."""
+        try:
+            listed = await self._call("list_multipart_uploads", None, Prefix=name)
+        except PermanentStorageError:
+            return None
         uploads = [upload for upload in listed.get("Uploads") or () if upload["Key"] == name]
         if not uploads:
             return None

@@ -158,20 +158,25 @@ def sent_parts(faulty: FaultProxy) -> list[int]:
     return sorted(int(number[1]) for number in numbers if number)
 
 
+def check_continued_upload(store: ObjectStore, proxy: FaultProxy, large: Path, folder: Path) -> None:
+    """Uploads what a killed process left unfinished: part 1 is right, part 3 is of another file."""
+    backend, parts = store.backend, parts_of(large)
+    assert isinstance(backend, S3Backend)
+    key = f"{backend._prefix}a"
+    created = backend._call("create_multipart_upload", Key=key)
+    for number, data in ((1, parts[0]), (3, parts[1])):
+        backend._call("upload_part", Key=key, UploadId=created["UploadId"], PartNumber=number, Body=data)
+    proxy.requests.clear()
+    assert store.put_file("a", large, resume=True) == digest_file(large)
+    assert sent_parts(proxy) == [2, 3, 4]
+    assert same(store, "a", large, folder)
+    assert list(store.leftovers()) == []
+
+
 def test_the_upload_of_a_killed_process_continues_with_the_parts_that_the_server_has(
     store: ObjectStore, faulty: FaultProxy, large: Path, tmp_path: Path
 ) -> None:
-    backend, parts = store.backend, parts_of(large)
-    assert isinstance(backend, S3Backend)
-    # what a killed process leaves: part 1 is right, part 3 is of another file
-    created = backend._call("create_multipart_upload", Key="p/a")
-    for number, data in ((1, parts[0]), (3, parts[1])):
-        backend._call("upload_part", Key="p/a", UploadId=created["UploadId"], PartNumber=number, Body=data)
-    faulty.requests.clear()
-    assert store.put_file("a", large, resume=True) == digest_file(large)
-    assert sent_parts(faulty) == [2, 3, 4]
-    assert same(store, "a", large, tmp_path)
-    assert list(store.leftovers()) == []
+    check_continued_upload(store, faulty, large, tmp_path)
 
 
 def test_an_outage_loses_no_part(store: ObjectStore, faulty: FaultProxy, large: Path, tmp_path: Path) -> None:
@@ -402,6 +407,14 @@ def test_a_real_server_under_faults(
     assert store.put_if_absent("b", b"mine").won
     proxy.heal()
     assert not store.put_if_absent("b", b"mine").won
+
+
+@pytest.mark.slow
+def test_a_real_server_continues_an_upload(
+    seaweed: tuple[ObjectStore, FaultProxy], large: Path, tmp_path: Path
+) -> None:
+    store, proxy = seaweed
+    check_continued_upload(store, proxy, large, tmp_path)
 
 
 @pytest.mark.slow

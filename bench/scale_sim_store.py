@@ -23,12 +23,12 @@ from typing import BinaryIO, Literal, cast
 from uuid import uuid4
 
 from storage.errors import ObjectNotFound, StorageUnavailable
+from storage.serialization import FileDigest, digest
 from storage.store.backends.protocol import Leftover, ObjectInfo, PutResult
+from storage.store.backends.s3_transfer import CONNECTIONS, PART_BYTES
 from storage.store.retry import RetryPolicy
 
 Verb = Literal["GET", "HEAD", "LIST", "PUT", "DELETE"]
-PART_BYTES = 8 << 20  # as storage.store.backends.s3_transfer
-CONCURRENT_PARTS = 2
 READ_AHEAD_BYTES = 1 << 20  # as storage.store.backends.s3
 PAGE_KEYS = 1000
 
@@ -232,7 +232,7 @@ class SimulatedS3:
         self.charge("PUT", key, len(data))
         self._write(key, data, replace=True)
 
-    def put_file(self, key: str, path: Path, *, move: bool) -> None:
+    def put_file(self, key: str, path: Path, *, move: bool, resume: bool) -> FileDigest:
         # one request for each part; parts are uploaded concurrently
         size = path.stat().st_size
         parts = -(-size // PART_BYTES) if size > PART_BYTES else 1
@@ -240,15 +240,17 @@ class SimulatedS3:
         for _ in range(parts):
             self.charge("PUT", key, size // parts)
         if parts > 1:
-            self.clock.advance((began - self.clock.read()) * (1 - 1 / CONCURRENT_PARTS))
+            self.clock.advance((began - self.clock.read()) * (1 - 1 / min(parts, CONNECTIONS)))
         # a multipart upload has two more requests, which begin and complete it
         for _ in range(2 if parts > 1 else 0):
             self.charge("PUT", key)
         target = self._path(key)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(path.read_bytes())
+        data = path.read_bytes()
+        target.write_bytes(data)
         if move:
             path.unlink(missing_ok=True)
+        return FileDigest(digest(data), len(data))
 
     def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
         self.charge("PUT", key, len(data))
@@ -260,12 +262,13 @@ class SimulatedS3:
         self.charge("DELETE", key)
         self._path(key).unlink(missing_ok=True)
 
-    def download(self, key: str, to: Path) -> None:
+    def download(self, key: str, to: Path) -> FileDigest:
         self.charge("HEAD", key)
         data = self._read(key)
         for start in range(0, max(1, len(data)), PART_BYTES):
             self.charge("GET", key, min(PART_BYTES, len(data) - start))
         to.write_bytes(data)
+        return FileDigest(digest(data), len(data))
 
     def local_path(self, key: str) -> Path | None:
         return None

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -78,14 +78,23 @@ def digest(obj: Any) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def digest_file(path: Path) -> tuple[str, int]:
-    """Returns (sha256 in hex, size in bytes) of a file. Reads it in chunks of CHUNK_BYTES."""
+class FileDigest(NamedTuple):
+    """The digest and the size of a file."""
+
+    sha256: str
+    """In hex."""
+    size: int
+    """Bytes."""
+
+
+def digest_file(path: Path) -> FileDigest:
+    """Returns the digest and the size of a file. Reads it in chunks of CHUNK_BYTES."""
     hasher, size = hashlib.sha256(), 0
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
             hasher.update(chunk)
             size += len(chunk)
-    return hasher.hexdigest(), size
+    return FileDigest(hasher.hexdigest(), size)
 
 
 # Types of the numbers in requests and configs. A model computes in float32, whose largest number is about 3e38: a

@@ -18,7 +18,7 @@ async def commit_once(
     Raises ArtifactConflict unless the URI `parent` is among the table's parents.
     """
     with timed("storage"):
-        committed = find_artifact(workspace.open_store(), key, one_file=True)
+        committed = find_artifact(workspace.open_store(), key)
     if committed is None:
         committed = await build()
     if parent is None:

@@ -33,9 +33,17 @@ from storage.chain.rebase import (
 )
 from storage.chain.records import Chain, CommitRecord, PolicyRef
 from storage.errors import CorruptArtifact, ForkRefused, ObjectNotFound
-from storage.serialization import Frozen, canonical_json, digest_file
+from storage.serialization import Frozen, canonical_json
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, Attempt, Manifest, commit_files, find_artifact, read_manifest
+from storage.store.artifacts import (
+    ArtifactRef,
+    Attempt,
+    Manifest,
+    commit_files,
+    find_artifact,
+    map_files,
+    read_manifest,
+)
 from storage.store.backends.protocol import HIDDEN_PREFIX
 from storage.store.objects import ObjectStore, read_json
 
@@ -338,12 +346,12 @@ def _copy_files(copy: Chain, manifest: Manifest, key: str, step: int) -> Artifac
     with tempfile.TemporaryDirectory(prefix=f"{HIDDEN_PREFIX}scratch-", dir=parent) as folder:
         # fetch the files and check their digests
         files = {entry.name: Path(folder) / entry.name for entry in manifest.files}
-        for entry in manifest.files:
-            try:
-                store.fetch(entry.key, files[entry.name])
-            except ObjectNotFound:
-                return None  # pruned meanwhile
-            if digest_file(files[entry.name]) != (entry.sha256, entry.bytes):
+        try:
+            fetched = map_files(lambda entry: store.fetch(entry.key, files[entry.name]), manifest.files)
+        except ObjectNotFound:
+            return None  # pruned meanwhile
+        for entry, of_file in zip(manifest.files, fetched, strict=True):
+            if of_file != (entry.sha256, entry.bytes):
                 raise CorruptArtifact(
                     f"{entry.key} is not what its manifest says; delete {keys.manifest_of_files(manifest.key)} (the "
                     "chain does not need a checkpoint, unless it was rebased on it) and fork again"

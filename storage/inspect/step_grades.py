@@ -59,4 +59,4 @@ def hint_about_missing_grades(store: ObjectStore, run: str, stage: str, step: in
 
 
 def _shard_table(store: ObjectStore, run: str, stage: str, step: int, kind: str, shard: int) -> ArtifactRef | None:
-    return find_artifact(store, keys.step_artifact(run, stage, step - 1, kind, shard), one_file=True)
+    return find_artifact(store, keys.step_artifact(run, stage, step - 1, kind, shard))

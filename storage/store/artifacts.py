@@ -8,9 +8,10 @@ Readers find the data only through manifests, and check digests.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from pydantic import Field, JsonValue, ValidationError, field_validator
@@ -25,11 +26,18 @@ from storage.errors import (
     StorageError,
 )
 from storage.failpoints import FAILPOINTS, failpoint
-from storage.serialization import Frozen, canonical_json, digest, digest_file
+from storage.serialization import FileDigest, Frozen, canonical_json, digest, digest_file
 from storage.store import keys
+from storage.store.key_patterns import manifest_keys
 from storage.store.objects import ObjectStore
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
 MANIFEST_VERSION = 1
+FILES_AT_ONCE = 16
+"""Files that are uploaded, downloaded or hashed at a time. All of them share the connections of the process, so more
+would only help for many small files."""
 MAX_ATTEMPT_SECONDS = 12 * 3600.0
 """Older attempts are not committed. Garbage collection deletes unreferenced data when it is twice as old."""
 MANIFEST_NAME = Path(keys.manifest_of_files("folder")).name
@@ -165,12 +173,11 @@ def commit_file(  # noqa: PLR0913 - one field of the manifest each
 ) -> ArtifactRef:
     """Like commit_bytes, for a file that need not fit in memory. The file is moved into the store."""
     attempt = Attempt(store)
-    data_key = f"{key}.{attempt.id}{suffix}"
-    sha256, size = digest_file(path)
-    entry = FileEntry(name=Path(data_key).name, key=data_key, sha256=sha256, bytes=size)
-    draft = _draft(key, [entry], attempt, kind=kind, rows=rows, parents=parents, provenance=provenance, extra=extra)
+    data_key = keys.validate_key(f"{key}.{attempt.id}{suffix}")
+    name = Path(data_key).name
     _reach_failpoint(kind, "before_data")
-    store.put_file(data_key, path, move=True)
+    entries = _store_attempt(store, {name: path}, lambda _: data_key, kind, move=True)
+    draft = _draft(key, entries, attempt, kind=kind, rows=rows, parents=parents, provenance=provenance, extra=extra)
     return _commit(store, keys.manifest(key), draft, attempt).ref
 
 
@@ -188,10 +195,10 @@ def commit_files(  # noqa: PLR0913 - one field of the manifest each
 ) -> ArtifactRef:
     """Commits a folder of files, given by name. With `move` the files may be moved instead of copied."""
     attempt = Attempt(store)
-    entries = file_entries(files, lambda name: f"{key}/{attempt.id}/{name}")
-    draft = _draft(key, entries, attempt, kind=kind, rows=rows, parents=parents, provenance=provenance, extra=extra)
+    _check_names(files)
     _reach_failpoint(kind, "before_data")
-    upload_files(store, draft, files, move=move)
+    entries = _store_attempt(store, files, lambda name: f"{key}/{attempt.id}/{name}", kind, move=move)
+    draft = _draft(key, entries, attempt, kind=kind, rows=rows, parents=parents, provenance=provenance, extra=extra)
     return _commit(store, keys.manifest_of_files(key), draft, attempt).ref
 
 
@@ -212,14 +219,18 @@ def publish_files(
     """
     attempt = Attempt(store)
     draft = _draft(key, entries, attempt, kind=kind, rows=None, parents=parents, provenance=provenance, extra=extra)
-    upload_files(store, draft, files, move=False)
+    stored = _put_files(store, {entry.name: (entry.key, files[entry.name]) for entry in entries}, kind, move=False)
+    for entry in entries:
+        uploaded = stored[entry.name]
+        if uploaded is not None:
+            entry.check(*uploaded)
     return _commit(store, keys.manifest_of_files(key), draft, attempt, shared=True).ref
 
 
-def find_artifact(store: ObjectStore, key: str, *, one_file: bool = False) -> ArtifactRef | None:
-    """Returns the committed artifact of that key, or None. Raises CorruptArtifact. `one_file`: see read_manifest."""
+def find_artifact(store: ObjectStore, key: str) -> ArtifactRef | None:
+    """Returns the committed artifact of that key, or None, with one request. Raises CorruptArtifact."""
     try:
-        return read_manifest(store, key, one_file=one_file).ref
+        return read_manifest(store, key).ref
     except ObjectNotFound:
         return None
 
@@ -237,9 +248,9 @@ def require_parent(ref: ArtifactRef, parent: str) -> ArtifactRef:
     return ref
 
 
-def read_manifest(store: ObjectStore, key: str, *, one_file: bool = False) -> Manifest:
-    """Reads the manifest of a logical key, with `one_file` not of a folder. Raises ObjectNotFound, CorruptArtifact."""
-    for manifest_key in [keys.manifest(key)] if one_file else [keys.manifest(key), keys.manifest_of_files(key)]:
+def read_manifest(store: ObjectStore, key: str) -> Manifest:
+    """Reads the manifest of a logical key. Raises ObjectNotFound, CorruptArtifact."""
+    for manifest_key in manifest_keys(key):
         try:
             data = store.get(manifest_key)
         except ObjectNotFound:
@@ -283,18 +294,10 @@ def file_entries(files: Mapping[str, Path], key_of: Callable[[str], str]) -> lis
 
     Raises InvalidKey, and ValueError when there is no file.
     """
-    if not files:
-        raise ValueError("an artifact has at least one file, none was given")
-    entries = []
-    for name, path in sorted(files.items()):
-        if name == MANIFEST_NAME:
-            raise InvalidKey(
-                f"a file of an artifact cannot be called {name!r}, which is the name of the manifest; leave it out"
-            )
-        key = keys.validate_key(key_of(keys.validate_key(name)))
-        sha256, size = digest_file(path)
-        entries.append(FileEntry(name=name, key=key, sha256=sha256, bytes=size))
-    return entries
+    _check_names(files)
+    names = sorted(files)
+    digests = map_files(lambda name: digest_file(files[name]), names)
+    return [_entry(name, key_of, *of_file) for name, of_file in zip(names, digests, strict=True)]
 
 
 def digest_of(entries: Sequence[FileEntry]) -> str:
@@ -305,12 +308,70 @@ def digest_of(entries: Sequence[FileEntry]) -> str:
     return digest(canonical_json(pairs))
 
 
-def upload_files(store: ObjectStore, draft: Manifest, files: Mapping[str, Path], *, move: bool) -> None:
-    """Writes each file of an uncommitted manifest to its key."""
-    for index, entry in enumerate(draft.files):
-        store.put_file(entry.key, files[entry.name], move=move)
-        if index == 0:
-            _reach_failpoint(draft.kind, "mid_upload")
+def map_files(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Returns the results of `function` for every item in order, computed by up to FILES_AT_ONCE threads. After an
+    error no further call begins. It is raised when the calls that run have ended."""
+    if len(items) == 1:
+        return [function(items[0])]
+    pool = ThreadPoolExecutor(min(FILES_AT_ONCE, max(1, len(items))), thread_name_prefix="ostinato-files")
+    try:
+        return list(pool.map(function, items))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _check_names(files: Mapping[str, Path]) -> None:
+    """Raises InvalidKey for a name that no file of an artifact can have, ValueError when there is no file."""
+    if not files:
+        raise ValueError("an artifact has at least one file, none was given")
+    for name in files:
+        if keys.validate_key(name) == MANIFEST_NAME:
+            raise InvalidKey(
+                f"a file of an artifact cannot be called {name!r}, which is the name of the manifest; leave it out"
+            )
+
+
+def _entry(name: str, key_of: Callable[[str], str], sha256: str, size: int) -> FileEntry:
+    return FileEntry(name=name, key=keys.validate_key(key_of(name)), sha256=sha256, bytes=size)
+
+
+def _store_attempt(
+    store: ObjectStore, files: Mapping[str, Path], key_of: Callable[[str], str], kind: str, *, move: bool
+) -> list[FileEntry]:
+    """Writes the files of an attempt to its keys. Returns their entries, sorted by name.
+
+    A store on this machine links the files, so they are hashed before. Another store hashes them while it reads them.
+    """
+    paths = {name: (key_of(name), path) for name, path in sorted(files.items())}
+    if store.local_path(key_of(min(files))) is not None:
+        entries = file_entries(files, key_of)
+        _put_files(store, paths, kind, move=move)
+        return entries
+    stored = _put_files(store, paths, kind, move=move)
+    return [_entry(name, key_of, *(of_file or digest_file(files[name]))) for name, of_file in stored.items()]
+
+
+def _put_files(
+    store: ObjectStore, files: Mapping[str, tuple[str, Path]], kind: str, *, move: bool
+) -> dict[str, FileDigest | None]:
+    """Writes files, given as name -> (key, path). Returns what `put_file` returns, by name. Several files of a store on
+    another machine are uploaded at a time.
+
+    Each key names the attempt or the content, so whoever writes it writes the same bytes."""
+
+    def put(name: str) -> FileDigest | None:
+        key, path = files[name]
+        stored = store.put_file(key, path, move=move, resume=True)
+        if name == first:
+            _reach_failpoint(kind, "mid_upload")
+        return stored
+
+    names = list(files)
+    first = names[0]
+    # On this machine a file is linked, which takes no time; the order is then that of the names.
+    is_local = store.local_path(files[first][0]) is not None
+    digests = [put(name) for name in names] if is_local else map_files(put, names)
+    return dict(zip(names, digests, strict=True))
 
 
 def _draft(key: str, entries: Sequence[FileEntry], attempt: Attempt, **fields: Any) -> Manifest:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.serialization import digest_file
-from storage.store.artifacts import FileEntry, read_manifest
+from storage.store.artifacts import FileEntry, map_files, read_manifest
 from storage.store.objects import ObjectStore
 
 
-def materialise_files(
-    store: ObjectStore, key: str, to: Path, *, names: Iterable[str] | None = None
-) -> dict[str, Path]:
+def materialise_files(store: ObjectStore, key: str, to: Path, *, names: Iterable[str] | None = None) -> dict[str, Path]:
     """Returns the local path of each file of an artifact, by name. Digests are checked.
 
     For a store on this machine these are the stored files themselves: never write to them. Otherwise the files are
@@ -26,27 +23,34 @@ def materialise_files(
     Raises ObjectNotFound, CorruptArtifact.
     """
     selected = None if names is None else set(names)
-    paths = {}
+    entries = [entry for entry in read_manifest(store, key).files if selected is None or entry.name in selected]
     try:
-        for entry in read_manifest(store, key).files:
-            if selected is None or entry.name in selected:
-                paths[entry.name] = _materialise(store, entry, to)
+        paths = map_files(lambda entry: _materialise(store, entry, to), entries)
     except CorruptArtifact:
         # raises ObjectNotFound if the artifact was deleted meanwhile: then its missing data is no corruption
         read_manifest(store, key)
         raise
-    return paths
+    return {entry.name: path for entry, path in zip(entries, paths, strict=True)}
 
 
 def _materialise(store: ObjectStore, entry: FileEntry, to: Path) -> Path:
+    # a store on this machine: the stored file itself
+    stored_path = store.local_path(entry.key)
+    if stored_path is not None:
+        if not stored_path.is_file():
+            raise CorruptArtifact(_gone(store, entry))
+        entry.check(*digest_file(stored_path))
+        return stored_path
     # a store on another machine: download, unless an earlier call did
-    path = store.local_path(entry.key)
-    if path is None:
-        path = to / entry.name
-        if not path.is_file() or digest_file(path)[0] != entry.sha256:
-            with suppress(ObjectNotFound):
-                store.fetch(entry.key, path)
-    if not path.is_file():
-        raise CorruptArtifact(f"the file {entry.name} of a committed artifact is gone: {entry.key} in {store.url}")
-    entry.check(*digest_file(path))
+    path = to / entry.name
+    if not path.is_file() or digest_file(path).sha256 != entry.sha256:
+        try:
+            fetched = store.fetch(entry.key, path)
+        except ObjectNotFound as error:
+            raise CorruptArtifact(_gone(store, entry)) from error
+        entry.check(*fetched)
     return path
+
+
+def _gone(store: ObjectStore, entry: FileEntry) -> str:
+    return f"the file {entry.name} of a committed artifact is gone: {entry.key} in {store.url}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from storage.store import keys
 from storage.store.keys import RESERVED_VERSIONS, RUN_PARTS
 
 _NO_VERSION = "|".join(f"{part}/" for part in sorted(RESERVED_VERSIONS))
@@ -59,6 +60,13 @@ def artifact_of_manifest(key: str) -> str | None:
     """Returns the logical key of the artifact whose manifest is at `key`, or None for any other key."""
     match = _MANIFEST.fullmatch(key)
     return match[1] or match[2] if match else None
+
+
+def manifest_keys(key: str) -> list[str]:
+    """Returns where the manifest of the artifact with this logical key can be. Of every artifact of the project the key
+    tells whether it is a file or a folder, so that is one key. Other keys have two."""
+    candidates = [keys.manifest(key), keys.manifest_of_files(key)]
+    return [candidate for candidate in candidates if artifact_of_manifest(candidate) == key] or candidates
 
 
 def is_artifact_data(key: str) -> bool:

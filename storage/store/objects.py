@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from storage.errors import CorruptArtifact, ObjectNotFound, StorageFull, TransientStorageError, UnsupportedFilesystem
 from storage.secrets import refuse_secrets
-from storage.serialization import canonical_json
+from storage.serialization import FileDigest, canonical_json
 from storage.store import keys
 from storage.store.backends.local import LocalBackend, read_store_id
 from storage.store.backends.memory import MemoryBackend
@@ -79,26 +79,28 @@ class ObjectStore:
         """Returns every object whose key begins with `prefix`, sorted by key. The listing is complete before the first
         object is returned, because some servers do not list in order."""
         validate_prefix(prefix)
-        return iter(
-            with_retries(lambda: sorted(self.backend.list(prefix)), self._describe("list", prefix), self.retry)
-        )
+        return iter(with_retries(lambda: sorted(self.backend.list(prefix)), self._describe("list", prefix), self.retry))
 
     def put(self, key: str, data: bytes) -> None:
         """Writes or replaces the object, atomically and durably."""
         validate_key(key)
         with_retries(lambda: self.backend.put(key, data), self._describe("put", key), self.retry)
 
-    def put_file(self, key: str, path: Path, *, move: bool = False) -> None:
-        """Like put, with the bytes of a file, in bounded memory.
+    def put_file(self, key: str, path: Path, *, move: bool = False, resume: bool = False) -> FileDigest | None:
+        """Like put, with the bytes of a file, in bounded memory. Returns their digest if they had to be read, and None
+        on a file:// store, which links or copies the file.
 
         With `move` the file may be moved instead of copied, and is gone afterwards. A file that is an object of a
-        file:// store is never moved. Raises FileNotFoundError.
+        file:// store is never moved. `resume` continues an upload of this key that was interrupted; give it only if
+        every writer of the key writes the same bytes. Raises FileNotFoundError.
         """
         validate_key(key)
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not a file, so it cannot be stored as {key!r}")
-        with_retries(
-            lambda: self.backend.put_file(key, path, move=move), self._describe("put_file", key), self.retry
+        return with_retries(
+            lambda: self.backend.put_file(key, path, move=move, resume=resume),
+            self._describe("put_file", key),
+            self.retry,
         )
 
     def put_if_absent(self, key: str, data: bytes) -> PutResult:
@@ -127,8 +129,8 @@ class ObjectStore:
         validate_key(key)
         with_retries(lambda: self.backend.delete(key), self._describe("delete", key), self.retry)
 
-    def fetch(self, key: str, to: Path) -> None:
-        """Copies the object to the file `to`, in bounded memory. `to` appears whole or not at all.
+    def fetch(self, key: str, to: Path) -> FileDigest:
+        """Copies the object to the file `to`, in bounded memory. `to` appears whole or not at all. Returns its digest.
 
         Raises ObjectNotFound, and StorageFull when the disk of `to` is full.
         """
@@ -137,8 +139,11 @@ class ObjectStore:
         # download to a hidden name, so that `to` appears complete
         temporary = to.with_name(f"{HIDDEN_PREFIX}{uuid4().hex}")
         try:
-            with_retries(lambda: self.backend.download(key, temporary), self._describe("fetch", key), self.retry)
+            fetched = with_retries(
+                lambda: self.backend.download(key, temporary), self._describe("fetch", key), self.retry
+            )
             os.replace(temporary, to)
+            return fetched
         except StorageFull as error:
             raise StorageFull(f"no space in {to.parent} for a copy of {key!r} in {self.url}; free some") from error
         finally:
@@ -161,16 +166,12 @@ class ObjectStore:
     def leftovers(self) -> Iterator[Leftover]:
         """Returns temporary files, scratch folders and unfinished multipart uploads, which are no objects and appear
         in no listing. Those of running writers are included."""
-        return iter(
-            with_retries(lambda: sorted(self.backend.leftovers()), self._describe("leftovers", ""), self.retry)
-        )
+        return iter(with_retries(lambda: sorted(self.backend.leftovers()), self._describe("leftovers", ""), self.retry))
 
     def remove_leftover(self, leftover: Leftover) -> None:
         """Removes a leftover. Does nothing if it is gone."""
         name = leftover.name
-        with_retries(
-            lambda: self.backend.remove_leftover(name), self._describe("remove_leftover", name), self.retry
-        )
+        with_retries(lambda: self.backend.remove_leftover(name), self._describe("remove_leftover", name), self.retry)
 
     def _describe(self, verb: str, key: str) -> str:
         """The call, for the text of an error."""

@@ -496,8 +496,7 @@ def _download(store: ObjectStore, entry: FileEntry) -> BinaryIO:
     """
     with tempfile.TemporaryDirectory(prefix="table-", dir=process_folder()) as folder:
         path = Path(folder, "table.parquet")
-        store.fetch(entry.key, path)
-        sha256 = digest_file(path)[0]
+        sha256 = store.fetch(entry.key, path).sha256
         if sha256 != entry.sha256:
             raise CorruptArtifact(f"{entry.key} has sha256 {sha256[:12]}, its manifest says {entry.sha256[:12]}")
         return path.open("rb")

@@ -51,7 +51,7 @@ def store_answers(
             answers += [names | {"completion": number + place, "text": text} for place, text in enumerate(texts)]
 
         key = keys.step_artifact(workspace.run, stage, 0, "answers", shard)
-        committed = find_artifact(store, key, one_file=True)
+        committed = find_artifact(store, key)
         if committed is None:
             table = pa.Table.from_pylist(answers, schema=SCHEMAS["answers"])
             committed = commit_table(

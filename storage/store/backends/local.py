@@ -30,6 +30,7 @@ from storage.errors import (
     StoreGone,
     UnsupportedFilesystem,
 )
+from storage.serialization import FileDigest, digest_file
 from storage.store.backends.protocol import HIDDEN_PREFIX, Leftover, ObjectInfo, PutResult
 from storage.store.keys import is_key, store_json
 
@@ -180,7 +181,7 @@ class LocalBackend:
                 os.replace(temporary, target)
             _sync_folder(target.parent)
 
-    def put_file(self, key: str, path: Path, *, move: bool) -> None:
+    def put_file(self, key: str, path: Path, *, move: bool, resume: bool) -> None:
         """Copies or moves a file into the store. A moved file is linked, and its old name is removed last, so that a
         failed move can be repeated.
 
@@ -225,9 +226,10 @@ class LocalBackend:
                 return  # there is no such object
             _sync_folder(target.parent)
 
-    def download(self, key: str, to: Path) -> None:
+    def download(self, key: str, to: Path) -> FileDigest:
         with self._reading(key):
             shutil.copyfile(self._path(key), to)
+        return digest_file(to)
 
     def local_path(self, key: str) -> Path | None:
         self._folder.check()  # the caller may create folders at this path

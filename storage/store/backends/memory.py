@@ -13,6 +13,7 @@ from typing import BinaryIO
 from fsspec.implementations.memory import MemoryFileSystem
 
 from storage.errors import ObjectNotFound
+from storage.serialization import FileDigest, digest
 from storage.store.backends.protocol import Leftover, ObjectInfo, PutResult
 
 _lock = threading.RLock()  # one per process, because fsspec's memory store is one dict per process
@@ -55,10 +56,12 @@ class MemoryBackend:
             # the clock of the store may be a test's
             self._fs.store[self._root + key].modified = datetime.fromtimestamp(self._clock(), UTC)
 
-    def put_file(self, key: str, path: Path, *, move: bool) -> None:
-        self.put(key, path.read_bytes())
+    def put_file(self, key: str, path: Path, *, move: bool, resume: bool) -> FileDigest:
+        data = path.read_bytes()
+        self.put(key, data)
         if move:
             path.unlink(missing_ok=True)
+        return FileDigest(digest(data), len(data))
 
     def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
         with _lock:
@@ -71,8 +74,10 @@ class MemoryBackend:
         with _lock:
             self._fs.store.pop(self._root + key, None)
 
-    def download(self, key: str, to: Path) -> None:
-        to.write_bytes(self.get(key))
+    def download(self, key: str, to: Path) -> FileDigest:
+        data = self.get(key)
+        to.write_bytes(data)
+        return FileDigest(digest(data), len(data))
 
     def local_path(self, key: str) -> Path | None:
         return None

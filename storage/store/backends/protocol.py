@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, Protocol
 
+from storage.serialization import FileDigest
+
 HIDDEN_PREFIX = "~"
 """First character of the names of temporary objects. No key contains it, so they never collide with an object."""
 
@@ -53,14 +55,22 @@ class Backend(Protocol):
         ...
 
     def put(self, key: str, data: bytes) -> None: ...
-    def put_file(self, key: str, path: Path, *, move: bool) -> None: ...
+    def put_file(self, key: str, path: Path, *, move: bool, resume: bool) -> FileDigest | None:
+        """Writes the bytes of a file. Returns their digest if the backend read them, None if it need not read them.
+
+        `resume`: every writer of this key writes the same bytes, so an upload that was interrupted can be continued."""
+        ...
+
     def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
         """Writes the object if there is none. `attempt` is the same for all retries of a call: a backend that stores it
         with the bytes can tell by it that an existing object was written by an earlier try of the same call."""
         ...
 
     def delete(self, key: str) -> None: ...
-    def download(self, key: str, to: Path) -> None: ...
+    def download(self, key: str, to: Path) -> FileDigest:
+        """Copies the object to the file `to`. Returns the digest of what was written."""
+        ...
+
     def local_path(self, key: str) -> Path | None: ...
 
     def now(self) -> float:

@@ -18,13 +18,23 @@ from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
 from storage.errors import InvalidKey, ObjectNotFound, StorageUnavailable, UnsupportedFilesystem
+from storage.serialization import FileDigest
 from storage.store.backends.protocol import HIDDEN_PREFIX, Leftover, ObjectInfo, PutResult
 from storage.store.backends.s3_errors import S3_EXCEPTIONS, client_error_of, http_status, translated_errors
-from storage.store.backends.s3_transfer import ATTEMPT, PART_BYTES, PART_RETRY, Transfer, lowercase_keys
+from storage.store.backends.s3_transfer import (
+    ATTEMPT,
+    CONNECTIONS,
+    PART_BYTES,
+    PART_RETRY,
+    Transfer,
+    lowercase_keys,
+)
 from storage.store.keys import is_key, validate_prefix
 from storage.store.retry import RetryPolicy, with_retries
 
 READ_AHEAD_BYTES = 1 << 20
+SMALL_REQUESTS = 32
+"""Connections of a store beside those that transfer files."""
 _UPLOAD = "?upload="  # no key holds a question mark
 _NEXT_PAGE_ARGUMENTS = {
     "NextContinuationToken": "ContinuationToken", "NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker",
@@ -40,8 +50,12 @@ class S3Backend:
             raise InvalidKey("an s3:// URL names its bucket; give s3://bucket/prefix")
         self.bucket, self._prefix = bucket, f"{validate_prefix(prefix)}/" if prefix else ""
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
-        # botocore makes few attempts, because ObjectStore retries, too
-        config = {"retries": {"mode": "standard", "total_max_attempts": 2}} | options.get("config_kwargs", {})
+        # botocore makes few attempts, because ObjectStore retries, too. Its pool must have a connection for every part
+        # that is transferred at a time, and more for small requests meanwhile.
+        config = {
+            "retries": {"mode": "standard", "total_max_attempts": 2},
+            "max_pool_connections": CONNECTIONS + SMALL_REQUESTS,
+        } | options.get("config_kwargs", {})
         self.page_size = 1000
         self.part_bytes, self.part_retry = PART_BYTES, PART_RETRY
         # fsspec caches instances by arguments, but the endpoint and the credentials may come from the environment
@@ -87,12 +101,13 @@ class S3Backend:
         with translated_errors(key, self.url):
             self._call("put_object", Key=self._prefix + key, Body=data)
 
-    def put_file(self, key: str, path: Path, *, move: bool) -> None:
+    def put_file(self, key: str, path: Path, *, move: bool, resume: bool) -> FileDigest:
         """Uploads a large file in parts. The object becomes visible when the upload is completed."""
         with translated_errors(key, self.url):
-            sync(self._fs.loop, self._transfer().upload, self._prefix + key, path)
+            uploaded = sync(self._fs.loop, self._transfer().upload, self._prefix + key, path, resume)
         if move:
             path.unlink(missing_ok=True)
+        return cast(FileDigest, uploaded)
 
     def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
         self._check_conditional_puts()
@@ -111,9 +126,9 @@ class S3Backend:
         with translated_errors(key, self.url):
             self._call("delete_object", Key=self._prefix + key)
 
-    def download(self, key: str, to: Path) -> None:
+    def download(self, key: str, to: Path) -> FileDigest:
         with translated_errors(key, self.url):
-            sync(self._fs.loop, self._transfer().download, self._prefix + key, to)
+            return cast(FileDigest, sync(self._fs.loop, self._transfer().download, self._prefix + key, to))
 
     def local_path(self, key: str) -> Path | None:
         return None
@@ -182,9 +197,7 @@ class S3Backend:
     def _put_new(self, key: str, data: bytes, attempt: str) -> bool:
         """Makes one conditional put. Returns False if there was an object already."""
         try:
-            self._call(
-                "put_object", Key=self._prefix + key, Body=data, IfNoneMatch="*", Metadata={ATTEMPT: attempt}
-            )
+            self._call("put_object", Key=self._prefix + key, Body=data, IfNoneMatch="*", Metadata={ATTEMPT: attempt})
         except S3_EXCEPTIONS as error:
             reply = client_error_of(error)
             status = None if reply is None else http_status(reply)

@@ -37,6 +37,7 @@ _TRANSIENT_CODES = {
     "SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "RequestTimeout", "InternalError",
     "ServiceUnavailable", "OperationAborted", "ConditionalRequestConflict", "RequestTimeTooSkewed",
     "XAmzContentSHA256Mismatch", "IncompleteBody", "BadDigest",
+    "InvalidPart",  # another writer of the same bytes has uploaded this part once more
 }  # fmt: skip
 # exceptions of the client: no reply, or an incomplete one
 _NETWORK = (

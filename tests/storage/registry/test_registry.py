@@ -85,11 +85,11 @@ def test_an_interrupted_publication_is_invisible_and_then_completed(
 ) -> None:
     real, calls = store.put_file, []
 
-    def dies_at_the_second(key: str, path: Path, *, move: bool = False) -> None:
+    def dies_at_the_second(key: str, path: Path, **options: bool) -> None:
         calls.append(key)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        real(key, path, move=move)
+        real(key, path, **options)
 
     monkeypatch.setattr(store, "put_file", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):

@@ -149,6 +149,40 @@ def test_data_that_is_gone_is_corrupt(store: ObjectStore, tmp_path: Path) -> Non
         materialise_files(store, ref.key, tmp_path)
 
 
+ONE_FILE = [
+    keys.step_artifact("r/2026", "0-grpo", 12, "rollouts", 3), keys.evaluation("r", "1-dpo", "maths"),
+    keys.dataset("gsm8k", "1f" * 20), keys.model_note("m", "decisions", "first"),
+    keys.model_note("m", "cards", "first"),
+]  # fmt: skip
+FOLDERS = [
+    keys.checkpoint("r/2026", "0-grpo", "policy", 12), keys.rebase_checkpoint("r", "0-s", "policy", 12, "0f" * 16),
+    keys.model_version("m", "1"), keys.upload("m", "0f" * 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [*ONE_FILE, *FOLDERS])
+def test_an_artifact_is_found_with_one_request(memory: ObjectStore, tmp_path: Path, key: str) -> None:
+    """Also one that does not exist: a step looks for each of its artifacts before it makes it."""
+    requests: list[str] = []
+    get = memory.backend.get
+
+    def counted(asked: str) -> bytes:
+        requests.append(asked)
+        return get(asked)
+
+    memory.backend.get = counted  # type: ignore[method-assign]
+    assert find_artifact(memory, key) is None
+    assert len(requests) == 1
+    files = write_files(tmp_path / "a", a="1")
+    if key in FOLDERS:
+        ref = commit_files(memory, key, files, kind="k", provenance=PROVENANCE)
+    else:
+        ref = commit_file(memory, key, files["a"], kind="k", suffix=".x", provenance=PROVENANCE)
+    requests.clear()
+    assert find_artifact(memory, key) == ref
+    assert len(requests) == 1
+
+
 def test_a_torn_file_of_a_folder_is_corrupt(memory: ObjectStore, store: ObjectStore, tmp_path: Path) -> None:
     for where in (memory, store):
         commit_files(where, "c", write_files(tmp_path / "a", a="11", b="22"), kind="k", provenance=PROVENANCE)

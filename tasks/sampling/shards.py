@@ -21,6 +21,9 @@ from tasks.sampling.completions import prompt_limit
 
 AHEAD = 16
 """Shards that are read concurrently, so that a step of thousands does not wait for the latency of each request."""
+SHARDS_AT_ONCE = 256
+"""Shards of a step that are sampled or graded at a time: as many as an engine server admits by default
+(engine.http.calls.CallLimits), and few enough that memory does not grow with the number of shards."""
 
 
 def read_tables(

@@ -238,15 +238,11 @@ def measure(load: Load) -> tuple[ClientFigures, ServerFigures]:
         base, dataset = _in_child(publish_inputs, store_url, load.shards)
         shards = []
         for index in range(load.shards):
-            shard = PromptShard(
-                base=base, dataset=dataset, index=index, rows=(index,), completions=load.completions
-            )
+            shard = PromptShard(base=base, dataset=dataset, index=index, rows=(index,), completions=load.completions)
             shards.append(shard)
         with _child(serve, store_url, load) as server:
             url = f"http://127.0.0.1:{server.recv()}"
-            spec = HttpEngineSpec(
-                url=url, timeout_seconds=load.timeout_seconds, patience_seconds=load.patience_seconds
-            )
+            spec = HttpEngineSpec(url=url, timeout_seconds=load.timeout_seconds, patience_seconds=load.patience_seconds)
             workspace = Workspace(store=store_url, engine=spec, run=POLICY.run, provenance=PROVENANCE)
             with _child(sample, workspace, shards, load) as client:
                 outcome = client.recv()

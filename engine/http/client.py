@@ -28,6 +28,7 @@ from engine.http.bodies import (
 from engine.http.transport import CallRequest, Transport, TransportFactory
 from engine.models.folder import ModelFolder, local_folder, split_key
 from engine.models.hub import hub_repo_of_key, import_from_hub
+from engine.models.samples import FloatArray
 from engine.protocol import (
     Completion,
     EngineInfo,
@@ -36,6 +37,7 @@ from engine.protocol import (
     Measurement,
     MeasureRequest,
     PolicySpec,
+    RowsRequest,
 )
 from engine.specs.engine import HttpEngineSpec
 from engine.validation_messages import describe_errors
@@ -103,6 +105,14 @@ class EngineClient:
     async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         encode = partial(wire.encode_logprobs_request, request, epoch=epoch)
         return wire.decode_values(await self._call("values", encode, wire.MEDIA_TYPE))
+
+    async def logprobs_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
+        encode = partial(wire.encode_rows_request, request, epoch=epoch)
+        return wire.decode_scores(await self._call("logprobs_of_rows", encode, wire.MEDIA_TYPE))
+
+    async def values_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
+        encode = partial(wire.encode_rows_request, request, epoch=epoch)
+        return wire.decode_scores(await self._call("values_of_rows", encode, wire.MEDIA_TYPE))
 
     async def measure(self, request: MeasureRequest, *, epoch: int = 0) -> Measurement:
         return await self._post_json("measure", _body(MeasureBody, request=request, epoch=epoch), Measurement)

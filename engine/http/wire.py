@@ -29,10 +29,23 @@ from engine.http.arrow_stream import (
 )
 from engine.http.errors import BodyTooLarge
 from engine.models.images import Images, PlacedImage
-from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, StopReason, TokenSequence
+from engine.models.samples import FloatArray
+from engine.protocol import (
+    Completion,
+    GenerateRequest,
+    LogprobsRequest,
+    RowsRequest,
+    SamplingParams,
+    StopReason,
+    TableRows,
+    TokenSequence,
+)
 from engine.validation_messages import describe_errors
 from storage.chain.records import PolicyRef
+from storage.errors import InvalidKey
 from storage.serialization import Frozen
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 MAX_REQUEST_BYTES = 1 << 30
@@ -90,6 +103,10 @@ COMPLETIONS = _schema(token_ids=_IDS, logprobs=_FLOATS, stop_reason=pa.string())
 SEQUENCES = _schema(token_ids=_IDS, loss_mask=pa.list_(pa.bool_()), group=pa.string())
 LOGPROBS = _schema(logprobs=_FLOATS)
 VALUES = _schema(values=_FLOATS)
+TABLES = _schema(table=pa.string(), rows=pa.list_(pa.bool_()))
+SCORES = _schema(scores=_FLOATS)
+_SCORES_PER_ROW = 1 << 20
+"""Numbers in one row of SCORES, whose rows have no meaning."""
 
 
 # -- requests and responses -----------------------------------------------------------------------------------------
@@ -194,6 +211,58 @@ def decode_values(data: bytes) -> list[list[float]]:
     """Raises BadSpec."""
     _, (values,) = _read(data, VALUES, ResponseMetadata)
     return [row.tolist() for row in values]
+
+
+def encode_rows_request(request: RowsRequest, *, epoch: int) -> bytes:
+    """Encodes a request for the logprobs or the values of committed rows."""
+    columns = [
+        pa.array([part.table.model_dump_json() for part in request.tables], pa.string()),
+        _masks([part.rows for part in request.tables]),
+    ]
+    metadata = _make_metadata(
+        LogprobsMetadata,
+        policy=request.policy,
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        epoch=epoch,
+    )
+    return _write(TABLES, columns, metadata)
+
+
+def decode_rows_request(data: bytes, *, context: int | None = None) -> tuple[RowsRequest, int]:
+    """Returns the request and the client's epoch. Raises BadSpec. `context` has no effect: the engine reads the rows.
+    """
+    metadata, (refs, masks) = _read(data, TABLES, LogprobsMetadata)
+    tables = []
+    for ref, mask in zip(refs, masks, strict=True):
+        try:
+            table = ArtifactRef.model_validate_json(ref)
+            keys.validate_key(table.key)
+        except ValidationError as error:
+            raise BadSpec(f"a table of the request: {describe_errors(error.errors())}") from error
+        except InvalidKey as error:
+            raise BadSpec(str(error)) from error
+        tables.append(TableRows(table, mask))
+    return RowsRequest(metadata.policy, tables, metadata.temperature, metadata.max_tokens), metadata.epoch
+
+
+def summarize_rows_request(data: bytes) -> BodySummary:
+    """Returns the summary of a request for committed rows, without decoding it. Raises BadSpec."""
+    metadata, stream = _open(data, TABLES, LogprobsMetadata)
+    return BodySummary(metadata.policy, stream.decoded_bytes)
+
+
+def encode_scores(scores_T: FloatArray) -> bytes:
+    """Encodes the response to a request for committed rows."""
+    starts = range(0, len(scores_T), _SCORES_PER_ROW)
+    scores = scores_T.astype(np.float64, copy=False)
+    return _write(SCORES, [_floats([scores[i : i + _SCORES_PER_ROW] for i in starts], "scores")], ResponseMetadata())
+
+
+def decode_scores(data: bytes) -> FloatArray:
+    """(T,) float64. Raises BadSpec."""
+    _, (rows,) = _read(data, SCORES, ResponseMetadata)
+    return np.concatenate([np.zeros(0), *rows])
 
 
 # -- images ----------------------------------------------------------------------------------------------------

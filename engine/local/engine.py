@@ -21,7 +21,15 @@ from engine.backends.protocol import OnToken
 from engine.backends.weight_files.tensor_files import checked_parameter_count
 from engine.cluster.connection import cluster_info, require_ray
 from engine.errors import EngineBusy, EngineError, Fenced
-from engine.local.apply import apply_request, measure_batch, read_values, require_same_request, step_record
+from engine.local.apply import (
+    apply_request,
+    flatten,
+    measure_batch,
+    read_sequences,
+    read_values,
+    require_same_request,
+    step_record,
+)
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy, NoRoomYet
 from engine.local.materialise import Materialiser, check_committed, create_chain
 from engine.local.queue import FairQueue, GenerationBatcher, PendingGeneration, sample_completions
@@ -30,6 +38,7 @@ from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint,
 from engine.models.folder import ModelFolder, local_folder, registered_model, registry_version
 from engine.models.hub import hub_repo_of_key, import_from_hub
 from engine.models.images import check_images_accepted
+from engine.models.samples import FloatArray
 from engine.protocol import (
     Completion,
     EngineInfo,
@@ -38,6 +47,7 @@ from engine.protocol import (
     Measurement,
     MeasureRequest,
     PolicySpec,
+    RowsRequest,
 )
 from engine.specs.adapters import parse_trainable
 from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
@@ -226,6 +236,18 @@ class LocalEngine:
         check_images_accepted(trainer, request.images, "sequences")
         limit = request.max_tokens or self.spec.max_tokens_per_forward
         return read_values(trainer, request.sequences, max_tokens=limit, deterministic=self.spec.deterministic)
+
+    async def logprobs_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
+        return flatten(await self.logprobs(await self._read_rows(request), epoch=epoch))
+
+    async def values_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
+        return flatten(await self.values(await self._read_rows(request), epoch=epoch))
+
+    async def _read_rows(self, request: RowsRequest) -> LogprobsRequest:
+        """The same request with the rows themselves. They are read outside the compute thread, which must not wait for
+        the store."""
+        sequences = await asyncio.to_thread(read_sequences, self.store, request.tables)
+        return LogprobsRequest(request.policy, sequences, request.temperature, request.max_tokens)
 
     async def measure(self, request: MeasureRequest, *, epoch: int = 0) -> Measurement:
         return await self._compute(request.policy.run, partial(self._measure, request, epoch))

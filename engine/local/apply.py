@@ -8,7 +8,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import groupby
 from math import isfinite, isnan
 
 import numpy as np
@@ -355,14 +355,9 @@ def read_sequences(store: ObjectStore, tables: Sequence[TableRows]) -> list[Toke
     return sequences
 
 
-def flatten(rows: Sequence[Sequence[float]]) -> FloatArray:
-    """(T,) float64: the numbers of all rows, one row after the other."""
-    return np.fromiter(chain.from_iterable(rows), np.float64)
-
-
 def read_values(
     trainer: Trainer, sequences: Sequence[TokenSequence], *, max_tokens: int, deterministic: bool
-) -> list[list[float]]:
+) -> list[FloatArray]:
     """The values of each sequence's trained tokens. With `deterministic`, their bits do not depend on which sequences
     share a forward pass, because values become grades."""
     if deterministic:
@@ -385,8 +380,13 @@ def _read(
     return Outputs(logprobs_N=_flat(logprobs), entropy_N=entropies)
 
 
-def _flat(rows: Sequence[Sequence[float]]) -> Tensor:
+def _flat(rows: Sequence[FloatArray]) -> Tensor:
     return torch.from_numpy(flatten(rows))
+
+
+def flatten(rows: Sequence[FloatArray]) -> FloatArray:
+    """(T,) float64: the numbers of all rows, one row after the other."""
+    return np.concatenate([np.zeros(0), *rows])
 
 
 def _chunks(units: Sequence[list[Sample]]) -> Iterator[list[Sample]]:

@@ -218,9 +218,10 @@ class LocalEngine:
         return sample_completions(sampler, request, on_token_unless_closing)
 
     async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
-        return await self._compute(request.policy.run, partial(self._logprobs, request, epoch))
+        logprobs = await self._compute(request.policy.run, partial(self._logprobs, request, epoch))
+        return [row.tolist() for row in logprobs]
 
-    def _logprobs(self, request: LogprobsRequest, epoch: int) -> list[list[float]]:
+    def _logprobs(self, request: LogprobsRequest, epoch: int) -> list[FloatArray]:
         self._fence(request.policy.run, epoch)
         trainer = self.materialiser.for_reading(request.policy).trainer
         check_images_accepted(trainer, request.images, "sequences")
@@ -228,9 +229,10 @@ class LocalEngine:
         return trainer.logprobs(request.sequences, temperature=request.temperature, max_tokens=limit)
 
     async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
-        return await self._compute(request.policy.run, partial(self._values, request, epoch))
+        values = await self._compute(request.policy.run, partial(self._values, request, epoch))
+        return [row.tolist() for row in values]
 
-    def _values(self, request: LogprobsRequest, epoch: int) -> list[list[float]]:
+    def _values(self, request: LogprobsRequest, epoch: int) -> list[FloatArray]:
         self._fence(request.policy.run, epoch)
         trainer = self.materialiser.for_reading(request.policy).trainer
         check_images_accepted(trainer, request.images, "sequences")
@@ -238,16 +240,18 @@ class LocalEngine:
         return read_values(trainer, request.sequences, max_tokens=limit, deterministic=self.spec.deterministic)
 
     async def logprobs_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
-        return flatten(await self.logprobs(await self._read_rows(request), epoch=epoch))
+        return await self._score_rows(request, self._logprobs, epoch)
 
     async def values_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
-        return flatten(await self.values(await self._read_rows(request), epoch=epoch))
+        return await self._score_rows(request, self._values, epoch)
 
-    async def _read_rows(self, request: RowsRequest) -> LogprobsRequest:
-        """The same request with the rows themselves. They are read outside the compute thread, which must not wait for
-        the store."""
+    async def _score_rows(
+        self, request: RowsRequest, score: Callable[[LogprobsRequest, int], list[FloatArray]], epoch: int
+    ) -> FloatArray:
+        # The rows are read outside the compute thread, which must not wait for the store.
         sequences = await asyncio.to_thread(read_sequences, self.store, request.tables)
-        return LogprobsRequest(request.policy, sequences, request.temperature, request.max_tokens)
+        with_sequences = LogprobsRequest(request.policy, sequences, request.temperature, request.max_tokens)
+        return flatten(await self._compute(request.policy.run, partial(score, with_sequences, epoch)))
 
     async def measure(self, request: MeasureRequest, *, epoch: int = 0) -> Measurement:
         return await self._compute(request.policy.run, partial(self._measure, request, epoch))

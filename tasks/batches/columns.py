@@ -244,9 +244,7 @@ def group_advantages(group_N: np.ndarray, rewards_N: Rewards, estimator: str) ->
     return advantages_N
 
 
-def batch_table(
-    columns: dict[str, pa.Array], old_T: np.ndarray | None, reference_T: np.ndarray | None
-) -> pa.Table:
+def batch_table(columns: dict[str, pa.Array], old_T: np.ndarray | None, reference_T: np.ndarray | None) -> pa.Table:
     """The rows of a batch with the old and the reference logprobs. None leaves that column null: the loss does not use
     it."""
     schema = table_schema("batch", columns)

@@ -105,6 +105,8 @@ LOGPROBS = _schema(logprobs=_FLOATS)
 VALUES = _schema(values=_FLOATS)
 TABLES = _schema(table=pa.string(), rows=pa.list_(pa.bool_()))
 SCORES = _schema(scores=_FLOATS)
+SHORT_SCORES = _schema(scores=pa.list_(pa.float32()))
+"""SCORES of numbers that float32 holds exactly, as a trainer in float32 gives them."""
 _SCORES_PER_ROW = 1 << 20
 """Numbers in one row of SCORES, whose rows have no meaning."""
 
@@ -230,7 +232,7 @@ def encode_rows_request(request: RowsRequest, *, epoch: int) -> bytes:
 
 
 def decode_rows_request(data: bytes, *, context: int | None = None) -> tuple[RowsRequest, int]:
-    """Returns the request and the client's epoch. Raises BadSpec. `context` has no effect: the engine reads the rows."""
+    """Returns the request and the client's epoch. Raises BadSpec. `context` has no effect: the engine checks the rows."""
     metadata, (refs, masks) = _read(data, TABLES, LogprobsMetadata)
     tables = []
     for ref, mask in zip(refs, masks, strict=True):
@@ -253,9 +255,14 @@ def summarize_rows_request(data: bytes) -> BodySummary:
 
 def encode_scores(scores_T: FloatArray) -> bytes:
     """Encodes the response to a request for committed rows."""
-    starts = range(0, len(scores_T), _SCORES_PER_ROW)
-    scores = scores_T.astype(np.float64, copy=False)
-    return _write(SCORES, [_floats([scores[i : i + _SCORES_PER_ROW] for i in starts], "scores")], ResponseMetadata())
+    schema, code = SHORT_SCORES, "f"
+    scores = scores_T.astype(np.float32)
+    if not np.array_equal(scores, scores_T, equal_nan=True):
+        schema, code, scores = SCORES, "d", scores_T
+    parts = [scores[start : start + _SCORES_PER_ROW] for start in range(0, len(scores), _SCORES_PER_ROW)]
+    column = _lists(parts, code, "scores", "has entries that are no numbers")
+    # Their bits are random, so that compression would save little and take most of the reader's time.
+    return _write(schema, [column], ResponseMetadata(), compression=None)
 
 
 def decode_scores(data: bytes) -> FloatArray:
@@ -364,13 +371,15 @@ def _numbers(values: Sequence[int], code: str, noun: str) -> pa.Array:
     return pa.Array.from_buffers(_TYPES[code], len(numbers), [None, pa.py_buffer(numbers)])
 
 
-_TYPES = {"i": pa.int32(), "q": pa.int64(), "d": pa.float64()}
+_TYPES = {"i": pa.int32(), "q": pa.int64(), "f": pa.float32(), "d": pa.float64()}
 
 
 # -- streams --------------------------------------------------------------------------------------------------
 
 
-def _write(schema: pa.Schema, columns: Sequence[pa.Array], metadata: Frozen) -> bytes:
+def _write(
+    schema: pa.Schema, columns: Sequence[pa.Array], metadata: Frozen, *, compression: str | None = "zstd"
+) -> bytes:
     """Returns the stream of one batch. Raises BodyTooLarge if it decodes to more than a reader takes."""
     # Check the decoded size here, so that the sender gets the error and not the reader.
     buffer_sizes: list[int] = []
@@ -386,7 +395,7 @@ def _write(schema: pa.Schema, columns: Sequence[pa.Array], metadata: Frozen) -> 
     # Write the JSON part into the schema's metadata, and the columns as one record batch.
     schema = schema.with_metadata({_METADATA_KEY: metadata.model_dump_json().encode()})
     sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    options = pa.ipc.IpcWriteOptions(compression=compression)
     with pa.ipc.new_stream(sink, schema, options=options) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(list(columns), schema=schema))
     return sink.getvalue().to_pybytes()
@@ -424,6 +433,8 @@ def _open(data: bytes, schema: pa.Schema, kind: type[Metadata]) -> tuple[Metadat
     schemas = [schema]
     if schema in (GENERATE, SEQUENCES):
         schemas.append(_schema_with_images(schema))
+    elif schema == SCORES:
+        schemas.append(SHORT_SCORES)
     with _errors_as_bad_spec(schema):
         stream = open_stream(data, schemas, _decoded_limit(kind))
         json_metadata = (stream.schema.metadata or {}).get(_METADATA_KEY, b"")

@@ -232,7 +232,7 @@ def encode_rows_request(request: RowsRequest, *, epoch: int) -> bytes:
 
 
 def decode_rows_request(data: bytes, *, context: int | None = None) -> tuple[RowsRequest, int]:
-    """Returns the request and the client's epoch. Raises BadSpec. `context` has no effect: the engine checks the rows."""
+    """Returns the request and the client's epoch. Raises BadSpec. `context` has no effect here."""
     metadata, (refs, masks) = _read(data, TABLES, LogprobsMetadata)
     tables = []
     for ref, mask in zip(refs, masks, strict=True):

@@ -256,7 +256,7 @@ def summarize_rows_request(data: bytes) -> BodySummary:
 def encode_scores(scores_T: FloatArray) -> bytes:
     """Encodes the response to a request for committed rows."""
     schema, code = SHORT_SCORES, "f"
-    scores = scores_T.astype(np.float32)
+    scores: FloatArray = scores_T.astype(np.float32)
     if not np.array_equal(scores, scores_T, equal_nan=True):
         schema, code, scores = SCORES, "d", scores_T
     parts = [scores[start : start + _SCORES_PER_ROW] for start in range(0, len(scores), _SCORES_PER_ROW)]

@@ -28,7 +28,9 @@ async def async_map(
 ) -> list[Result]:
     """The results of `function` for every item in order, computed concurrently, at most `at_once` at a time (None: all
     of them). The first exception cancels the other calls and is raised."""
-    places = nullcontext() if at_once is None else asyncio.Semaphore(at_once)
+    places: AbstractAsyncContextManager[None] = nullcontext()
+    if at_once is not None:
+        places = asyncio.Semaphore(at_once)
     calls = [asyncio.ensure_future(_call_in(places, function, item)) for item in items]
     try:
         return await asyncio.gather(*calls)

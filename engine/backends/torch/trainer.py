@@ -235,7 +235,7 @@ class TorchTrainer:
         self._check(sequences)
 
         def run(max_tokens: int) -> list[FloatArray]:
-            values = [np.zeros(0) for _ in sequences]
+            values: list[FloatArray] = [np.zeros(0) for _ in sequences]
             for indices in micro_batches(sequences, max_tokens=max_tokens):
                 packed = pack([sequences[index] for index in indices], device=self.model.device)
                 for index, sequence_values in zip(indices, split_by_sequence(forward(packed), packed), strict=True):

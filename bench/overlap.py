@@ -45,7 +45,7 @@ from tasks.graders.base import BaseGrader, Grade
 from tasks.graders.spec import GraderSpec
 from tasks.reports.metrics import StepMetrics
 
-ENGINE_CALLS = ("generate", "logprobs", "take_gradient_step")
+ENGINE_CALLS = ("generate", "logprobs_of_rows", "take_gradient_step")
 WRITES = ("put", "put_file", "put_if_absent")
 PROMPTS, COMPLETIONS = 4, 4
 

@@ -14,7 +14,8 @@ import numpy as np
 from pydantic import PrivateAttr
 
 from bench.scale_sim_store import Clock, Meter, S3Model, SimulatedS3, VirtualRetry
-from engine.protocol import Completion, GenerateRequest, LogprobsRequest
+from engine.http import wire
+from engine.protocol import Completion, GenerateRequest, RowsRequest
 from engine.workspace import Workspace
 from storage.chain.records import Chain, CommitRecord, Numerics, StepRequest
 from storage.store.objects import ObjectStore
@@ -68,17 +69,18 @@ class SimulatedEngine:
         logprobs = (-random.exponential(1.0, shape)).astype(np.float32).tolist()
         return [Completion(i, lp, "length") for i, lp in zip(ids, logprobs, strict=True)]
 
-    async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
+    async def logprobs_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> np.ndarray:
+        # The caller encodes the request and decodes the response, as a client does over HTTP.
         await asyncio.sleep(0)
+        wire.encode_rows_request(request, epoch=epoch)
+        # The engine is on another machine. Every completion has as many tokens as `generate` makes.
         began = time.process_time()
-        self.clock.advance(
-            len(request.sequences) * self.model.nominal_tokens / self.model.score_tokens_per_second
-        )
-        trained = [sequence.trained for sequence in request.sequences]
-        drawn = (-np.random.default_rng(0).exponential(1.0, sum(trained))).astype(np.float32)
-        scored = [part.tolist() for part in np.split(drawn, np.cumsum(trained)[:-1])]
+        rows = sum(int(np.count_nonzero(part.rows)) for part in request.tables)
+        self.clock.advance(rows * self.model.nominal_tokens / self.model.score_tokens_per_second)
+        drawn_T = (-np.random.default_rng(0).exponential(1.0, rows * self.model.new_tokens)).astype(np.float32)
+        response = wire.encode_scores(drawn_T)
         self.cpu_seconds += time.process_time() - began
-        return scored
+        return wire.decode_scores(response)
 
     async def take_gradient_step(self, request: StepRequest, *, epoch: int = 0) -> CommitRecord:
         await asyncio.sleep(0)

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from engine.errors import BadSpec
 from engine.models.images import Images, check_images
-from engine.models.samples import LossMask, TokenArray, as_loss_mask, as_token_ids
+from engine.models.samples import FloatArray, LossMask, TokenArray, as_loss_mask, as_token_ids
 from engine.specs.engine import LocalEngineSpec
 from storage.chain.records import CommitRecord, Numerics, PolicyRef, Root, StepOldLogprobs, StepRequest
 from storage.serialization import MAX_TEMPERATURE, MIN_TEMPERATURE, Frozen, Temperature
@@ -200,18 +201,57 @@ class LogprobsRequest:
     """Maximum packed tokens of one forward pass. None: the engine's `max_tokens_per_forward`."""
 
     def __post_init__(self) -> None:
-        if not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
-            raise BadSpec(
-                f"logprobs at temperature {self.temperature} were asked for; give {MIN_TEMPERATURE} to "
-                f"{MAX_TEMPERATURE:g} (1 for tokens that were decoded greedily)"
-            )
-        if self.max_tokens is not None and not 1 <= self.max_tokens < 1 << 31:
-            raise BadSpec(f"max_tokens={self.max_tokens} tokens per forward; give 1 to {(1 << 31) - 1}, or None")
+        _check_scoring(self.temperature, self.max_tokens)
 
     @property
     def images(self) -> list[Images]:
         """The images of each sequence."""
         return [sequence.images for sequence in self.sequences]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableRows:
+    """Some rows of a committed table of rollouts, or of a batch. Raises BadSpec for another kind of table."""
+
+    table: ArtifactRef
+    rows: npt.NDArray[np.bool_]
+    """Which rows of the table are meant."""
+
+    def __post_init__(self) -> None:
+        if self.table.kind not in GROUP_COLUMNS:
+            kinds = " or ".join(GROUP_COLUMNS)
+            raise BadSpec(f"{self.table.key} is a table of kind {self.table.kind!r}; give {kinds}")
+
+
+GROUP_COLUMNS = {"rollouts": "prompt_id", "batch": "group"}
+"""The column with the group of a row (`TokenSequence.group`), by the kind of table that can be scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRequest:
+    """Asks for the logprobs (or the values) of the trained tokens of committed rows under a policy. The engine reads
+    the rows. Raises BadSpec for a number out of bounds."""
+
+    policy: PolicyRef
+    tables: list[TableRows]
+    temperature: float = 1.0
+    """The logits are divided by this number, as in StepRequest.temperature."""
+    max_tokens: int | None = None
+    """Maximum packed tokens of one forward pass. None: the engine's `max_tokens_per_forward`."""
+
+    def __post_init__(self) -> None:
+        _check_scoring(self.temperature, self.max_tokens)
+
+
+def _check_scoring(temperature: float, max_tokens: int | None) -> None:
+    """Raises BadSpec for a number out of bounds."""
+    if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise BadSpec(
+            f"logprobs at temperature {temperature} were asked for; give {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g} (1 "
+            "for tokens that were decoded greedily)"
+        )
+    if max_tokens is not None and not 1 <= max_tokens < 1 << 31:
+        raise BadSpec(f"max_tokens={max_tokens} tokens per forward; give 1 to {(1 << 31) - 1}, or None")
 
 
 class MeasureRequest(Frozen):
@@ -324,6 +364,17 @@ class Engine(Protocol):
         """Returns, for each sequence, the output of the scalar head at the position before each trained token.
 
         The trainer computes it, and `temperature` has no effect. Raises BadSpec for a policy with a language head."""
+        ...
+
+    async def logprobs_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
+        """Returns the `logprobs` of the sequences that the rows hold, one row after the other: (T,) for T trained
+        tokens. No token passes through the caller.
+
+        Raises BadSpec if a table has another number of rows than the request says, and the errors of `logprobs`."""
+        ...
+
+    async def values_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
+        """Returns the `values` of the sequences that the rows hold, as `logprobs_of_rows` returns logprobs."""
         ...
 
     async def measure(self, request: MeasureRequest, *, epoch: int = 0) -> Measurement:

@@ -10,7 +10,7 @@ Stored answers and their grades are kept in the same way, under their table.
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ from storage.registry.models import find_model, registered_key
 from storage.serialization import canonical_json, digest
 from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.tables import read_table
+from tasks.batches.iteration import async_map
 from tasks.compare import compare_models
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import RowsDataset
@@ -59,6 +60,7 @@ from tasks.plans import Grading, PromptShard
 from tasks.reports.table_cells import table_cells
 from tasks.sampling.completions import generate_rollouts
 from tasks.sampling.grading import grade_rollouts
+from tasks.sampling.shards import SHARDS_AT_ONCE
 from tasks.sampling.stored_answers import answers_stage_name
 
 
@@ -302,16 +304,20 @@ async def _sample(
         )
         for index, start in enumerate(range(0, data.rows, size))
     ]
+
     # the shards are sampled concurrently
-    jobs = (generate_rollouts(workspace, policy, shard, suite.sampling, step=0) for shard in shards)
-    return policy.stage, list(await asyncio.gather(*jobs))
+    def sample(shard: PromptShard) -> Awaitable[ArtifactRef]:
+        return generate_rollouts(workspace, policy, shard, suite.sampling, step=0)
+
+    return policy.stage, await async_map(sample, shards, at_once=SHARDS_AT_ONCE)
 
 
 async def _grade(workspace: Workspace, stage: str, rollouts: list[ArtifactRef], grading: Grading) -> list[ArtifactRef]:
     """Grades the shards of a stage. The grades of each grader are kept in a separate stage."""
     grader = grading.grader.digest()[:12] + ("-answers" if grading.keep_answers else "")
-    jobs = (
-        grade_rollouts(workspace, ref, grading, stage=f"{stage}-{grader}", step=0, shard=shard)
-        for shard, ref in enumerate(rollouts)
-    )
-    return list(await asyncio.gather(*jobs))
+
+    def grade(shard: tuple[int, ArtifactRef]) -> Awaitable[ArtifactRef]:
+        index, ref = shard
+        return grade_rollouts(workspace, ref, grading, stage=f"{stage}-{grader}", step=0, shard=index)
+
+    return await async_map(grade, enumerate(rollouts), at_once=SHARDS_AT_ONCE)

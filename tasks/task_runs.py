@@ -210,7 +210,10 @@ def _results_read_by(arguments: Any) -> list[_Result]:
 
 def _without_earlier(results: list[_Result]) -> list[_Result]:
     """Removes each result that precedes another result in the list: it needs no edge of its own."""
-    return [result for result in results if not any(result.id in other.predecessors for other in results)]
+    earlier: set[int] = set()
+    for result in results:
+        earlier |= result.predecessors
+    return [result for result in results if result.id not in earlier]
 
 
 def _refs(value: Any) -> Iterator[ArtifactRef | PolicyRef]:

@@ -46,7 +46,7 @@ from tasks.sampling.grading import grade_rollouts
 from tasks.task_runs import work_of
 
 PROVENANCE = Provenance(code_version="bench", config_digest="0" * 64, seed=0)
-CALLS = ("generate", "logprobs", "take_gradient_step")
+CALLS = ("generate", "logprobs_of_rows", "take_gradient_step")
 """The calls of the engine whose CPU time is measured."""
 LR = ConstantScheduler(1e-6)
 

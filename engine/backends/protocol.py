@@ -17,7 +17,7 @@ from engine.backends.weight_files.sketches import Sketch
 from engine.errors import BadSpec, SampleTooLong
 from engine.losses.spec import LossSpec
 from engine.models.folder import CONTEXT_SOURCE
-from engine.models.samples import Sample
+from engine.models.samples import FloatArray, Sample
 from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, TokenIds, TokenSequence
 from engine.specs.adapters import Head, LoraSpec
 from engine.text.tokenizers import Tokenizer
@@ -107,18 +107,16 @@ class Trainer(Protocol):
         """
         ...
 
-    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[FloatArray]:
         """Returns, for each sequence, the logprob in nats of each trained token."""
         ...
 
-    def entropies(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[list[float]]:
+    def entropies(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[FloatArray]:
         """Returns, for each sequence, the entropy in nats of the distribution that each trained token was drawn from.
         """
         ...
 
-    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
+    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[FloatArray]:
         """Returns, for each sequence, the output of the scalar head at the position before each trained token."""
         ...
 

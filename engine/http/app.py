@@ -266,7 +266,12 @@ def _run_routes(service: EngineService) -> APIRouter:
     @router.get("/server")
     async def server() -> ServerInfo:
         """Returns what a client must know before its first call."""
-        return ServerInfo(store_id=service.store_id, max_body_bytes=service.options.max_body_bytes)
+        options = service.options
+        return ServerInfo(
+            store_id=service.store_id,
+            max_body_bytes=options.max_body_bytes,
+            max_calls=options.limits.waiting_of_verb,
+        )
 
     return router
 

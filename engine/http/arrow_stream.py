@@ -107,7 +107,7 @@ def reject(reason: str) -> NoReturn:
 
 # -- sizes -----------------------------------------------------------------------------------------------------
 
-_VALUE_WEIGHTS = {pa.int32(): 11, pa.int64(): 6, pa.float64(): 5, pa.bool_(): 9}
+_VALUE_WEIGHTS = {pa.int32(): 11, pa.int64(): 6, pa.float32(): 9, pa.float64(): 5, pa.bool_(): 9}
 """Memory per byte of a buffer of numbers. Each number needs its bytes in the buffer, 8 bytes in a list, and an object
 of 32 bytes (an int) or 24 bytes (a float). A byte of a buffer of bools holds 8 of them, which become an array of 8
 bytes."""

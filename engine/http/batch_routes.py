@@ -1,4 +1,5 @@
-"""Routes of the verbs that carry batches: generate, logprobs and values. Their bodies are Arrow IPC streams.
+"""Routes of the verbs that carry batches: generate, logprobs and values, and those of committed rows. Their bodies are
+Arrow IPC streams.
 
 Bodies are decoded without blocking the server, large ones in a thread, one at a time. The size of the decoded lists is
 read from the headers before anything is decompressed, so that the table of calls can reserve the memory.
@@ -30,6 +31,7 @@ from engine.http.calls import CallResult
 from engine.http.errors import STATUSES
 from engine.http.service import EngineService
 from engine.http.wire import BodySummary
+from engine.models.samples import FloatArray
 from engine.text.stored_models import context_length_of
 from storage.chain.records import PolicyRef, base_model_of
 from storage.errors import PermanentStorageError
@@ -123,6 +125,15 @@ def batch_routes(service: EngineService) -> APIRouter:
 
         return await call(request, verb, wire.summarize_logprobs_request, work, wait)
 
+    async def read_rows(
+        request: Request, verb: str, read: Callable[..., Awaitable[FloatArray]], wait: float
+    ) -> Response:
+        async def work(body: bytes, summary: wire.BodySummary) -> bytes:
+            decoded, epoch = await decoder.decode(wire.decode_rows_request, body, summary)
+            return await asyncio.to_thread(wire.encode_scores, await read(decoded, epoch=epoch))
+
+        return await call(request, verb, wire.summarize_rows_request, work, wait)
+
     @router.post("/logprobs", **documented)
     async def logprobs(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
         """Returns the logprob of each trained token, in nats. Columns: engine.http.wire.SEQUENCES, LOGPROBS."""
@@ -132,6 +143,16 @@ def batch_routes(service: EngineService) -> APIRouter:
     async def values(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
         """Returns the scalar head's value before each trained token. Columns: engine.http.wire.SEQUENCES, VALUES."""
         return await read_sequences(request, "values", service.engine.values, wire.encode_values, wait)
+
+    @router.post("/logprobs_of_rows", **documented)
+    async def logprobs_of_rows(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
+        """Returns the logprob of each trained token of committed rows. Columns: engine.http.wire.TABLES, SCORES."""
+        return await read_rows(request, "logprobs_of_rows", service.engine.logprobs_of_rows, wait)
+
+    @router.post("/values_of_rows", **documented)
+    async def values_of_rows(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
+        """Returns the value before each trained token of committed rows. Columns: engine.http.wire.TABLES, SCORES."""
+        return await read_rows(request, "values_of_rows", service.engine.values_of_rows, wait)
 
     return router
 

@@ -199,6 +199,7 @@ class ServerInfo(BaseModel):
     version: int = VERSION
     store_id: str
     max_body_bytes: int
+    max_calls: int = Field(description="Most unfinished calls of one verb of one run. A client that has more waits.")
 
 
 class Health(BaseModel):

@@ -13,8 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from engine.errors import EngineBusy
-from engine.http.errors import BodyTooLarge, CallConflict, UnknownCall
+from engine.http.errors import BodyTooLarge, CallConflict, NotAdmitted, UnknownCall
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,11 @@ class CallResult:
 class CallLimits:
     """Bounds of the table."""
 
-    waiting: int = 256
+    waiting: int = 4096
     """Most unfinished calls."""
+    waiting_of_verb: int = 256
+    """Most unfinished calls of one verb of one run, so that the samples of a large step keep neither its gradient step
+    nor another run out."""
     waiting_bytes: int = 2 << 30
     """Memory of the bodies of unfinished calls and of what they decode to, including bodies that are still arriving."""
     finished: int = 1024
@@ -88,7 +90,7 @@ class CallTable:
     ) -> SubmittedCall:
         """Starts a call, or returns the call with this id. A call that failed transiently is started again.
 
-        Raises CallConflict, EngineBusy, BodyTooLarge.
+        Raises CallConflict, NotAdmitted, BodyTooLarge.
         """
         # A call of this id: a retry joins it, unless its result may change on a retry.
         known = self.calls.get(id)
@@ -101,8 +103,7 @@ class CallTable:
             del self.calls[id]
 
         # A new call, if there is room. Its memory is released when its task ends, in whatever way.
-        if self.waiting() >= self.limits.waiting:
-            raise EngineBusy(f"{self.limits.waiting} calls wait for this engine already; call again in a moment")
+        self._check_count(verb, run)
         self._check_room(verb, size)
         now = self.clock()
         task = asyncio.create_task(_run(work), name=f"{verb} {id}")
@@ -143,7 +144,21 @@ class CallTable:
 
     def waiting(self) -> int:
         """Returns the number of unfinished calls."""
-        return sum(not call.task.done() for call in self.calls.values())
+        return len(self._unfinished())
+
+    def _unfinished(self) -> list[SubmittedCall]:
+        return [call for call in self.calls.values() if not call.task.done()]
+
+    def _check_count(self, verb: str, run: str) -> None:
+        """Raises NotAdmitted if as many calls wait as the server takes."""
+        unfinished, limits = self._unfinished(), self.limits
+        if len(unfinished) >= limits.waiting:
+            raise NotAdmitted(f"{limits.waiting} calls wait for this engine already; call again in a moment")
+        same = sum((call.verb, call.run) == (verb, run) for call in unfinished)
+        if same >= limits.waiting_of_verb:
+            raise NotAdmitted(
+                f"{limits.waiting_of_verb} {verb} calls of run {run} wait for this engine already; call again later"
+            )
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -171,7 +186,7 @@ class CallTable:
                 f"{limit >> 20} MiB; send it in several calls"
             )
         if not self.has_room(size):
-            raise EngineBusy(
+            raise NotAdmitted(
                 f"this {verb} call needs {size >> 20} MiB of memory when it is decoded, and the calls that wait leave "
                 f"{max(0, limit - self.reserved_bytes) >> 20} of {limit >> 20} MiB; call again in a moment"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from engine.http import wire
 from engine.http.bodies import (
     STORE_HEADER,
     VERSION,
+    Acknowledged,
     CreatePolicyBody,
     ExportModelBody,
     ImportModelBody,
@@ -27,6 +28,7 @@ from engine.http.bodies import (
 from engine.http.transport import CallRequest, Transport, TransportFactory
 from engine.models.folder import ModelFolder, local_folder, split_key
 from engine.models.hub import hub_repo_of_key, import_from_hub
+from engine.models.samples import FloatArray
 from engine.protocol import (
     Completion,
     EngineInfo,
@@ -35,6 +37,7 @@ from engine.protocol import (
     Measurement,
     MeasureRequest,
     PolicySpec,
+    RowsRequest,
 )
 from engine.specs.engine import HttpEngineSpec
 from engine.validation_messages import describe_errors
@@ -92,15 +95,24 @@ class EngineClient:
     # -- reading -----------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest, *, epoch: int = 0) -> list[Completion]:
-        return wire.decode_completions(await self._post_bytes("generate", wire.encode_generate(request, epoch=epoch)))
+        encode = partial(wire.encode_generate, request, epoch=epoch)
+        return wire.decode_completions(await self._call("generate", encode, wire.MEDIA_TYPE))
 
     async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
-        data = wire.encode_logprobs_request(request, epoch=epoch)
-        return wire.decode_logprobs(await self._post_bytes("logprobs", data))
+        encode = partial(wire.encode_logprobs_request, request, epoch=epoch)
+        return wire.decode_logprobs(await self._call("logprobs", encode, wire.MEDIA_TYPE))
 
     async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
-        data = wire.encode_logprobs_request(request, epoch=epoch)
-        return wire.decode_values(await self._post_bytes("values", data))
+        encode = partial(wire.encode_logprobs_request, request, epoch=epoch)
+        return wire.decode_values(await self._call("values", encode, wire.MEDIA_TYPE))
+
+    async def logprobs_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
+        encode = partial(wire.encode_rows_request, request, epoch=epoch)
+        return wire.decode_scores(await self._call("logprobs_of_rows", encode, wire.MEDIA_TYPE))
+
+    async def values_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
+        encode = partial(wire.encode_rows_request, request, epoch=epoch)
+        return wire.decode_scores(await self._call("values_of_rows", encode, wire.MEDIA_TYPE))
 
     async def measure(self, request: MeasureRequest, *, epoch: int = 0) -> Measurement:
         return await self._post_json("measure", _body(MeasureBody, request=request, epoch=epoch), Measurement)
@@ -114,7 +126,7 @@ class EngineClient:
         self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
     ) -> None:
         body = _body(SaveCheckpointBody, policy=policy, provenance=provenance, name=name, epoch=epoch)
-        await self._call(CallRequest("/v1/begin_checkpoint", body.model_dump_json().encode()))
+        await self._post_json("begin_checkpoint", body, Acknowledged)
 
     async def save_checkpoint(
         self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
@@ -132,10 +144,10 @@ class EngineClient:
 
     async def release(self, run: str, *, epoch: int = 0) -> None:
         body = _body(ReleaseBody, run=run, epoch=epoch)
-        await self._call(CallRequest("/v1/release", body.model_dump_json().encode()))
+        await self._post_json("release", body, Acknowledged)
 
     async def info(self) -> EngineInfo:
-        return _parse(EngineInfo, await self._call(CallRequest("/v1/info", method="GET")))
+        return _parse(EngineInfo, await self._call("info", bytes, method="GET"))
 
     async def close(self) -> None:
         """Closes the connections. The server keeps running."""
@@ -144,22 +156,24 @@ class EngineClient:
     # -- connection --------------------------------------------------------------------------------------------
 
     async def _post_json(self, verb: str, body: BaseModel, result: type[M]) -> M:
-        return _parse(result, await self._call(CallRequest(f"/v1/{verb}", body.model_dump_json().encode())))
+        return _parse(result, await self._call(verb, lambda: body.model_dump_json().encode()))
 
-    async def _post_bytes(self, verb: str, body: bytes) -> bytes:
+    async def _call(
+        self, verb: str, encode: Callable[[], bytes], media_type: str = "application/json", method: str = "POST"
+    ) -> bytes:
+        """Returns the result of a call. No more calls of a verb are made at once than the engine admits, and the body
+        of a call that waits for that is not encoded yet."""
         server = await self._checked_server()
-        if len(body) > server.max_body_bytes:
-            raise BadSpec(
-                f"the batch of this {verb} call has {len(body)} bytes, the engine at {self.spec.url} takes "
-                f"{server.max_body_bytes}; make shards smaller, or serve with a larger --max-body-mib"
-            )
-        return await self._call(CallRequest(f"/v1/{verb}", body, wire.MEDIA_TYPE))
-
-    async def _call(self, call: CallRequest) -> bytes:
-        # A server that was restarted over another store refuses a call with this header.
-        server = await self._checked_server()
-        headers = {STORE_HEADER: server.store_id}
-        return await self._transport.call(replace(call, headers=headers))
+        async with self._transport.place(verb, server.max_calls):
+            body = encode()
+            if len(body) > server.max_body_bytes:
+                raise BadSpec(
+                    f"the batch of this {verb} call has {len(body)} bytes, the engine at {self.spec.url} takes "
+                    f"{server.max_body_bytes}; make shards smaller, or serve with a larger --max-body-mib"
+                )
+            # A server that was restarted over another store refuses a call with this header.
+            headers = {STORE_HEADER: server.store_id}
+            return await self._transport.call(CallRequest(f"/v1/{verb}", body, media_type, method, headers))
 
     async def _checked_server(self) -> ServerInfo:
         """Returns the server's properties. Before the first call, checks that server and client have the same version

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine import errors as engine_errors
-from engine.errors import BadSpec, EngineError, PermanentEngineError, TransientEngineError
+from engine.errors import BadSpec, EngineBusy, EngineError, PermanentEngineError, TransientEngineError
 from storage import errors as storage_errors
 from storage.errors import StorageError, TransientStorageError
 
@@ -56,6 +56,10 @@ class BodyTimeout(TransientEngineError):
     """The body did not arrive in time."""
 
 
+class NotAdmitted(EngineBusy):
+    """The server has as many unfinished calls, or as many bytes of them, as it takes. Nothing of this call was kept."""
+
+
 _STATUS: dict[str, int] = {
     "NotAuthenticated": 401,
     "AccessDenied": 403,
@@ -95,7 +99,7 @@ def _classes(module: object, base: type[Exception]) -> Iterator[tuple[str, type[
             yield name, value
 
 
-_HTTP_ERRORS = (UnknownCall, CallConflict, BodyTooLarge, NoSuchRoute, BodyTimeout)
+_HTTP_ERRORS = (UnknownCall, CallConflict, BodyTooLarge, NoSuchRoute, BodyTimeout, NotAdmitted)
 ERROR_CLASSES: dict[str, type[Exception]] = dict(
     [
         *_classes(engine_errors, EngineError),

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import EngineBusy, NotAuthenticated
 from engine.http.bodies import REQUEST_HEADER, VERSION, VERSION_HEADER
-from engine.http.errors import BodyTimeout, BodyTooLarge, ErrorBody, error_body, http_status
+from engine.http.errors import BodyTimeout, BodyTooLarge, ErrorBody, NotAdmitted, error_body, http_status
 from engine.http.report_links import PREFIX
 from engine.http.service import EngineService, LogContext, error_result, internal_error, response_of
 from engine.http.wire import MEDIA_TYPE
@@ -150,7 +150,7 @@ class Guard:
                 if size + len(chunk) > limit:
                     raise _refused(_too_large(limit), id)
                 if not calls.has_room(len(chunk)):
-                    raise _refused(EngineBusy("too many bytes of calls wait for this engine; call again"), id)
+                    raise _refused(NotAdmitted("too many bytes of calls wait for this engine; call again"), id)
                 calls.reserve(len(chunk))
                 size += len(chunk)
                 chunks.append(chunk)

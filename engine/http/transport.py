@@ -1,9 +1,9 @@
 """`Transport`: makes one call over HTTP. It submits the call under an id, polls for the result, and retries on
 failures.
 
-Each HTTP request has a short timeout, while the call may take hours. The transport waits as long as the server replies.
-After `patience_seconds` without a reply the call fails with EngineUnreachable. Calls that begin within the same outage,
-such as the retries of a task, do not begin to wait again.
+Each HTTP request has a short timeout, while the call may take hours. The transport waits as long as the server replies,
+also for a server that has no room for the call yet. After `patience_seconds` without a reply the call fails with
+EngineUnreachable. Calls that begin within the same outage, such as the retries of a task, do not begin to wait again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import httpx
 
 from engine.errors import EngineBusy, EngineUnreachable, NotAuthenticated, PermanentEngineError
 from engine.http.bodies import MAX_WAIT_SECONDS, REQUEST_HEADER, VERSION, VERSION_HEADER
-from engine.http.errors import BodyTimeout, UnknownCall, error_of_body, parse_error
+from engine.http.errors import BodyTimeout, NotAdmitted, UnknownCall, error_of_body, parse_error
 from engine.specs.engine import HttpEngineSpec
 
 logger = logging.getLogger(__name__)
@@ -87,9 +87,25 @@ class RequestBackoff:
         """Waits before the next try. Raises `error` if there was no reply for too long."""
         if self.clock() - self.since >= self.seconds:
             raise error
+        await self._sleep()
+
+    async def pause_for_room(self) -> None:
+        """Waits before the next try at a server that has no room. It never gives up: the server answers."""
+        self.since = self.clock()
+        await self._sleep()
+
+    async def _sleep(self) -> None:
         self.failures += 1
         longest = min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** min(self.failures, 10))
         await asyncio.sleep(self.draw() * longest)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The connections of one event loop, and its free places for calls, by verb."""
+
+    pool: httpx.AsyncClient
+    places: dict[str, asyncio.Semaphore] = field(default_factory=dict)
 
 
 class Transport:
@@ -100,7 +116,7 @@ class Transport:
         self.url = spec.url.rstrip("/")
         self._transport = transport
         self._outages = OutageLog(self.url, spec.patience_seconds)
-        self._pools: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
+        self._lines: dict[asyncio.AbstractEventLoop, _Line] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -135,7 +151,9 @@ class Transport:
                 if isinstance(retryable, EngineUnreachable):
                     self._outages.record_failure(retryable)
                 submitted = False
-                if not isinstance(retryable, UnknownCall):
+                if isinstance(retryable, NotAdmitted):
+                    await backoff.pause_for_room()
+                elif not isinstance(retryable, UnknownCall):
                     await backoff.pause(retryable)
         except asyncio.CancelledError:
             await self._cancel_on_server(call)
@@ -145,12 +163,17 @@ class Transport:
         """Returns a page that the server answers at once. Raises the errors of `call`."""
         return await self.call(CallRequest(path, method="GET"))
 
+    def place(self, verb: str, places: int) -> asyncio.Semaphore:
+        """A context in which one of at most `places` calls of a verb is made. Entering it waits for a free place, in
+        the order of the callers."""
+        return self._line().places.setdefault(verb, asyncio.Semaphore(places))
+
     async def close(self) -> None:
         """Closes the connections of this event loop. Those of other loops close with their loops."""
         with self._lock:
-            pool = self._pools.pop(asyncio.get_running_loop(), None)
-        if pool is not None:
-            await pool.aclose()
+            line = self._lines.pop(asyncio.get_running_loop(), None)
+        if line is not None:
+            await line.pool.aclose()
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -233,20 +256,26 @@ class Transport:
         return headers
 
     def _pool(self) -> httpx.AsyncClient:
+        return self._line().pool
+
+    def _line(self) -> _Line:
         """Returns the connections of this event loop, and forgets those of closed loops."""
-        # An httpx client works only in the event loop that it was created in.
+        # An httpx client and a semaphore work only in the event loop that they were created in.
         loop = asyncio.get_running_loop()
         with self._lock:
-            for closed in [other for other in self._pools if other.is_closed()]:
-                del self._pools[closed]
-            if loop not in self._pools:
-                self._pools[loop] = httpx.AsyncClient(
+            for closed in [other for other in self._lines if other.is_closed()]:
+                del self._lines[closed]
+            if loop not in self._lines:
+                # A call has a connection of its own while it waits for its result, so `place` bounds the connections.
+                # A pool with a bound would let calls wait for a connection, which looks like an outage.
+                pool = httpx.AsyncClient(
                     timeout=httpx.Timeout(self.spec.timeout_seconds),
-                    limits=httpx.Limits(max_connections=64, max_keepalive_connections=16, keepalive_expiry=30),
+                    limits=httpx.Limits(max_connections=None, keepalive_expiry=30),
                     transport=self._transport() if self._transport else None,
                     trust_env=False,
                 )
-            return self._pools[loop]
+                self._lines[loop] = _Line(pool)
+            return self._lines[loop]
 
 
 def _wait(timeout: float) -> dict[str, str]:

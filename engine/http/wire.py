@@ -29,10 +29,23 @@ from engine.http.arrow_stream import (
 )
 from engine.http.errors import BodyTooLarge
 from engine.models.images import Images, PlacedImage
-from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, StopReason, TokenSequence
+from engine.models.samples import FloatArray
+from engine.protocol import (
+    Completion,
+    GenerateRequest,
+    LogprobsRequest,
+    RowsRequest,
+    SamplingParams,
+    StopReason,
+    TableRows,
+    TokenSequence,
+)
 from engine.validation_messages import describe_errors
 from storage.chain.records import PolicyRef
+from storage.errors import InvalidKey
 from storage.serialization import Frozen
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 MAX_REQUEST_BYTES = 1 << 30
@@ -90,6 +103,12 @@ COMPLETIONS = _schema(token_ids=_IDS, logprobs=_FLOATS, stop_reason=pa.string())
 SEQUENCES = _schema(token_ids=_IDS, loss_mask=pa.list_(pa.bool_()), group=pa.string())
 LOGPROBS = _schema(logprobs=_FLOATS)
 VALUES = _schema(values=_FLOATS)
+TABLES = _schema(table=pa.string(), rows=pa.list_(pa.bool_()))
+SCORES = _schema(scores=_FLOATS)
+SHORT_SCORES = _schema(scores=pa.list_(pa.float32()))
+"""SCORES of numbers that float32 holds exactly, as a trainer in float32 gives them."""
+_SCORES_PER_ROW = 1 << 20
+"""Numbers in one row of SCORES, whose rows have no meaning."""
 
 
 # -- requests and responses -----------------------------------------------------------------------------------------
@@ -196,6 +215,62 @@ def decode_values(data: bytes) -> list[list[float]]:
     return [row.tolist() for row in values]
 
 
+def encode_rows_request(request: RowsRequest, *, epoch: int) -> bytes:
+    """Encodes a request for the logprobs or the values of committed rows."""
+    columns = [
+        pa.array([part.table.model_dump_json() for part in request.tables], pa.string()),
+        _masks([part.rows for part in request.tables]),
+    ]
+    metadata = _make_metadata(
+        LogprobsMetadata,
+        policy=request.policy,
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        epoch=epoch,
+    )
+    return _write(TABLES, columns, metadata)
+
+
+def decode_rows_request(data: bytes, *, context: int | None = None) -> tuple[RowsRequest, int]:
+    """Returns the request and the client's epoch. Raises BadSpec. `context` has no effect here."""
+    metadata, (refs, masks) = _read(data, TABLES, LogprobsMetadata)
+    tables = []
+    for ref, mask in zip(refs, masks, strict=True):
+        try:
+            table = ArtifactRef.model_validate_json(ref)
+            keys.validate_key(table.key)
+        except ValidationError as error:
+            raise BadSpec(f"a table of the request: {describe_errors(error.errors())}") from error
+        except InvalidKey as error:
+            raise BadSpec(str(error)) from error
+        tables.append(TableRows(table, mask))
+    return RowsRequest(metadata.policy, tables, metadata.temperature, metadata.max_tokens), metadata.epoch
+
+
+def summarize_rows_request(data: bytes) -> BodySummary:
+    """Returns the summary of a request for committed rows, without decoding it. Raises BadSpec."""
+    metadata, stream = _open(data, TABLES, LogprobsMetadata)
+    return BodySummary(metadata.policy, stream.decoded_bytes)
+
+
+def encode_scores(scores_T: FloatArray) -> bytes:
+    """Encodes the response to a request for committed rows."""
+    schema, code = SHORT_SCORES, "f"
+    scores: FloatArray = scores_T.astype(np.float32)
+    if not np.array_equal(scores, scores_T, equal_nan=True):
+        schema, code, scores = SCORES, "d", scores_T
+    parts = [scores[start : start + _SCORES_PER_ROW] for start in range(0, len(scores), _SCORES_PER_ROW)]
+    column = _lists(parts, code, "scores", "has entries that are no numbers")
+    # Their bits are random, so that compression would save little and take most of the reader's time.
+    return _write(schema, [column], ResponseMetadata(), compression=None)
+
+
+def decode_scores(data: bytes) -> FloatArray:
+    """(T,) float64. Raises BadSpec."""
+    _, (rows,) = _read(data, SCORES, ResponseMetadata)
+    return np.concatenate([np.zeros(0), *rows])
+
+
 # -- images ----------------------------------------------------------------------------------------------------
 
 IMAGE_COLUMNS = _schema(image_start=_IDS, image_tokens=_IDS, image_data=pa.list_(pa.binary()))
@@ -296,13 +371,15 @@ def _numbers(values: Sequence[int], code: str, noun: str) -> pa.Array:
     return pa.Array.from_buffers(_TYPES[code], len(numbers), [None, pa.py_buffer(numbers)])
 
 
-_TYPES = {"i": pa.int32(), "q": pa.int64(), "d": pa.float64()}
+_TYPES = {"i": pa.int32(), "q": pa.int64(), "f": pa.float32(), "d": pa.float64()}
 
 
 # -- streams --------------------------------------------------------------------------------------------------
 
 
-def _write(schema: pa.Schema, columns: Sequence[pa.Array], metadata: Frozen) -> bytes:
+def _write(
+    schema: pa.Schema, columns: Sequence[pa.Array], metadata: Frozen, *, compression: str | None = "zstd"
+) -> bytes:
     """Returns the stream of one batch. Raises BodyTooLarge if it decodes to more than a reader takes."""
     # Check the decoded size here, so that the sender gets the error and not the reader.
     buffer_sizes: list[int] = []
@@ -318,7 +395,7 @@ def _write(schema: pa.Schema, columns: Sequence[pa.Array], metadata: Frozen) -> 
     # Write the JSON part into the schema's metadata, and the columns as one record batch.
     schema = schema.with_metadata({_METADATA_KEY: metadata.model_dump_json().encode()})
     sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    options = pa.ipc.IpcWriteOptions(compression=compression)
     with pa.ipc.new_stream(sink, schema, options=options) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(list(columns), schema=schema))
     return sink.getvalue().to_pybytes()
@@ -356,6 +433,8 @@ def _open(data: bytes, schema: pa.Schema, kind: type[Metadata]) -> tuple[Metadat
     schemas = [schema]
     if schema in (GENERATE, SEQUENCES):
         schemas.append(_schema_with_images(schema))
+    elif schema == SCORES:
+        schemas.append(SHORT_SCORES)
     with _errors_as_bad_spec(schema):
         stream = open_stream(data, schemas, _decoded_limit(kind))
         json_metadata = (stream.schema.metadata or {}).get(_METADATA_KEY, b"")

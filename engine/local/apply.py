@@ -8,7 +8,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import groupby
 from math import isfinite, isnan
 
 import numpy as np
@@ -31,15 +31,23 @@ from engine.local.loaded_policies import LoadedPolicy
 from engine.losses.base import PairLoss
 from engine.losses.inputs import Outputs
 from engine.losses.spec import LossSpec, parse_loss
-from engine.models.images import check_images_accepted
-from engine.models.samples import PER_TOKEN, Sample, groups_of, minibatches, samples_from_table
-from engine.protocol import Measurement, MeasureRequest, TokenSequence
+from engine.models.images import check_images_accepted, images_from_rows
+from engine.models.samples import (
+    PER_TOKEN,
+    FloatArray,
+    Sample,
+    groups_of,
+    minibatches,
+    rows_of_lists,
+    samples_from_table,
+)
+from engine.protocol import GROUP_COLUMNS, Measurement, MeasureRequest, TableRows, TokenSequence
 from engine.specs.engine import LocalEngineSpec
 from storage.chain.records import CommitRecord, Numerics, SkippedUpdate, StepRequest
 from storage.failpoints import failpoint
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
-from storage.store.tables import read_step_table, read_table
+from storage.store.tables import read_step_table, read_table, read_tables
 
 log = logging.getLogger(__name__)
 
@@ -318,9 +326,31 @@ def measure_batch(
     return Measurement(metrics=metrics, losses=all_losses, tokens=tuple(sample.trained for sample in samples))
 
 
+def read_sequences(store: ObjectStore, tables: Sequence[TableRows]) -> list[TokenSequence]:
+    """The rows of committed tables in the form that trainers score. Raises BadSpec if a table has another number of
+    rows than `tables` says, and the errors of `read_table`."""
+    sequences: list[TokenSequence] = []
+    names = ["token_ids", "loss_mask", "images"]
+    for kind, parts in groupby(tables, key=lambda part: part.table.kind):
+        group = GROUP_COLUMNS[kind]
+        same_kind = list(parts)
+        contents = read_tables(store, [part.table for part in same_kind], [group, *names])
+        for part, table in zip(same_kind, contents, strict=True):
+            if table.num_rows != len(part.rows):
+                raise BadSpec(
+                    f"{part.table.key} has {table.num_rows} rows, and {len(part.rows)} were given; give a bool per row"
+                )
+            rows = table.filter(pa.array(part.rows))
+            images = rows["images"].to_pylist() if "images" in rows.column_names else [None] * rows.num_rows
+            columns = (rows_of_lists(rows["token_ids"]), rows_of_lists(rows["loss_mask"]), rows[group].to_pylist())
+            for ids, loss_mask, name, row_images in zip(*columns, images, strict=True):
+                sequences.append(TokenSequence(ids, loss_mask, name, images_from_rows(row_images)))
+    return sequences
+
+
 def read_values(
     trainer: Trainer, sequences: Sequence[TokenSequence], *, max_tokens: int, deterministic: bool
-) -> list[list[float]]:
+) -> list[FloatArray]:
     """The values of each sequence's trained tokens. With `deterministic`, their bits do not depend on which sequences
     share a forward pass, because values become grades."""
     if deterministic:
@@ -343,8 +373,13 @@ def _read(
     return Outputs(logprobs_N=_flat(logprobs), entropy_N=entropies)
 
 
-def _flat(rows: Sequence[Sequence[float]]) -> Tensor:
-    return torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float64)
+def _flat(rows: Sequence[FloatArray]) -> Tensor:
+    return torch.from_numpy(flatten(rows))
+
+
+def flatten(rows: Sequence[FloatArray]) -> FloatArray:
+    """(T,) float64: the numbers of all rows, one row after the other."""
+    return np.concatenate([np.zeros(0), *rows])
 
 
 def _chunks(units: Sequence[list[Sample]]) -> Iterator[list[Sample]]:

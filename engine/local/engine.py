@@ -21,7 +21,15 @@ from engine.backends.protocol import OnToken
 from engine.backends.weight_files.tensor_files import checked_parameter_count
 from engine.cluster.connection import cluster_info, require_ray
 from engine.errors import EngineBusy, EngineError, Fenced
-from engine.local.apply import apply_request, measure_batch, read_values, require_same_request, step_record
+from engine.local.apply import (
+    apply_request,
+    flatten,
+    measure_batch,
+    read_sequences,
+    read_values,
+    require_same_request,
+    step_record,
+)
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy, NoRoomYet
 from engine.local.materialise import Materialiser, check_committed, create_chain
 from engine.local.queue import FairQueue, GenerationBatcher, PendingGeneration, sample_completions
@@ -30,6 +38,7 @@ from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint,
 from engine.models.folder import ModelFolder, local_folder, registered_model, registry_version
 from engine.models.hub import hub_repo_of_key, import_from_hub
 from engine.models.images import check_images_accepted
+from engine.models.samples import FloatArray
 from engine.protocol import (
     Completion,
     EngineInfo,
@@ -38,6 +47,7 @@ from engine.protocol import (
     Measurement,
     MeasureRequest,
     PolicySpec,
+    RowsRequest,
 )
 from engine.specs.adapters import parse_trainable
 from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
@@ -208,9 +218,10 @@ class LocalEngine:
         return sample_completions(sampler, request, on_token_unless_closing)
 
     async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
-        return await self._compute(request.policy.run, partial(self._logprobs, request, epoch))
+        logprobs = await self._compute(request.policy.run, partial(self._logprobs, request, epoch))
+        return [row.tolist() for row in logprobs]
 
-    def _logprobs(self, request: LogprobsRequest, epoch: int) -> list[list[float]]:
+    def _logprobs(self, request: LogprobsRequest, epoch: int) -> list[FloatArray]:
         self._fence(request.policy.run, epoch)
         trainer = self.materialiser.for_reading(request.policy).trainer
         check_images_accepted(trainer, request.images, "sequences")
@@ -218,14 +229,29 @@ class LocalEngine:
         return trainer.logprobs(request.sequences, temperature=request.temperature, max_tokens=limit)
 
     async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
-        return await self._compute(request.policy.run, partial(self._values, request, epoch))
+        values = await self._compute(request.policy.run, partial(self._values, request, epoch))
+        return [row.tolist() for row in values]
 
-    def _values(self, request: LogprobsRequest, epoch: int) -> list[list[float]]:
+    def _values(self, request: LogprobsRequest, epoch: int) -> list[FloatArray]:
         self._fence(request.policy.run, epoch)
         trainer = self.materialiser.for_reading(request.policy).trainer
         check_images_accepted(trainer, request.images, "sequences")
         limit = request.max_tokens or self.spec.max_tokens_per_forward
         return read_values(trainer, request.sequences, max_tokens=limit, deterministic=self.spec.deterministic)
+
+    async def logprobs_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
+        return await self._score_rows(request, self._logprobs, epoch)
+
+    async def values_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
+        return await self._score_rows(request, self._values, epoch)
+
+    async def _score_rows(
+        self, request: RowsRequest, score: Callable[[LogprobsRequest, int], list[FloatArray]], epoch: int
+    ) -> FloatArray:
+        # The rows are read outside the compute thread, which must not wait for the store.
+        sequences = await asyncio.to_thread(read_sequences, self.store, request.tables)
+        with_sequences = LogprobsRequest(request.policy, sequences, request.temperature, request.max_tokens)
+        return flatten(await self._compute(request.policy.run, partial(score, with_sequences, epoch)))
 
     async def measure(self, request: MeasureRequest, *, epoch: int = 0) -> Measurement:
         return await self._compute(request.policy.run, partial(self._measure, request, epoch))

@@ -26,6 +26,7 @@ from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import RunOrder
 from tasks.datasets.order import DataCursor, repetitions
 from tasks.plans import PromptShard, Truncation
+from tasks.sampling.shards import SHARDS_AT_ONCE
 
 
 class BatchNotFilled(PermanentEngineError):
@@ -150,13 +151,14 @@ class RolloutCollector:
         self, policy: PolicyRef, shards: list[PromptShard], *, step: int
     ) -> tuple[list[ArtifactRef], list[ArtifactRef]]:
         """The rollouts of each shard, and their grades. A shard is graded as soon as it is sampled, while the engine
-        samples other shards. The first error cancels the work on the other shards and is raised."""
+        samples other shards. At most SHARDS_AT_ONCE are sampled or graded at a time. The first error cancels the work
+        on the other shards and is raised."""
         model = self.prompts.model
 
         async def one_shard(shard: PromptShard) -> tuple[ArtifactRef, ArtifactRef]:
             return await self.source.sample_and_grade(model.workspace, policy, shard, model.sampling, step=step)
 
-        of_shards = await async_map(one_shard, shards)
+        of_shards = await async_map(one_shard, shards, at_once=SHARDS_AT_ONCE)
         return [rollouts for rollouts, _ in of_shards], [graded for _, graded in of_shards]
 
     async def _has_grades(self, graded: list[ArtifactRef]) -> bool:

@@ -11,8 +11,9 @@ import io
 import tempfile
 import threading
 from bisect import bisect_right
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +40,7 @@ from storage.store.schemas import OPTIONAL, SCHEMAS, table_schema
 from storage.temporary import process_folder
 
 __all__ = [
+    "AHEAD",
     "ROW_GROUP",
     "SCHEMAS",
     "RowReader",
@@ -50,6 +52,7 @@ __all__ = [
     "read_rows",
     "read_step_table",
     "read_table",
+    "read_tables",
     "table_schema",
 ]
 
@@ -64,6 +67,10 @@ RECENT_TABLES = 64
 more than the content of a small table."""
 RECENT_KINDS = frozenset({"rollouts", "graded", "batch"})
 """Kinds of tables that one task of a step writes and another reads."""
+
+AHEAD = 16
+"""Tables of a step's shards that are read concurrently, so that a step of thousands does not wait for the latency of
+each request."""
 
 TableKey = tuple[str, str, str]
 
@@ -169,6 +176,28 @@ def read_step_table(store: ObjectStore, ref: ArtifactRef, columns: Sequence[str]
         return read_table(store, ref, columns)
     present = _present_columns(columns, table.column_names, ref)
     return table if present is None else table.select(present)
+
+
+def read_tables(
+    store: ObjectStore, refs: Sequence[ArtifactRef], columns: Sequence[str] | None = None
+) -> Iterator[pa.Table]:
+    """Yields the tables of `refs` in order; at most AHEAD are in memory. Raises the errors of `read_table`."""
+    if len(refs) == 1:
+        yield read_step_table(store, refs[0], columns)
+        return
+    pool = ThreadPoolExecutor(min(AHEAD, max(1, len(refs))), thread_name_prefix="shards")
+    try:
+        waiting: deque[Future[pa.Table]] = deque()
+        for ref in refs:
+            # Yield the oldest table before another read begins, which bounds the memory.
+            if len(waiting) == AHEAD:
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(read_step_table, store, ref, columns))
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        # Also reached when the caller stops early: reads that have not begun are dropped.
+        pool.shutdown(cancel_futures=True)
 
 
 class TableWriter:

@@ -10,7 +10,6 @@ rows, one after the other
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from engine.errors import BadSpec
+from engine.protocol import TableRows
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
-from storage.store.tables import table_schema
+from storage.store.tables import read_tables, table_schema
 from tasks.batches.advantages import ESTIMATORS, Rewards, discounted, subtract_group_mean
-from tasks.sampling.shards import read_tables
 
 _GRADES_OF_GRADER = ("prompt_id", "completion", "reward", "status")
 _GRADES_OF_ENVIRONMENT = (
@@ -46,6 +45,8 @@ class TrainedRows(NamedTuple):
     """Rows of the batch, and their turns."""
 
     columns: dict[str, pa.Array]
+    sources: list[TableRows]
+    """The rows in the committed rollouts that they come from."""
     turns: np.ndarray
     """Index of each turn of the rows among all turns of the step."""
     turn_tokens: np.ndarray
@@ -57,8 +58,9 @@ class TrainedRows(NamedTuple):
         columns = {}
         for name in parts[0].columns:
             columns[name] = pa.concat_arrays([part.columns[name] for part in parts])
+        sources = [source for part in parts for source in part.sources]
         turns = np.concatenate([part.turns for part in parts])
-        return cls(columns, turns, np.concatenate([part.turn_tokens for part in parts]))
+        return cls(columns, sources, turns, np.concatenate([part.turn_tokens for part in parts]))
 
 
 class Grades:
@@ -185,9 +187,12 @@ class Grades:
         """Leaves out the trajectories of each prompt whose rewards are all equal."""
         self.left_out_K |= ~self.informative_groups()[self._group_K]
 
-    def take_trained_rows(self, rollouts: pa.Table, start: int, advantages_U: np.ndarray) -> TrainedRows | None:
-        """The rows of the batch of the shard whose grades begin at row `start`, without the segments that are empty,
-        masked or of a trajectory without a grade. None if the rows from `start` are not the grades of this shard."""
+    def take_trained_rows(
+        self, ref: ArtifactRef, rollouts: pa.Table, start: int, advantages_U: np.ndarray
+    ) -> TrainedRows | None:
+        """The rows of the batch of the shard `ref` whose grades begin at row `start`, without the segments that are
+        empty, masked or of a trajectory without a grade. None if the rows from `start` are not the grades of this
+        shard. `rollouts` is the content of `ref`."""
         # The grades must be in the same order as the rollouts: a wrong order would train on the rewards of others.
         part = slice(start, start + rollouts.num_rows)
         first_turns_N = self._turn_starts_N[start : start + rollouts.num_rows + 1]
@@ -213,7 +218,8 @@ class Grades:
         advantages_T = np.repeat(advantages_U[turns], turn_tokens)
         columns["advantages"] = _lists(_offsets(lengths_N), advantages_T, pa.float32())
         columns["reward"] = pa.array(rewards[trained_N])
-        return TrainedRows(columns, turns, turn_tokens)
+        sources = [TableRows(ref, trained_N)] if trained_N.any() else []
+        return TrainedRows(columns, sources, turns, turn_tokens)
 
     def prompts_in_batch(self) -> int:
         """Number of prompts with at least one row in the batch so far."""
@@ -238,18 +244,17 @@ def group_advantages(group_N: np.ndarray, rewards_N: Rewards, estimator: str) ->
     return advantages_N
 
 
-def batch_table(
-    columns: dict[str, pa.Array], old: Sequence[Sequence[float]] | None, reference: Sequence[Sequence[float]] | None
-) -> pa.Table:
+def batch_table(columns: dict[str, pa.Array], old_T: np.ndarray | None, reference_T: np.ndarray | None) -> pa.Table:
     """The rows of a batch with the old and the reference logprobs. None leaves that column null: the loss does not use
     it."""
     schema = table_schema("batch", columns)
     rows = len(columns["group"])
     arrays = {field.name: pa.nulls(rows, field.type) for field in schema if field.nullable}
     arrays |= columns
-    for name, values in (("old_logprobs", old), ("reference_logprobs", reference)):
-        if values is not None:
-            arrays[name] = pa.array(values, schema.field(name).type)
+    offsets = _offsets(_lengths(columns["advantages"]))
+    for name, values_T in (("old_logprobs", old_T), ("reference_logprobs", reference_T)):
+        if values_T is not None:
+            arrays[name] = _lists(offsets, values_T.astype(np.float32), pa.float32())
     return pa.table([arrays[name] for name in schema.names], schema=schema)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import islice, repeat
 from typing import Generic, TypeVar
 
@@ -22,10 +23,15 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-async def async_map(function: Callable[[Item], Awaitable[Result]], items: Iterable[Item]) -> list[Result]:
-    """The results of `function` for every item in order, computed concurrently. The first exception cancels the other
-    calls and is raised."""
-    calls = [asyncio.ensure_future(_as_coroutine(function, item)) for item in items]
+async def async_map(
+    function: Callable[[Item], Awaitable[Result]], items: Iterable[Item], *, at_once: int | None = None
+) -> list[Result]:
+    """The results of `function` for every item in order, computed concurrently, at most `at_once` at a time (None: all
+    of them). The first exception cancels the other calls and is raised."""
+    places: AbstractAsyncContextManager[None] = nullcontext()
+    if at_once is not None:
+        places = asyncio.Semaphore(at_once)
+    calls = [asyncio.ensure_future(_call_in(places, function, item)) for item in items]
     try:
         return await asyncio.gather(*calls)
     except BaseException:
@@ -144,8 +150,12 @@ class _Failed:
         self.error = error
 
 
-async def _as_coroutine(function: Callable[[Item], Awaitable[Result]], item: Item) -> Result:
-    return await function(item)
+async def _call_in(
+    places: AbstractAsyncContextManager[None], function: Callable[[Item], Awaitable[Result]], item: Item
+) -> Result:
+    """The result of one call, made in `places`."""
+    async with places:
+        return await function(item)
 
 
 async def _outcome(function: Callable[[Item], Awaitable[Result]], item: Item) -> Result | _Failed:

@@ -5,9 +5,8 @@ Axes: N segment of a trajectory, a row of the batch · U turn of all trajectorie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,8 @@ import pyarrow.compute as pc
 from pydantic import JsonValue
 
 from engine.errors import BadSpec, PermanentEngineError
-from engine.models.images import images_from_rows, images_to_rows
-from engine.models.samples import rows_of_lists
-from engine.protocol import LogprobsRequest, TokenSequence
+from engine.models.images import images_to_rows
+from engine.protocol import RowsRequest, TokenSequence
 from engine.text.rendering import Renderer
 from engine.text.stored_models import renderer_of
 from engine.text.threads import StringThread
@@ -27,7 +25,7 @@ from storage.chain.records import PolicyRef, StepOldLogprobs
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
-from storage.store.tables import SCHEMAS, TableWriter, commit_table, read_rows, table_schema
+from storage.store.tables import SCHEMAS, TableWriter, commit_table, read_rows, read_tables, table_schema
 from tasks.batches.advantages import KL_OF_GAP, RewardKL, advantages_and_returns, reinforce_plus_plus, whiten
 from tasks.batches.columns import (
     Grades,
@@ -44,7 +42,6 @@ from tasks.committed import commit_once
 from tasks.datasets.naming import row_name
 from tasks.plans import BatchPlan, ValuePlan
 from tasks.reports.clock import timed
-from tasks.sampling.shards import read_tables
 from tasks.task_runs import durable_task
 
 ROLLOUT_COLUMNS = (
@@ -113,10 +110,10 @@ async def _build_batch(
     extra: dict[str, JsonValue] = {}
     with TableWriter("batch") as writer:
         for rows in trained_chunks(store, rollouts, graded, grades, advantages_U):
-            table = await score_rows(workspace, policy, rows.columns, plan, step=step)
+            table = await score_rows(workspace, policy, rows, plan, step=step)
             gap.add(table)
             if values is not None:
-                values_T = await values_before(workspace, values.value, table)
+                values_T = await values_before(workspace, values.value, rows)
                 table = credited(table, grades, rows, values_T, plan, values)
             if needs_whole_batch:
                 scored.append((table, rows._replace(columns={})))
@@ -261,13 +258,12 @@ def credited(
     return table
 
 
-async def values_before(workspace: Workspace, value: PolicyRef, table: pa.Table) -> np.ndarray:
+async def values_before(workspace: Workspace, value: PolicyRef, rows: TrainedRows) -> np.ndarray:
     """(T,) float64: the value before each trained token."""
-    sequences = sequences_of(table)
     with timed("train"):
-        request = LogprobsRequest(value, sequences, max_tokens=workspace.max_tokens)
-        values_N = await workspace.connect().values(request, epoch=workspace.epoch)
-    return np.array(list(chain.from_iterable(values_N)), dtype=np.float64)
+        request = RowsRequest(value, rows.sources, max_tokens=workspace.max_tokens)
+        values_T = await workspace.connect().values_of_rows(request, epoch=workspace.epoch)
+    return values_T.astype(np.float64)
 
 
 def kl_per_token(table: pa.Table, reward_kl: RewardKL, old_logprobs: StepOldLogprobs) -> np.ndarray:
@@ -305,7 +301,7 @@ def trained_chunks(
         # The tables are read ahead; the time waiting for the next one counts as storage.
         with timed("storage"):
             shard = next(tables)
-        rows = grades.take_trained_rows(shard, start, advantages_U)
+        rows = grades.take_trained_rows(ref, shard, start, advantages_U)
         if rows is None or shard.num_rows != grade_ref.rows:
             raise BadSpec(
                 f"the grades in {grade_ref.key} do not match the rows of {ref.key}; expected one grade per row in the "
@@ -322,48 +318,28 @@ def trained_chunks(
 
 
 async def score_rows(
-    workspace: Workspace, policy: PolicyRef, columns: dict[str, pa.Array], plan: BatchPlan, *, step: int
+    workspace: Workspace, policy: PolicyRef, rows: TrainedRows, plan: BatchPlan, *, step: int
 ) -> pa.Table:
-    """Rows of the batch as a table, with the old and the reference logprobs that the loss needs.
+    """Rows of the batch as a table, with the old and the reference logprobs that the loss needs. The engine reads the
+    tokens from the committed rollouts.
 
     Raises PermanentEngineError if logprobs of the policy are NaN or infinite."""
-    # Score the rows if the loss needs the trainer's or the reference's logprobs.
-    old_policy = policy if plan.old_logprobs == "trainer" else None
-    sequences = sequences_of(columns) if old_policy or plan.reference else []
 
-    async def logprobs(scoring_policy: PolicyRef | None) -> list[list[float]] | None:
+    async def logprobs(scoring_policy: PolicyRef | None) -> np.ndarray | None:
         if scoring_policy is None:
             return None
-        if not sequences:
-            return []
-        return await _logprobs(workspace, scoring_policy, sequences, plan.temperature)
+        if not rows.sources:
+            return np.zeros(0)
+        with timed("train"):
+            request = RowsRequest(scoring_policy, rows.sources, plan.temperature, workspace.max_tokens)
+            return await workspace.connect().logprobs_of_rows(request, epoch=workspace.epoch)
 
-    old_logprobs = await logprobs(old_policy)
-    reference_logprobs = await logprobs(plan.reference)
-    table = batch_table(columns, old_logprobs, reference_logprobs)
+    # Score the rows if the loss needs the trainer's or the reference's logprobs.
+    old_T = await logprobs(policy if plan.old_logprobs == "trainer" else None)
+    reference_T = await logprobs(plan.reference)
+    table = batch_table(rows.columns, old_T, reference_T)
     _check_finite(table, policy, step)
     return table
-
-
-def sequences_of(table: pa.Table | Mapping[str, pa.Array]) -> list[TokenSequence]:
-    """The rows of a batch in the form in which the engine scores them."""
-    names = table.column_names if isinstance(table, pa.Table) else table
-    token_ids = rows_of_lists(table["token_ids"])
-    loss_masks = rows_of_lists(table["loss_mask"])
-    groups = table["group"].to_pylist()
-    images = table["images"].to_pylist() if "images" in names else [None] * len(token_ids)
-    sequences = []
-    for row_ids, loss_mask, group, row_images in zip(token_ids, loss_masks, groups, images, strict=True):
-        sequences.append(TokenSequence(row_ids, loss_mask, group, images_from_rows(row_images)))
-    return sequences
-
-
-async def _logprobs(
-    workspace: Workspace, policy: PolicyRef, sequences: list[TokenSequence], temperature: float
-) -> list[list[float]]:
-    with timed("train"):
-        request = LogprobsRequest(policy, sequences, temperature=temperature, max_tokens=workspace.max_tokens)
-        return await workspace.connect().logprobs(request, epoch=workspace.epoch)
 
 
 @durable_task("prepare", "batch-{step:06d}")

@@ -14,12 +14,11 @@ from storage.errors import ObjectNotFound
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.objects import ObjectStore
-from storage.store.tables import read_step_table
+from storage.store.tables import AHEAD, read_step_table
 from tasks.batches.columns import LogprobGap, read_grades
 from tasks.datasets.load import LoadedPart
 from tasks.evaluation.validation_curve import means_by_source
 from tasks.reports.metrics import PartMetrics, StepMetrics
-from tasks.sampling.shards import AHEAD
 
 T = TypeVar("T")
 

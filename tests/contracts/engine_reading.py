@@ -5,14 +5,25 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from engine.errors import BadModelFolder, BadSpec, SampleTooLong, StepConflict, UnsupportedSchema
-from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec, SamplingParams, TokenSequence
+from engine.protocol import (
+    Engine,
+    GenerateRequest,
+    LogprobsRequest,
+    PolicySpec,
+    RowsRequest,
+    SamplingParams,
+    TableRows,
+    TokenSequence,
+)
 from engine.text.tokenizers import load_tokenizer
 from storage.chain.records import PolicyRef, Root
+from storage.errors import ObjectNotFound
 from storage.store.objects import ObjectStore
 from tests.contracts.engine_fixtures import (
     PROMPTS,
@@ -25,7 +36,7 @@ from tests.contracts.engine_fixtures import (
     draw,
     same_draws,
 )
-from tests.fixtures.engines import PROVENANCE, hugging_face_logprobs, new_policy
+from tests.fixtures.engines import PROVENANCE, ROWS, commit_batch, hugging_face_logprobs, new_policy, row
 
 
 class ReadingContract(EngineFixtures):
@@ -175,3 +186,28 @@ class ReadingContract(EngineFixtures):
         all_five, three, nothing = await engine.logprobs(LogprobsRequest(start, [every, some, none]))
         assert close(three, [all_five[0], all_five[2], all_five[4]])
         assert nothing == []
+
+    async def test_committed_rows_are_scored_as_the_sequences_that_they_hold(
+        self, engine: Engine, start: PolicyRef, store: ObjectStore
+    ) -> None:
+        gap = row([10, 11], [20, 21, 22], group="g") | {"loss_mask": [False, False, True, False, True]}
+        batches = [commit_batch(store, start, rows, shard=n) for n, rows in enumerate((ROWS, [gap]))]
+        sequences = [TokenSequence(ROWS[n]["token_ids"], ROWS[n]["loss_mask"], ROWS[n]["group"]) for n in (0, 2)]
+        sequences.append(TokenSequence(gap["token_ids"], gap["loss_mask"], gap["group"]))
+        expected = await engine.logprobs(LogprobsRequest(start, sequences, temperature=0.5))
+        tables = [TableRows(batches[0], np.array([True, False, True])), TableRows(batches[1], np.array([True]))]
+        scored = await engine.logprobs_of_rows(RowsRequest(start, tables, temperature=0.5))
+        assert scored.tolist() == [*expected[0], *expected[1], *expected[2]]
+        assert len(scored) == 4 + 3 + 2
+
+    async def test_rows_that_no_table_has_are_refused(
+        self, engine: Engine, start: PolicyRef, store: ObjectStore
+    ) -> None:
+        batch = commit_batch(store, start)
+        with pytest.raises(BadSpec, match="has 3 rows, and 2 were given"):
+            await engine.logprobs_of_rows(RowsRequest(start, [TableRows(batch, np.array([True, True]))]))
+        missing = batch.model_copy(update={"key": f"{batch.key}-other"})
+        with pytest.raises(ObjectNotFound):
+            await engine.logprobs_of_rows(RowsRequest(start, [TableRows(missing, np.array([True] * 3))]))
+        with pytest.raises(BadSpec, match="'graded'; give rollouts or batch"):
+            TableRows(batch.model_copy(update={"kind": "graded"}), np.array([True] * 3))

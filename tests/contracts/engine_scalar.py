@@ -6,10 +6,19 @@ from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.errors import BadSpec
-from engine.protocol import Engine, GenerateRequest, LogprobsRequest, PolicySpec, TokenSequence
+from engine.protocol import (
+    Engine,
+    GenerateRequest,
+    LogprobsRequest,
+    PolicySpec,
+    RowsRequest,
+    TableRows,
+    TokenSequence,
+)
 from engine.specs.adapters import FullSpec
 from storage.chain.records import Chain, PolicyRef
 from storage.store.objects import ObjectStore
@@ -60,6 +69,14 @@ class ScalarContract(EngineFixtures):
         assert close(scored, expected[2:5])
         assert close(some, [expected[0], expected[2], expected[4]])
         assert nothing == []
+
+    async def test_values_of_committed_rows_are_those_of_the_sequences(
+        self, engine: Engine, store: ObjectStore, value_policy: PolicyRef
+    ) -> None:
+        batch = commit_batch(store, value_policy, [row(*UP), row(*DOWN)])
+        first, second = await values_of(engine, value_policy)
+        rows = RowsRequest(value_policy, [TableRows(batch, np.array([True, True]))])
+        assert (await engine.values_of_rows(rows)).tolist() == [*first, *second]
 
     async def test_a_language_model_gets_the_head_that_its_seed_draws(
         self, engine: Engine, connect: Connect, store: ObjectStore, tiny_folder: Path, tmp_path: Path

@@ -26,7 +26,7 @@ from engine.cluster.connection import gpu_count
 from engine.cluster.placement import SHARED_GPU, Placement
 from engine.cluster.rank_group import RankGroup
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
-from engine.models.samples import Sample
+from engine.models.samples import FloatArray, Sample
 from engine.protocol import ActorCount, TokenSequence
 from engine.specs.adapters import Head, LoraSpec
 from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec, VllmSpec, layout_name
@@ -281,17 +281,15 @@ class DeepSpeedTrainer:
                 "update", list(samples), objective, optimizer, max_tokens=max_tokens
             )  # fmt: skip
 
-    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[FloatArray]:
         check_gives("logprobs", scalar=self.scalar, name="the policy")
         return self._call_within_memory("logprobs", list(sequences), temperature, max_tokens=max_tokens)
 
-    def entropies(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[list[float]]:
+    def entropies(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[FloatArray]:
         check_gives("logprobs", scalar=self.scalar, name="the policy")
         return self._call_within_memory("entropies", list(sequences), temperature, max_tokens=max_tokens)
 
-    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
+    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[FloatArray]:
         check_gives("values", scalar=self.scalar, name="the policy")
         return self._call_within_memory("values", list(sequences), max_tokens=max_tokens)
 

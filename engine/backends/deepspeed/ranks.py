@@ -21,7 +21,7 @@ from engine.backends.torch.determinism import repeats_sums, use_deterministic_ke
 from engine.backends.torch.scalar_lm import is_scalar
 from engine.backends.weight_files.sketches import Sketch
 from engine.errors import BadSpec
-from engine.models.samples import Sample
+from engine.models.samples import FloatArray, Sample
 from engine.protocol import TokenSequence
 from engine.specs.adapters import Head, LoraSpec
 from storage.chain.records import OptimizerSpec
@@ -125,15 +125,15 @@ class RankTrainers:
 
     def logprobs(
         self, number: int, sequences: Sequence[TokenSequence], temperature: float, max_tokens: int
-    ) -> list[list[float]]:
+    ) -> list[FloatArray]:
         return self.trainer(number).logprobs(sequences, temperature=temperature, max_tokens=max_tokens)
 
     def entropies(
         self, number: int, sequences: Sequence[TokenSequence], temperature: float, max_tokens: int
-    ) -> list[list[float]]:
+    ) -> list[FloatArray]:
         return self.trainer(number).entropies(sequences, temperature=temperature, max_tokens=max_tokens)
 
-    def values(self, number: int, sequences: Sequence[TokenSequence], max_tokens: int) -> list[list[float]]:
+    def values(self, number: int, sequences: Sequence[TokenSequence], max_tokens: int) -> list[FloatArray]:
         return self.trainer(number).values(sequences, max_tokens=max_tokens)
 
     def reset_optimizer(self, number: int) -> None:

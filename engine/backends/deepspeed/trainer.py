@@ -54,7 +54,7 @@ from engine.backends.weight_files.sketches import Sketch, multiply_by_noise
 from engine.cluster.rank_progress import RankFailed, is_peer_loss, report_progress
 from engine.errors import NonFiniteGradient, PermanentEngineError
 from engine.losses.inputs import Outputs
-from engine.models.samples import Sample
+from engine.models.samples import FloatArray, Sample
 from engine.protocol import TokenSequence
 from storage.chain.records import OptimizerSpec
 
@@ -252,14 +252,12 @@ class ZeroTrainer:
 
     # -- reading ----------------------------------------------------------------------------------------------
 
-    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[FloatArray]:
         """Logprobs of every trained token in nats, per sequence, in the order of the sequences."""
         check_gives("logprobs", scalar=self.model.scalar, name=type(self.module).__name__)
         return self._read(sequences, lambda packed: self.sharded.logprobs(packed, temperature), max_tokens)
 
-    def entropies(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[list[float]]:
+    def entropies(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[FloatArray]:
         """Entropies in nats before every trained token, per sequence, in the order of the sequences."""
         check_gives("logprobs", scalar=self.model.scalar, name=type(self.module).__name__)
 
@@ -268,7 +266,7 @@ class ZeroTrainer:
 
         return self._read(sequences, forward, max_tokens)
 
-    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
+    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[FloatArray]:
         """The scalar head's number before every trained token, per sequence, in the order of the sequences."""
         check_gives("values", scalar=self.model.scalar, name=type(self.module).__name__)
 
@@ -280,12 +278,12 @@ class ZeroTrainer:
     @torch.no_grad()
     def _read(
         self, sequences: Sequence[TokenSequence], forward: Callable[[Packed], torch.Tensor], max_tokens: int
-    ) -> list[list[float]]:
+    ) -> list[FloatArray]:
         self._check_sequences(sequences)  # here, where all ranks raise alike, and not in the middle of a pass
 
-        def run(max_tokens: int) -> list[list[float]]:
+        def run(max_tokens: int) -> list[FloatArray]:
             passes = distribute(sequences, max_tokens=max_tokens, ranks=self._groups)
-            values: dict[int, list[float]] = {}
+            values: dict[int, FloatArray] = {}
 
             def compute() -> None:
                 for row in passes:

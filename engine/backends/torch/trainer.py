@@ -8,6 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,7 +39,7 @@ from engine.backends.weight_files.pieces import moment_shapes, open_checkpoint
 from engine.backends.weight_files.sketches import Sketch, multiply_by_noise, sketch_of_tensors
 from engine.backends.weight_files.tensor_files import check_shapes, shapes_of_tensors, write_tensors
 from engine.errors import NonFiniteGradient, OutOfMemory
-from engine.models.samples import Sample
+from engine.models.samples import FloatArray, Sample
 from engine.protocol import TokenSequence
 from engine.specs.adapters import LoraSpec
 from storage.chain.records import OptimizerSpec
@@ -210,23 +211,21 @@ class TorchTrainer:
 
     # -- forward passes ---------------------------------------------------------------------------------------
 
-    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[FloatArray]:
         """Logprobs of every trained token in nats, per sequence, in the order of the sequences."""
         check_gives("logprobs", scalar=self.scalar, name=type(self.model.module).__name__)
         return self._forward_per_sequence(
             sequences, lambda packed: self.model.logprobs(packed, temperature=temperature), max_tokens
         )
 
-    def entropies(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[list[float]]:
+    def entropies(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[FloatArray]:
         """Entropies in nats before every trained token, per sequence, in the order of the sequences."""
         check_gives("logprobs", scalar=self.scalar, name=type(self.model.module).__name__)
         return self._forward_per_sequence(
             sequences, lambda packed: self.model.logprobs_and_entropy(packed, temperature=temperature)[1], max_tokens
         )
 
-    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[list[float]]:
+    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[FloatArray]:
         """The scalar head's number before every trained token, per sequence, in the order of the sequences."""
         check_gives("values", scalar=self.scalar, name=type(self.model.module).__name__)
         return self._forward_per_sequence(sequences, self.model.values, max_tokens)
@@ -234,11 +233,11 @@ class TorchTrainer:
     @torch.no_grad()
     def _forward_per_sequence(
         self, sequences: Sequence[TokenSequence], forward: Callable[[Packed], Tensor], max_tokens: int
-    ) -> list[list[float]]:
+    ) -> list[FloatArray]:
         self._check(sequences)
 
-        def run(max_tokens: int) -> list[list[float]]:
-            values: list[list[float]] = [[] for _ in sequences]
+        def run(max_tokens: int) -> list[FloatArray]:
+            values: list[FloatArray] = [np.zeros(0) for _ in sequences]
             for indices in micro_batches(sequences, max_tokens=max_tokens):
                 packed = pack([sequences[index] for index in indices], device=self.model.device)
                 for index, sequence_values in zip(indices, split_by_sequence(forward(packed), packed), strict=True):

@@ -25,7 +25,7 @@ from engine.losses.base import LossNorm, NormalisedLossSpec, PairLoss, TokenLoss
 from engine.losses.inputs import LossInputs, Outputs
 from engine.losses.spec import LossSpec
 from engine.models.folder import CONTEXT_SOURCE
-from engine.models.samples import PER_TOKEN, Sample
+from engine.models.samples import PER_TOKEN, FloatArray, Sample
 from storage.chain.records import OptimizerSpec
 
 Forward = Callable[[Packed], Outputs]
@@ -225,9 +225,10 @@ def _column(samples: Sequence[Sample], name: str, like: Tensor) -> Tensor | None
     return torch.from_numpy(values_N).to(like)
 
 
-def split_by_sequence(values_N: Tensor, packed: Packed) -> list[list[float]]:
-    """The values of each sequence's trained tokens."""
-    return [part.tolist() for part in values_N.split(list(packed.trained_S))]
+def split_by_sequence(values_N: Tensor, packed: Packed) -> list[FloatArray]:
+    """The values of each sequence's trained tokens, in float64."""
+    values = values_N.detach().cpu().double().numpy()
+    return np.split(values, np.cumsum(packed.trained_S)[:-1])
 
 
 # -- the report, and the optimizer -----------------------------------------------------------------------------

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from engine.errors import EngineBusy
 from engine.http.calls import CallLimits, CallResult, CallTable, SubmittedCall
-from engine.http.errors import BodyTooLarge, CallConflict, UnknownCall
+from engine.http.errors import BodyTooLarge, CallConflict, NotAdmitted, UnknownCall
 from tests.fixtures.clocks import Clock
 
 A, B, C = "a" * 32, "b" * 32, "c" * 32
@@ -70,17 +69,28 @@ async def test_calls_and_bytes_that_wait_are_bounded() -> None:
     assert table.has_room(4)
     assert not table.has_room(5)
     submit(table, B, work, size=4)
-    with pytest.raises(EngineBusy, match="2 calls"):
+    with pytest.raises(NotAdmitted, match="2 calls"):
         submit(table, C, work)
     assert submit(table, A, work, size=6) is first  # joining costs nothing
     with pytest.raises(BodyTooLarge):
         submit(CallTable(CallLimits(waiting_bytes=10)), C, work, size=11)
-    with pytest.raises(EngineBusy, match="0 of 0 MiB"):
+    with pytest.raises(NotAdmitted, match="0 of 0 MiB"):
         submit(CallTable(table.limits, reserved_bytes=5), C, work, size=6)
     work.gate.set()
     await table.wait(first, 5)
     await asyncio.sleep(0)
     assert table.has_room(10)
+
+
+async def test_no_verb_of_a_run_keeps_the_others_out() -> None:
+    table, work = CallTable(CallLimits(waiting_of_verb=1)), Work()
+    submit(table, A, work)
+    with pytest.raises(NotAdmitted, match="1 generate calls of run r"):
+        submit(table, B, work)
+    table.submit(B, work, verb="take_gradient_step", digest="d", run="r", size=1)
+    table.submit(C, work, verb="generate", digest="d", run="another", size=1)
+    assert table.waiting() == 3
+    work.gate.set()
 
 
 async def test_a_dropped_call_is_cancelled_and_forgotten() -> None:

@@ -6,6 +6,7 @@ import json
 import struct
 import tracemalloc
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -15,8 +16,17 @@ from engine.errors import BadSpec, SampleTooLong
 from engine.http import arrow_stream, wire
 from engine.http.errors import BodyTooLarge
 from engine.models.images import MAX_IMAGE_BYTES, Images, PlacedImage, images_or_none
-from engine.protocol import Completion, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
+from engine.protocol import (
+    Completion,
+    GenerateRequest,
+    LogprobsRequest,
+    RowsRequest,
+    SamplingParams,
+    TableRows,
+    TokenSequence,
+)
 from storage.chain.records import PolicyRef
+from tests.fixtures.servers.scripted_engine import ref
 from tests.fixtures.servers.unchecked import unchecked
 from tests.fuzz.mutations import END, messages
 
@@ -60,6 +70,26 @@ def test_sequences_come_back_as_they_were(given_rows: list, temperature: float) 
     ]
     request = LogprobsRequest(POLICY, sequences, temperature)
     assert wire.decode_logprobs_request(wire.encode_logprobs_request(request, epoch=1)) == (request, 1)
+
+
+def test_committed_rows_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_SCORES_PER_ROW", 2)
+    masks = {"rollouts": [True, False, False], "batch": [True, False, True]}
+    tables = [TableRows(ref(kind, f"runs/r/{kind}", POLICY), np.array(mask)) for kind, mask in masks.items()]
+    request, epoch = wire.decode_rows_request(wire.encode_rows_request(RowsRequest(POLICY, tables, 0.7, 9), epoch=3))
+    assert (request.policy, request.temperature, request.max_tokens, epoch) == (POLICY, 0.7, 9, 3)
+    assert [part.table for part in request.tables] == [part.table for part in tables]
+    assert [part.rows.tolist() for part in request.tables] == list(masks.values())
+    for scores in ([], [0.1, float("-inf"), 1 / 3], [float(np.float32(0.1))] * 4):
+        assert wire.decode_scores(wire.encode_scores(np.array(scores, np.float64))).tolist() == scores
+
+
+@pytest.mark.parametrize(("change", "message"), [({"kind": "graded"}, "'graded'"), ({"key": "../x"}, "x")])
+def test_tables_that_are_no_rows_of_a_step_are_refused(change: dict, message: str) -> None:
+    part = TableRows(ref("batch", "runs/r/b", POLICY), np.array([True]))
+    object.__setattr__(part, "table", part.table.model_copy(update=change))
+    with pytest.raises(BadSpec, match=message):
+        wire.decode_rows_request(wire.encode_rows_request(RowsRequest(POLICY, [part]), epoch=0))
 
 
 IMAGES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.binary(min_size=1, max_size=9)), max_size=3)

@@ -31,7 +31,7 @@ OF_LOGPROBS = {
 
 def logprobs_of(trainer: TorchTrainer, *samples: Sample) -> list[list[float]]:
     sequences = [TokenSequence(token_ids=s.token_ids, loss_mask=s.loss_mask) for s in samples]
-    return trainer.logprobs(sequences, temperature=1.0, max_tokens=WHOLE)
+    return [row.tolist() for row in trainer.logprobs(sequences, temperature=1.0, max_tokens=WHOLE)]
 
 
 def with_tangents(

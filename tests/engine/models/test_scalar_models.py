@@ -41,7 +41,7 @@ RETURNS = [row([10, 11, 12], [50, 51], returns=1.0), row([20, 21], [22, 23, 24],
 
 
 def values(trainer: TorchTrainer, sequences: list[TokenSequence] = TOKENS) -> list[list[float]]:
-    return trainer.values(sequences, max_tokens=WHOLE)
+    return [row.tolist() for row in trainer.values(sequences, max_tokens=WHOLE)]
 
 
 def fit(trainer: TorchTrainer, *, updates: int = 3) -> None:

@@ -123,7 +123,8 @@ def test_updates_have_the_bytes_of_updates_that_cast_in_every_forward_pass(
             assert (report.micro_batches > 1) == (max_tokens == 40)
             losses.append(report.metrics)
         sequences = [TokenSequence(s.token_ids, s.loss_mask, s.group) for s in RAGGED]
-        logprobs.append(trainer.logprobs(sequences, temperature=0.8, max_tokens=max_tokens))
+        scored = trainer.logprobs(sequences, temperature=0.8, max_tokens=max_tokens)
+        logprobs.append([row.tolist() for row in scored])
         digests.append(trainer.weights_digest())
     assert digests[0] == digests[1]
     assert logprobs[0] == logprobs[1]

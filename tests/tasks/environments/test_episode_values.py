@@ -33,7 +33,7 @@ def credited_episodes(
 ) -> pa.Table:
     """The batch with credit for the turns of the episodes."""
     tokens = np.array(list(chain.from_iterable(turn_tokens for _, _, turn_tokens, _ in played)))
-    rows = TrainedRows({}, np.arange(len(tokens)), tokens)
+    rows = TrainedRows({}, [], np.arange(len(tokens)), tokens)
     return credited(table, grades_of(played), rows, values_T, plan, values)
 
 

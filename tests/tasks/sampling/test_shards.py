@@ -16,20 +16,18 @@ from pydantic import ValidationError
 
 import storage.store.tables
 import tasks.batches.rl
-import tasks.sampling.shards
 from engine.errors import PermanentEngineError
 from storage.chain.records import CommitRecord, Numerics, OptimizerSpec, PolicyRef, StepRequest
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, single_file_entry
 from storage.store.objects import ObjectStore, open_store
-from storage.store.tables import RecentTables, commit_table, read_rows, read_table, table_schema
+from storage.store.tables import AHEAD, RecentTables, commit_table, read_rows, read_table, read_tables, table_schema
 from tasks.batches.advantages import RewardKL
 from tasks.batches.rl import prepare_batch
 from tasks.committed import commit_once
 from tasks.plans import BatchPlan, ValuePlan
 from tasks.reports.step_metrics import measure_step
-from tasks.sampling.shards import AHEAD, read_tables
 from tasks.task_runs import work_of
 
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
@@ -84,12 +82,15 @@ class Scorer:
     def connect(self) -> Scorer:
         return self
 
-    async def logprobs(self, request: Any, *, epoch: int) -> list[list[float]]:
-        self.calls.append(len(request.sequences))
-        return [
-            [-float(i) for i, weight in zip(s.token_ids, s.loss_mask, strict=True) if weight > 0]
-            for s in request.sequences
-        ]
+    async def logprobs_of_rows(self, request: Any, *, epoch: int) -> np.ndarray:
+        logprobs, rows = list[float](), 0
+        for part in request.tables:
+            for row, taken in zip(read_table(self.store, part.table).to_pylist(), part.rows, strict=True):
+                if taken:
+                    rows += 1
+                    logprobs += [-float(i) for i, t in zip(row["token_ids"], row["loss_mask"], strict=True) if t]
+        self.calls.append(rows)
+        return np.array(logprobs)
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ def test_tables_come_in_their_order_and_a_few_at_a_time(store: ObjectStore, monk
             most = max(most, begun - taken)
         return read_table(*arguments)
 
-    monkeypatch.setattr(tasks.sampling.shards, "read_step_table", counting)
+    monkeypatch.setattr(storage.store.tables, "read_step_table", counting)
     first_prompts = []
     for table in read_tables(store, refs, ["prompt_id"]):
         first_prompts.append(table["prompt_id"][0].as_py())
@@ -203,8 +204,8 @@ def one_episode(store: ObjectStore) -> ArtifactRef:
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "env_grpo", "env_ppo"])
 async def test_a_policy_whose_weights_overflowed_is_named(store: ObjectStore, algorithm: str, logprob: float) -> None:
     class Overflowed(Scorer):
-        async def logprobs(self, request: Any, *, epoch: int) -> list[list[float]]:
-            return [[logprob] * len(row) for row in await super().logprobs(request, epoch=epoch)]
+        async def logprobs_of_rows(self, request: Any, *, epoch: int) -> np.ndarray:
+            return np.full_like(await super().logprobs_of_rows(request, epoch=epoch), logprob)
 
     workspace: Any = Overflowed(store)
     plan, values = BatchPlan(reference=None), ValuePlan(value=POLICY)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Literal
 
-from storage.chain.deletion import run_of_parent
 from storage.serialization import Frozen
 from storage.store import key_patterns, keys
 from storage.store.artifacts import read_manifest
@@ -105,7 +104,7 @@ def _runs_of_models(store: ObjectStore, objects: list[ObjectInfo]) -> dict[str, 
         if artifact is None or not info.key.startswith(keys.models_prefix()):
             continue
         manifest = read_manifest(store, artifact)
-        parents = [run_of_parent(parent) for parent in manifest.parents]
+        parents = [keys.run_of_parent(parent) for parent in manifest.parents]
         if manifest.kind == "model" and parents and parents[0] is not None:
             runs[artifact] = parents[0]
     return runs

@@ -168,12 +168,13 @@ def test_an_incomplete_version_of_a_model_stays_while_somebody_may_write(store: 
 def test_nothing_beside_an_unreadable_manifest_is_deleted(store: ObjectStore, clock: Clock) -> None:
     commit_rows(store)
     store.put(keys.manifest(STEP), store.get(keys.manifest(STEP))[:-9])
+    store.put(f"{STEP}.{ATTEMPT}.parquet", b"of another attempt: one of the two may be named")
     before = all_keys(store)
     clock.now += 25 * HOUR
     report = collect_garbage(store)
     assert all_keys(store) == before and report.unreadable == (keys.manifest(STEP),)
     store.put(keys.manifest(STEP), b'{"schema_version": 99}')
-    with pytest.raises(PermanentStorageError, match=r"has schema version 99.*Nothing was deleted"):
+    with pytest.raises(PermanentStorageError, match=r"has schema version 99.*Nothing more was deleted"):
         collect_garbage(store)
 
 

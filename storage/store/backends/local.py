@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -239,7 +239,8 @@ class LocalBackend:
             return _last_change(temporary.stat())
 
     def folder(self, prefix: str) -> Folder:
-        folders, objects = [], []
+        folders: list[str] = []
+        objects: list[ObjectInfo] = []
         for name, entry, is_folder in self._entries(prefix):
             if not is_folder:
                 objects += self._info(name, entry)
@@ -362,7 +363,7 @@ class LocalBackend:
             elif name.startswith(prefix):
                 yield from self._info(name, entry)
 
-    def _entries(self, folder: str) -> list[tuple[str, os.DirEntry[str], bool]]:
+    def _entries(self, folder: str) -> Sequence[tuple[str, os.DirEntry[str], bool]]:
         """Returns (relative path, entry, whether it is a folder) for what lies in a folder."""
         try:
             with self._reading(folder), os.scandir(self.root / folder) as entries:
@@ -370,7 +371,7 @@ class LocalBackend:
         except ObjectNotFound:
             return []
 
-    def _info(self, name: str, entry: os.DirEntry[str]) -> list[ObjectInfo]:
+    def _info(self, name: str, entry: os.DirEntry[str]) -> Sequence[ObjectInfo]:
         """Returns the object of a file. Returns nothing for temporary files and those of other programs."""
         if not is_key(name):
             return []

@@ -89,7 +89,8 @@ class S3Backend:
 
     def folder(self, prefix: str) -> Folder:
         where = {"Prefix": self._prefix + prefix, "MaxKeys": self.page_size, "Delimiter": "/"}
-        folders, objects = [], []
+        folders: list[str] = []
+        objects: list[ObjectInfo] = []
         for page in self._pages("list_objects_v2", **where):
             for item in page.get("CommonPrefixes") or ():
                 name = item["Prefix"][len(self._prefix) + len(prefix) :].removesuffix("/")

@@ -77,9 +77,10 @@ def check_index(store: ObjectStore) -> None:
 
 
 def forget_run(store: ObjectStore, run: str) -> None:
-    """Deletes the entries of a run whose objects are deleted."""
+    """Deletes the entries of a run whose objects are deleted, except those of users that stay, such as models."""
     prefix = keys.run_prefix(run)
     for user in users_of(store, prefix):
-        store.delete(keys.index_use(prefix, user))
+        if not store.exists(user):
+            store.delete(keys.index_use(prefix, user))
     store.delete(keys.index_run(run, "chains"))
     store.delete(keys.index_run(run))

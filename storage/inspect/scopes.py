@@ -7,7 +7,7 @@ artifact's data begin with its logical key, so an artifact never belongs to two 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from storage.chain.listing import run_objects
 from storage.store import keys
@@ -21,7 +21,7 @@ class Scope(NamedTuple):
     """What the keys of its objects begin with."""
     run: str | None = None
     """The run, if the scope is one."""
-    extent: str = "all"
+    extent: Literal["all", "folder", "parts"] = "all"
     """all: everything below the prefix. folder: the objects directly in it that belong to no run. parts: the objects of
     the run, where the runs `run/time` of a schedule lie below the prefix, too."""
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from storage.errors import PermanentStorageError
+from storage.errors import ObjectNotFound, PermanentStorageError
 from storage.inspect.gc import GcReport, ObjectTotals, collect_garbage
 from storage.registry.models import publish_model
 from storage.serialization import digest
@@ -194,6 +194,25 @@ def test_a_model_that_is_handed_over_goes_as_a_whole(store: ObjectStore, clock: 
     assert collect_garbage(store).names == ()  # the data is older than a day, its manifest is not
     clock.now += 5 * HOUR
     assert collect_garbage(store).names == tuple(sorted((data, manifest)))
+
+
+def test_one_run_is_collected_alone(store: ObjectStore, clock: Clock, tmp_path: Path) -> None:
+    fill(store, tmp_path)
+    for key in GARBAGE:
+        store.put(key, b"12345")
+    store.put(keys.run_json("r/nested"), b"{}")
+    store.put(f"{keys.step_artifact('r/nested', '0-s', 1, 'graded', 0)}.{ATTEMPT}.parquet", b"1")
+    clock.now += 25 * HOUR
+    others = {key for key in all_keys(store) if keys.run_of(key) != "r"}
+    listed: list[str] = []
+    real = store.backend.list
+    store.backend.list = lambda prefix: listed.append(prefix) or real(prefix)  # type: ignore[method-assign,func-returns-value]
+    assert collect_garbage(store, run="r").names == tuple(sorted(key for key in GARBAGE if keys.run_of(key) == "r"))
+    assert all(prefix.startswith("runs/r/") and prefix != "runs/r/" for prefix in listed)
+    assert {key for key in all_keys(store) if keys.run_of(key) != "r"} == others
+    assert len(collect_garbage(store, run="r/nested").names) == 1
+    with pytest.raises(ObjectNotFound, match="no run 'none'"):
+        collect_garbage(store, run="none")
 
 
 # -- a folder --------------------------------------------------------------------------------------------------

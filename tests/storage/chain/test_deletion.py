@@ -290,4 +290,4 @@ def test_the_models_of_a_deleted_run_are_no_run(toy: ToyRun) -> None:
     usage = measure_usage(toy.store)
     assert usage.runs == ()
     assert usage.models_of_deleted_runs == models > 0
-    assert usage.total == sum(objects(toy.store).values())
+    assert usage.total == sum(info.size for info in toy.store.list())

@@ -161,8 +161,8 @@ def test_a_fork_killed_at_any_write_is_finished_by_the_same_command(toy: ToyRun,
         assert copy.head() == Chain(toy.store, "new", "0-grpo", "policy").head()
         assert {key for key in of_run(again.store, "new") if "/checkpoints/" not in key} == whole
         assert audit_store(again.store).problems == ()
-    # fork.json, stage.json, three metrics, root, three records, a checkpoint of two files and its manifest; and the index:
-    # the run and the use of the old run before fork.json, the chain and the use of the base model before the root
+    # fork.json, stage.json, three metrics, root, three records, a checkpoint of two files and its manifest; and in the
+    # index: the run and the use of the old run before fork.json, the chain and the use of the base before the root
     assert kills == 1 + 1 + 3 + 1 + 3 + 3 + 2 + 2
 
 

@@ -24,7 +24,7 @@ from uuid import uuid4
 
 from storage.errors import ObjectNotFound, StorageUnavailable
 from storage.serialization import FileDigest, digest
-from storage.store.backends.protocol import Leftover, ObjectInfo, PutResult
+from storage.store.backends.protocol import Folder, Leftover, ObjectInfo, PutResult
 from storage.store.backends.s3_transfer import CONNECTIONS, PART_BYTES
 from storage.store.retry import RetryPolicy
 
@@ -228,6 +228,17 @@ class SimulatedS3:
             self.charge("LIST", prefix)
         return iter(listed)
 
+    def folder(self, prefix: str) -> Folder:
+        below = [path for path in (self.folder / prefix).glob("*")]
+        objects = []
+        for path in below:
+            if path.is_file():
+                status = path.stat()
+                objects.append(ObjectInfo(f"{prefix}{path.name}", status.st_size, status.st_mtime))
+        for _ in range(max(1, -(-len(below) // PAGE_KEYS))):
+            self.charge("LIST", prefix)
+        return Folder(sorted(path.name for path in below if path.is_dir()), sorted(objects))
+
     def put(self, key: str, data: bytes) -> None:
         self.charge("PUT", key, len(data))
         self._write(key, data, replace=True)
@@ -276,7 +287,7 @@ class SimulatedS3:
     def now(self) -> float:
         return time.time()
 
-    def leftovers(self) -> Iterator[Leftover]:
+    def leftovers(self, prefix: str) -> Iterator[Leftover]:
         return iter(())
 
     def remove_leftover(self, name: str) -> None:

@@ -43,7 +43,6 @@ from flows.runs.checked_flow import checked_flow
 from flows.runs.events import announce_promotion
 from flows.runs.input_checks import check_inputs
 from flows.runs.session import workspace_of
-from storage.chain.deletion import run_of_parent
 from storage.errors import AliasMoved
 from storage.inspect.lineage import training_datasets
 from storage.registry.decisions import (
@@ -58,6 +57,7 @@ from storage.registry.decisions import (
 )
 from storage.registry.models import LATEST, find_model
 from storage.serialization import Frozen, canonical_json, digest
+from storage.store import keys
 from storage.store.objects import ObjectStore
 from tasks.datasets.load import LoadedDataset
 from tasks.evaluation.model_comparison import Comparison, comparison_sentences
@@ -169,7 +169,7 @@ def _newest_foreign_version(store: ObjectStore, config: RecurringConfig) -> str 
         model = find_model(store, config.model, entry.version)
         if model is None:
             continue
-        runs = [run_of_parent(parent) or "" for parent in model.parents]
+        runs = [keys.run_of_parent(parent) or "" for parent in model.parents]
         if not any(run.startswith(f"{config.run_key}/") for run in runs):
             return entry.version
     return None

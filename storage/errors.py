@@ -5,7 +5,7 @@ StorageError
 └── PermanentStorageError      ObjectNotFound  NoSuchBucket  OtherStore  AccessDenied  CorruptArtifact
                                UnsupportedFilesystem  InvalidKey  SchemaMismatch  SemanticMismatch  VersionConflict
                                ArtifactConflict  AliasMoved  ForkRefused  NoSuchCheckpoint  CheckpointInUse
-                               RunInUse  RunBeingDeleted  ModelInUse
+                               RunInUse  RunBeingDeleted  ModelInUse  IndexIncomplete
 """
 
 from __future__ import annotations
@@ -74,6 +74,10 @@ class AccessDenied(PermanentStorageError):
 
 class CorruptArtifact(PermanentStorageError):
     """Raised when bytes differ from what their manifest says, cannot be parsed, or were written by a newer version."""
+
+
+class IndexIncomplete(PermanentStorageError):
+    """Raised when the store has lost its index, so that what uses a run is not known."""
 
 
 class UnsupportedFilesystem(PermanentStorageError):

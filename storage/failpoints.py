@@ -34,6 +34,8 @@ FAILPOINTS: frozenset[str] = frozenset(
         "checkpoint.after_manifest",
         "rebase.before_commit",
         "rebase.after_commit",
+        # an entry of the index, before the object that it points to
+        "index.recorded",
         # deletion of a checkpoint
         "retention.named",
         "retention.unlisted",

@@ -6,6 +6,8 @@ it, so that a training loop can take its next step in between.
 
 from __future__ import annotations
 
+import asyncio
+
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef, StepRequest
 from storage.chain.retention import KEEP_LAST_TWO, Retention, prune_checkpoints
@@ -58,7 +60,7 @@ async def save_checkpoint(
             policy, provenance=workspace.provenance, name=name, epoch=workspace.epoch
         )
         # Removing checkpoints loses nothing: any policy can be computed again from the chain, only more slowly.
-        prune_checkpoints(workspace.open_store(), policy, retention)
+        await asyncio.to_thread(prune_checkpoints, workspace.open_store(), policy, retention)
     return ref
 
 

@@ -137,6 +137,7 @@ def gc(
     dry_run: DryRun = False,
     older_than: OlderThan = "24h",
     no_active_runs: NoActiveRuns = False,
+    run: Annotated[str, typer.Option("--run", help="Only the data of this run. No other run is read.")] = "",
 ) -> None:
     """Deletes data that nothing refers to. Runs may continue meanwhile."""
     to = console()
@@ -144,8 +145,9 @@ def gc(
     try:
         with report_errors(), to.status(f"searching {storage}"):
             report = collect_garbage(
-                open_store(storage), older_than=_age(older_than), dry_run=dry_run, exclusive=no_active_runs
-            )
+                open_store(storage), run=run or None, older_than=_age(older_than), dry_run=dry_run,
+                exclusive=no_active_runs,
+            )  # fmt: skip
     except ValueError as error:
         print_plain(messages(), str(error))
         raise typer.Exit(1) from error

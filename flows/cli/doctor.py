@@ -27,6 +27,7 @@ from flows.cli.output import (
     messages,
     print_findings,
     print_json,
+    print_plain,
     report_errors,
     table,
     usage_error,
@@ -37,6 +38,7 @@ from flows.ops.local_server import environment_variables
 from flows.ops.services import client_settings
 from flows.ops.state import HOME, UpError, UpState, load_state, status
 from storage.inspect.audit import AuditReport, audit_store
+from storage.inspect.index import rebuild_index
 from storage.store.objects import open_store
 
 COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "fail": "red"}
@@ -60,10 +62,11 @@ def doctor(
         Path | None, typer.Option("--config", help="A config with a store and an engine.", exists=True, dir_okay=False)
     ] = None,
     deep: Annotated[bool, typer.Option("--deep", help="Read and check every byte of the store.")] = False,
+    run: Annotated[str, typer.Option("--run", help="With --deep: check only this run of the store.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Checks versions, storage, engine and Prefect, and says what to do about problems; --deep audits the store. Where
-    'ostinato up' runs in this folder, these are its services."""
+    """Checks versions, storage, engine and Prefect, and says what to do about problems; --deep audits the store and
+    rebuilds its index. Where 'ostinato up' runs in this folder, these are its services."""
     try:
         up = _running_up()
     except UpError as error:
@@ -71,11 +74,13 @@ def doctor(
     # the options name another store and engine than those of 'ostinato up'
     used_up = None if storage or engine or config else up
     settings = _settings_of_up(used_up) if used_up else _read_settings(config, storage, engine)
+    if run and not deep:
+        raise usage_error("--run chooses what --deep checks; give both")
     audit = None
     with report_errors(), _environment_of_up(used_up):
         checks = [*check_up(up), *_run_checks(settings)]
         if deep:
-            audit = _audit(settings.storage.url, hidden=as_json)
+            audit = _audit(settings.storage.url, run or None, hidden=as_json)
     # print the results in one of two forms
     if as_json:
         body: dict[str, Any] = {"checks": [check.model_dump() for check in checks]}
@@ -166,17 +171,22 @@ def _run_checks(settings: DoctorConfig) -> Iterator[Check]:
     yield check_prefect()
 
 
-def _audit(url: str, *, hidden: bool) -> AuditReport:
+def _audit(url: str, run: str | None, *, hidden: bool) -> AuditReport:
+    store = open_store(url)
+    if run is None:
+        added = rebuild_index(store)
+        if added:
+            print_plain(messages(), f"the index of {url} lacked {added:,} entries, which were added")
     # outside a terminal, rich would print an empty line in place of the bar
     with Progress(console=messages(), transient=True, disable=hidden or not sys.stderr.isatty()) as bar:
         tasks: dict[str, Any] = {}
 
         def on_progress(what: str, done: int, total: int) -> None:
             if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
+                tasks[what] = bar.add_task(what)
+            bar.update(tasks[what], completed=done, total=total)
 
-        return audit_store(open_store(url), on_progress=on_progress)
+        return audit_store(store, run=run, on_progress=on_progress)
 
 
 def _print_checks(checks: list[Check], to: Console) -> None:
@@ -190,7 +200,7 @@ def _print_checks(checks: list[Check], to: Console) -> None:
 def _print_audit(audit: AuditReport, to: Console) -> None:
     counts = {name: f"{count:,}" for name, count in audit.counts.items()}
     counts["data without a manifest (pending)"] = f"{len(audit.pending):,}"
-    to.print(key_value_table("the whole store", counts))
+    to.print(key_value_table("what was checked", counts))
     if audit.ok:
         to.print("[green]no problem was found[/green]")
     print_findings(audit.problems, to)

@@ -3,6 +3,7 @@ their grades, and the origin of its models."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from flows.cli.output import (
     add_rows,
     console,
     key_value_table,
+    messages,
     print_json,
     print_plain,
     report_errors,
@@ -23,32 +25,44 @@ from flows.cli.output import (
 )
 from flows.runs.recorded_config import read_config
 from storage.chain.checkpoint_names import resolve_checkpoint_name
-from storage.chain.listing import is_auxiliary, list_runs
+from storage.chain.listing import is_auxiliary
 from storage.chain.retention import remove_checkpoints
 from storage.inspect.lineage import ChainSegment, Lineage, StepLineage, differing_settings, lineage_of, step_lineage
 from storage.inspect.prompt_lineage import PromptReport, prompt_report
 from storage.inspect.run_details import ChainDetails, RunDetails, RunSummary, describe_run, seconds_since, summarize_run
 from storage.inspect.step_grades import step_grades
 from storage.serialization import flatten
+from storage.store.index import run_entries
 from storage.store.objects import open_store
 
 runs_app = typer.Typer(help="The runs of a store, and the origin of its models.", no_args_is_help=True)
 
+READERS = 16
+"""Number of runs that are read at the same time for a list."""
 RunArgument = Annotated[str, typer.Argument(help="Key of the run.")]
 
 
 @runs_app.command("ls")
 def ls(
+    prefix: Annotated[str, typer.Argument(help="Only the runs whose keys begin with this.")] = "",
     storage: Storage = DEFAULT_STORAGE,
     everything: Annotated[
         bool, typer.Option("--all", help="Also list the runs that evaluations and served models create.")
     ] = False,
+    limit: Annotated[int, typer.Option("--limit", help="Number of runs, the newest of all.", min=1)] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Lists the runs: kind, state, steps and lease."""
+    """Lists the newest runs: kind, state, steps and lease."""
     with report_errors():
         store = open_store(storage)
-        rows = [summarize_run(store, run) for run in list_runs(store) if everything or not is_auxiliary(run)]
+        # only the runs that are shown are read, some at a time
+        entries = run_entries(store, prefix)
+        runs = [run for run in entries if everything or not is_auxiliary(run)]
+        newest = sorted(runs, key=lambda run: entries[run].modified)[-limit:]
+        with ThreadPoolExecutor(READERS) as pool:
+            rows = list(pool.map(lambda run: summarize_run(store, run), sorted(newest)))
+    if len(newest) < len(runs):
+        print_plain(messages(), f"{len(runs) - len(newest):,} older runs are not shown; give a prefix or --limit")
     if as_json:
         print_json([row.model_dump(mode="json") for row in rows])
         return

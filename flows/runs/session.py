@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -124,8 +125,9 @@ async def open_run(config: TrainingConfig, logger: TerminalProgress) -> AsyncIte
         config = with_deployment_settings(config)
         workspace = ending.workspace = open_workspace(config.flow, config)
         store = workspace.open_store()
-        check_fork(store, workspace.run)
-        resumed = store.exists(keys.run_json(workspace.run))
+        # calls to the store are made in threads, so that they do not stop what else this process runs
+        await asyncio.to_thread(check_fork, store, workspace.run)
+        resumed = await asyncio.to_thread(store.exists, keys.run_json(workspace.run))
         workspace = with_hub_commits(workspace, config)
         _check_config(workspace, config, resumed=resumed)
         config.logging.trackers()
@@ -141,11 +143,12 @@ async def open_run(config: TrainingConfig, logger: TerminalProgress) -> AsyncIte
         notes = await _check_fit(workspace, config, base, datasets, logger, resumed=resumed)
 
         # create the run, or check that a resumed one has the same inputs
-        warnings = _create_or_check_run(workspace, config, base, _input_digests(base, datasets))
+        inputs = _input_digests(base, datasets)
+        warnings = await asyncio.to_thread(_create_or_check_run, workspace, config, base, inputs)
         for name, (source, use) in config.data.inputs.items():
             source.record_version(workspace.open_store(), workspace.run, use, datasets[name])
         # from here on, this process alone acts for the run
-        workspace = take_lease(workspace)
+        workspace = await asyncio.to_thread(take_lease, workspace)
         logger.logging = config.logging
         for line in (*notes, *(f"warning: {warning}" for warning in warnings)):
             logger.note(line)
@@ -236,9 +239,9 @@ async def _check_fit(
         return []
     heldout = _load_heldout(workspace, config, logger)
     store, info = workspace.open_store(), await workspace.connect().info()
-    committed = tuple(committed_steps(store, workspace.run).values())
+    committed = tuple((await asyncio.to_thread(committed_steps, store, workspace.run)).values())
     config = await _with_imported_value_model(workspace, config)
-    stage_data, speed = tuple(datasets.values()), measure_store(store)
+    stage_data, speed = tuple(datasets.values()), await asyncio.to_thread(measure_store, store)
     expected = estimate(store, config, base, stage_data, info, heldout=heldout, speed=speed, committed=committed)
     expected.check(info, resumed=resumed)
     return [expected.text(info)]

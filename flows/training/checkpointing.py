@@ -167,7 +167,7 @@ class CheckpointWriter:
     async def write(self, policies: Sequence[PolicyRef], due: Due) -> None:
         """Begins to save the checkpoint that is due of each model. The name belongs to the first of `policies`."""
         if due.name_only and due.named is not None:
-            name_step(self._workspace.open_store(), policies[0], due.named)
+            await asyncio.to_thread(name_step, self._workspace.open_store(), policies[0], due.named)
             return
         for number, policy in enumerate(policies):
             await self._start(policy, due.named if number == 0 else None, self._schedule.retention)

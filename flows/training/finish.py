@@ -55,12 +55,14 @@ async def publish_and_report(
         )
     # write the report
     result = (differences or {}) | {"run": session.run, "policy": policy.uri, "model": published}
-    report = write_report(workspace, policy, before, after, result, samples_shown=samples_shown)
-    address = report_url(workspace.engine, store, session.run) or report
+    report = await asyncio.to_thread(
+        write_report, workspace, policy, before, after, result, samples_shown=samples_shown
+    )
+    address = await asyncio.to_thread(report_url, workspace.engine, store, session.run) or report
     logger.note(f"report: {address}")
     # show both on the page
     links = {"report": address}
     if published is not None:
         links["published model"] = published
     await show_finished_run(store, policy, engine=workspace.engine, links=links)
-    return finish_run(session, result | {"report": report})
+    return await asyncio.to_thread(finish_run, session, result | {"report": report})

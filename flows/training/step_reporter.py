@@ -35,6 +35,7 @@ from tasks.evaluation.validation_curve import Validation, describe_size, read_va
 from tasks.loggers.base import LoggedRun, SentLog, Table
 from tasks.loggers.stage_loggers import Loggers
 from tasks.reports.clock import StepClock
+from tasks.reports.metrics import StepMetrics
 from tasks.reports.step_metrics import measure_step, write_metrics
 from tasks.reports.table_cells import table_cells
 
@@ -91,26 +92,14 @@ class StepReporter:
             return DataCursor.model_validate(self.last_record.cursor_out)
         return DataCursor()
 
-    def record(self, policy: PolicyRef, collected: CollectedRollouts | None = None) -> CommitRecord:
+    async def record(self, policy: PolicyRef, collected: CollectedRollouts | None = None) -> CommitRecord:
         """Measures the step that made `policy`, stores its metrics and shows them. Returns its commit record.
         `collected`: the rollouts that it trained on. Raises prefect.exceptions.Pause when a user has paused the flow
         run."""
         rollouts, graded = _refs(collected)
-        record = self.chain.committed_record(policy.step)
-        self.last_record = record
-        # measure the step
-        metrics = measure_step(
-            self.store,
-            record,
-            rollouts,
-            graded,
-            total_steps=self.total_steps,
-            seconds=self.clock.lap(),
-            parts=self.parts,
-        ).model_copy(update={"resumed": self._resumed})
-        self._resumed = False
-        # store the metrics before they are shown, so that nothing is shown that a crash could lose
-        write_metrics(self.store, policy, metrics)
+        # in a thread, because the measurement takes several requests for each shard of the step
+        record, metrics = await asyncio.to_thread(self._measure, policy, rollouts, graded, self.clock.lap())
+        self.last_record, self._resumed = record, False
         self.time_left.finish_step()
         seconds_left = self.time_left.remaining_seconds(policy.step)
         self.logger.step(metrics, seconds_left=seconds_left)
@@ -121,6 +110,18 @@ class StepReporter:
         self._notify(policy.step)
         self.watch.stepped(policy.step - 1)
         return record
+
+    def _measure(
+        self, policy: PolicyRef, rollouts: list[ArtifactRef], graded: list[ArtifactRef], seconds: dict[str, float]
+    ) -> tuple[CommitRecord, StepMetrics]:
+        """Returns the record and the metrics of the step that made `policy`, and stores the metrics: nothing is shown
+        that a crash could lose."""
+        record = self.chain.committed_record(policy.step)
+        metrics = measure_step(
+            self.store, record, rollouts, graded, total_steps=self.total_steps, seconds=seconds, parts=self.parts
+        ).model_copy(update={"resumed": self._resumed})
+        write_metrics(self.store, policy, metrics)
+        return record, metrics
 
     async def call(self, callbacks: Sequence[Callback], collected: CollectedRollouts | None = None) -> None:
         """Calls the callbacks that are due at the current policy, also after a resume: what a callback commits is

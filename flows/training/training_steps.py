@@ -127,7 +127,7 @@ class TrainingSteps:
         for model, policy in zip(self._models, self.policies, strict=True):
             model.set_policy(policy)
         # report the step, then call and save what is due
-        record = self._reporter.record(self.policy, step.collected)
+        record = await self._reporter.record(self.policy, step.collected)
         self._idle.add(record)
         await self._reporter.call(self._loop.callbacks, step.collected)
         due = self._loop.checkpoints.due(step.index, self.total_steps, model=self._loop.model.name)

@@ -15,15 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 from storage.chain.fork import read_fork
 from storage.chain.leases import current_epoch, is_held
-from storage.chain.records import Chain, Root
+from storage.chain.listing import run_chains, run_objects
+from storage.chain.records import Chain, Root, used_by_root
 from storage.errors import ModelInUse, ObjectNotFound, RunInUse
 from storage.failpoints import failpoint
 from storage.registry.decisions import champion_of
 from storage.registry.models import list_versions, move_latest_from
 from storage.serialization import Frozen, canonical_json
 from storage.store import key_patterns, keys
-from storage.store.artifacts import find_artifact, read_manifest
-from storage.store.objects import ObjectInfo, ObjectStore, read_json
+from storage.store.artifacts import Manifest, read_manifest
+from storage.store.index import check_index, forget_run, users_of
+from storage.store.objects import ObjectStore, read_json
 
 THREADS = 8
 """Number of objects that are deleted at the same time."""
@@ -48,14 +50,15 @@ def plan_deletion(store: ObjectStore, run: str, *, no_active_runs: bool = False)
         run: A run, or the name of a sweep: then all runs `NAME/…`.
         no_active_runs: The caller guarantees that no process works on the runs. A killed process keeps its lease.
 
-    Slow in a large store: it reads the list of all runs and models. Raises ObjectNotFound, CorruptArtifact.
+    It reads what uses the runs, which the index of the store names, and no other run. Raises ObjectNotFound,
+    CorruptArtifact, IndexIncomplete.
     """
-    listed = list(store.list(keys.runs_prefix()))
-    runs = _runs_to_delete(store, run, listed)
-    objects = [info for info in listed if keys.run_of(info.key) in runs]
+    check_index(store)
+    runs = _runs_to_delete(store, run)
+    objects = [info for name in runs for info in run_objects(store, name)]
     # Nothing can open a run that is deleted in part, and what was made from it is unverifiable already.
     whole_runs = [name for name in runs if not _is_begun(store, name)]
-    needed_by = [*_fork_uses(store, runs, listed), *_start_uses(store, runs, listed)]
+    needed_by = [*_fork_uses(store, runs), *_start_uses(store, runs)]
     if not no_active_runs:
         needed_by += _lease_uses(store, whole_runs)
     return RunDeletion(
@@ -98,7 +101,7 @@ def delete_model(store: ObjectStore, name: str, version: str, *, dry_run: bool =
     """Deletes the files of a version of a model; returns their bytes. With `dry_run`, only returns them.
 
     Decisions about the version and its cards stay. The alias "latest" then names the newest version that is left. A
-    deletion that was killed is finished by the same call. Slow in a large store: it reads the list of all runs.
+    deletion that was killed is finished by the same call.
 
     Raises:
         ObjectNotFound: there is no such version.
@@ -111,7 +114,8 @@ def delete_model(store: ObjectStore, name: str, version: str, *, dry_run: bool =
     if champion is not None and champion.version == version:
         raise ModelInUse(f"nothing was deleted: {name}@{version} is the champion; promote another version first")
     model = keys.model_version(name, version)
-    roots = _chain_roots(store, store.list(keys.runs_prefix()))
+    check_index(store)
+    roots = _chain_roots(store, users_of(store, model))
     runs = sorted({run for run, _, root in roots if root.base is not None and root.base.key == model})
     if runs:
         raise ModelInUse(
@@ -150,12 +154,13 @@ def _refuse_use(planned: RunDeletion, *, force: bool) -> None:
 
 def _delete_objects(store: ObjectStore, run: str) -> None:
     """Deletes the objects of a marked run: first what makes it visible, last its leases and the mark."""
+    own_entries = _entries_of_user(store, run)
     # the record first, so that nothing takes the rest for a whole run
     for key in (keys.run_json(run), keys.result_json(run), keys.fork_json(run)):
         store.delete(key)
     failpoint("deletion.hidden")
     # manifests and records before the data that they name
-    objects = [info.key for info in store.list(keys.run_prefix(run)) if keys.run_of(info.key) == run]
+    objects = [info.key for info in run_objects(store, run)]
     objects = [key for key in objects if not key.startswith(keys.leases_prefix(run))]
     data = [key for key in objects if key_patterns.is_artifact_data(key)]
     _delete_all(store, sorted(set(objects) - set(data)))
@@ -163,7 +168,23 @@ def _delete_objects(store: ObjectStore, run: str) -> None:
     failpoint("deletion.emptied")
     leases = [info.key for info in store.list(keys.leases_prefix(run)) if info.key != keys.deletion(run)]
     _delete_all(store, leases)
+    _delete_all(store, own_entries)
+    forget_run(store, run)
     store.delete(keys.deletion(run))
+
+
+def _entries_of_user(store: ObjectStore, run: str) -> list[str]:
+    """Returns the keys of the index that say what the run uses. Those that a killed deletion leaves do no harm."""
+    entries = []
+    for chain in run_chains(store, run):
+        root = chain.root()
+        if root is not None:
+            key = keys.chain_root(chain.run, chain.stage, chain.model)
+            entries += [keys.index_use(used, key) for used in used_by_root(root)]
+    fork = read_fork(store, run)
+    if fork is not None:
+        entries.append(keys.index_use(keys.run_prefix(fork.run), keys.fork_json(run)))
+    return entries
 
 
 def _delete_all(store: ObjectStore, object_keys: Collection[str]) -> None:
@@ -175,16 +196,17 @@ def _delete_all(store: ObjectStore, object_keys: Collection[str]) -> None:
         list(pool.map(delete, object_keys))
 
 
-def _runs_to_delete(store: ObjectStore, run: str, listed: Collection[ObjectInfo]) -> tuple[str, ...]:
+def _runs_to_delete(store: ObjectStore, run: str) -> tuple[str, ...]:
     """Returns `run`, or the runs of the sweep of that name. Raises ObjectNotFound."""
     keys.validate_run(run)
-    all_runs = {keys.run_of(info.key) for info in listed}
-    if run in all_runs:
+    folders, objects = store.folder(keys.run_prefix(run))
+    names = {*folders, *(info.key.removeprefix(keys.run_prefix(run)) for info in objects)}
+    if not names.isdisjoint(keys.RUN_PARTS):
         return (run,)
-    children = sorted(name for name in all_runs if name is not None and name.startswith(f"{run}/"))
+    children = tuple(f"{run}/{name}" for name in folders if keys.is_run(f"{run}/{name}"))
     if not children:
         raise ObjectNotFound(f"no run {run!r} in {store.url}; 'ostinato runs ls' lists the runs")
-    return tuple(children)
+    return children
 
 
 # -- what needs a run ------------------------------------------------------------------------------------------
@@ -200,33 +222,29 @@ def _lease_uses(store: ObjectStore, runs: Collection[str]) -> Iterator[str]:
             )
 
 
-def _fork_uses(store: ObjectStore, runs: Collection[str], listed: Collection[ObjectInfo]) -> Iterator[str]:
+def _fork_uses(store: ObjectStore, runs: Collection[str]) -> Iterator[str]:
     """Yields the forks of the runs, and the forks of these. They refer to the batches of the run they share."""
-    forks = {}
-    for info in listed:
-        run = keys.run_of(info.key)
-        if run is not None and run not in runs and info.key == keys.fork_json(run):
+    needed, unread = set(runs), sorted(runs)
+    while unread:
+        for user in users_of(store, keys.run_prefix(unread.pop(0))):
+            run = keys.run_of(user)
+            if run is None or run in needed or user != keys.fork_json(run):
+                continue
             fork = read_fork(store, run)
-            if fork is not None:
-                forks[run] = fork
-    # add forks of forks until there are no more
-    needed = set(runs)
-    while True:
-        further = {run for run, fork in forks.items() if fork.run in needed} - needed
-        if not further:
-            return
-        needed |= further
-        for run in sorted(further):
-            fork = forks[run]
+            if fork is None or fork.run not in needed:
+                continue
+            needed.add(run)
+            unread.append(run)
             yield (
                 f"run {run!r} was forked from {fork.run}/{fork.stage}@{fork.step}: without the batches of its shared "
                 "steps it could neither be verified nor resumed; delete it first"
             )
 
 
-def _start_uses(store: ObjectStore, runs: Collection[str], listed: Collection[ObjectInfo]) -> Iterator[str]:
+def _start_uses(store: ObjectStore, runs: Collection[str]) -> Iterator[str]:
     """Yields the stages of other runs that began at a policy of the runs."""
-    for run, stage, root in _chain_roots(store, listed):
+    users = {user for run in runs for user in users_of(store, keys.run_prefix(run))}
+    for run, stage, root in _chain_roots(store, sorted(users)):
         if run not in runs and root.start is not None and root.start.run in runs:
             start = root.start.uri.partition("#")[0].removeprefix("policy:")
             yield (
@@ -235,11 +253,11 @@ def _start_uses(store: ObjectStore, runs: Collection[str], listed: Collection[Ob
             )
 
 
-def _chain_roots(store: ObjectStore, listed: Iterable[ObjectInfo]) -> Iterator[tuple[str, str, Root]]:
-    """Yields the run, the stage and the root of each chain among the listed objects."""
-    for info in listed:
-        chain_name = keys.chain_of(info.key)
-        if chain_name is None or info.key != keys.chain_root(*chain_name):
+def _chain_roots(store: ObjectStore, users: Iterable[str]) -> Iterator[tuple[str, str, Root]]:
+    """Yields the run, the stage and the root of each chain among the users of a run or of a model."""
+    for user in users:
+        chain_name = keys.chain_of(user)
+        if chain_name is None or user != keys.chain_root(*chain_name):
             continue
         root = Chain(store, *chain_name).root()
         if root is not None:
@@ -249,15 +267,11 @@ def _chain_roots(store: ObjectStore, listed: Iterable[ObjectInfo]) -> Iterator[t
 
 def _registry_uses(store: ObjectStore, runs: Collection[str]) -> Iterator[str]:
     """Yields the models that were made from the runs, and the decisions that were based on their evaluations."""
-    for info in store.list(keys.models_prefix()):
-        artifact = key_patterns.artifact_of_manifest(info.key)
-        if artifact is None:
-            continue
-        manifest = read_manifest(store, artifact)
-        parents = list(manifest.parents)
-        if manifest.kind == "decision":
-            parents += _parents_of_evaluations(store, manifest.parents)
-        if not any(run_of_parent(parent) in runs for parent in parents):
+    users = {user for run in runs for user in users_of(store, keys.run_prefix(run))}
+    for user in sorted(users):
+        artifact = key_patterns.artifact_of_manifest(user)
+        manifest = None if artifact is None else _find_manifest(store, artifact)
+        if artifact is None or manifest is None:
             continue
         if manifest.kind == "model":
             name, version = artifact.split("/")[1:]
@@ -269,17 +283,9 @@ def _registry_uses(store: ObjectStore, runs: Collection[str]) -> Iterator[str]:
             yield f"the decision {artifact.removeprefix(keys.models_prefix())} is based on its evaluation"
 
 
-def _parents_of_evaluations(store: ObjectStore, parents: Collection[str]) -> Iterator[str]:
-    """Yields what the evaluations among the parents of a decision were made from: completions and their grades."""
-    for parent in parents:
-        artifact = find_artifact(store, parent.partition("#")[0])
-        if artifact is not None and artifact.kind != "model":
-            yield from artifact.parents
-
-
-def run_of_parent(parent: str) -> str | None:
-    """Returns the run of a parent, which is the URI of a policy or the key of an artifact, or None."""
-    if parent.startswith("policy:"):
-        # policy:run/stage/model@step#state
-        return parent.removeprefix("policy:").partition("@")[0].rsplit("/", 2)[0]
-    return keys.run_of(parent)
+def _find_manifest(store: ObjectStore, artifact: str) -> Manifest | None:
+    """Returns the manifest of an artifact, or None if there is none."""
+    try:
+        return read_manifest(store, artifact)
+    except ObjectNotFound:
+        return None

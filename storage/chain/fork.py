@@ -45,6 +45,7 @@ from storage.store.artifacts import (
     read_manifest,
 )
 from storage.store.backends.protocol import HIDDEN_PREFIX
+from storage.store.index import record_run, record_uses
 from storage.store.objects import ObjectStore, read_json
 
 Progress = Callable[[str], None]
@@ -202,6 +203,9 @@ def _claim(store: ObjectStore, new: str, draft: ForkInfo) -> ForkInfo:
     if committed is None:
         if has_objects(store, new):
             raise ForkRefused(f"run {new!r} exists already in {store.url} and is no fork; choose another key")
+        # the index first, so that the old run is never taken for unused
+        record_run(store, new)
+        record_uses(store, keys.fork_json(new), [keys.run_prefix(draft.run)])
         put = store.put_if_absent(keys.fork_json(new), canonical_json(draft))
         committed = draft if put.won else read_fork(store, new)
     # an earlier fork must be of the same step, and the old run must still have what it shares

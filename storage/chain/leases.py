@@ -14,6 +14,7 @@ from uuid import uuid4
 from storage.errors import CorruptArtifact, ObjectNotFound, RunBeingDeleted
 from storage.serialization import canonical_json
 from storage.store import keys
+from storage.store.index import record_run
 from storage.store.objects import ObjectStore, list_numbers
 
 
@@ -23,6 +24,7 @@ def acquire_lease(store: ObjectStore, run: str, info: Mapping[str, Any]) -> int:
     `info` describes the holder. Holders of earlier epochs are refused from now on. Raises RunBeingDeleted.
     """
     body = {"info": dict(info), "attempt": uuid4().hex, "created": datetime.now(UTC).isoformat()}
+    record_run(store, run)
     # another process may take the next epoch first: then try the one after it
     epoch = current_epoch(store, run)
     while True:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from storage.chain.records import Chain
 from storage.store import keys
-from storage.store.objects import ObjectStore
+from storage.store.index import run_entries
+from storage.store.objects import ObjectInfo, ObjectStore
 
 SERVED = "served"
 """First segment of the keys of the runs under which registered models serve OpenAI clients."""
@@ -18,30 +21,40 @@ def is_auxiliary(run: str) -> bool:
 
 
 def list_runs(store: ObjectStore, prefix: str = "") -> list[str]:
-    """Returns the key of every run that has an object, sorted. With `prefix`, only keys that begin with it."""
-    runs = set()
-    for info in store.list(f"{keys.runs_prefix()}{prefix}"):
-        run = keys.run_of(info.key)
-        if run is not None:
-            runs.add(run)
-    return sorted(runs)
+    """Returns the keys of all runs, sorted, from the index of the store. With `prefix`, only keys that begin with
+    it."""
+    return sorted(run_entries(store, prefix))
+
+
+def run_objects(store: ObjectStore, run: str) -> Iterator[ObjectInfo]:
+    """Yields the objects of a run, in the order of its parts. Runs `run/time` of a schedule are not read."""
+    for part in sorted(keys.RUN_PARTS):
+        prefix = f"{keys.run_prefix(run)}{part}"
+        # a part is an object or a folder; another run may have a name that begins with the name of a folder
+        for info in store.list(prefix if "." in part else f"{prefix}/"):
+            if keys.run_of(info.key) == run:
+                yield info
 
 
 def has_objects(store: ObjectStore, run: str) -> bool:
     """Whether the run has any object. Objects of the run `run/time` of a schedule do not count for the run `run`."""
-    # an object below the run's prefix that belongs to no run, such as a file that a person put there, counts, too
-    return any(keys.run_of(info.key) in (run, None) for info in store.list(keys.run_prefix(run)))
+    folders, objects = store.folder(keys.run_prefix(run))
+    # an object that belongs to no run, such as a file that a person put there, counts, too
+    return bool(objects) or any(name in keys.RUN_PARTS or not keys.is_run(f"{run}/{name}") for name in folders)
 
 
 def all_chains(store: ObjectStore) -> list[Chain]:
     """Returns every chain of every run, sorted by run, stage and model."""
-    return [Chain(store, *name) for name in sorted(_chain_names(store, keys.runs_prefix()))]
+    chains = [chain for run in list_runs(store) for chain in run_chains(store, run)]
+    return sorted(chains, key=lambda chain: (chain.run, chain.stage, chain.model))
 
 
 def run_chains(store: ObjectStore, run: str) -> list[Chain]:
-    """Returns the chains of a run in the order of its stages."""
-    names = _chain_names(store, keys.stages_prefix(run))
-    chains = [Chain(store, *name) for name in sorted(names)]
+    """Returns the chains of a run in the order of its stages. Their steps are not listed."""
+    chains = []
+    for stage in filter(keys.is_name, store.folder(keys.stages_prefix(run)).folders):
+        for model in filter(keys.is_name, store.folder(keys.chains_prefix(run, stage)).folders):
+            chains.append(Chain(store, run, stage, model))
     # by number, so that the stage 10 comes after the stage 9
     return sorted(chains, key=lambda chain: stage_position(chain.stage))
 
@@ -85,13 +98,3 @@ def stored_checkpoint_steps(chain: Chain) -> list[int]:
         if step is not None:
             steps.append(step)
     return sorted(steps)
-
-
-def _chain_names(store: ObjectStore, prefix: str) -> set[tuple[str, str, str]]:
-    """Returns (run, stage, model) of every chain that has an object below the prefix."""
-    names = set()
-    for info in store.list(prefix):
-        name = keys.chain_of(info.key)
-        if name is not None:
-            names.add(name)
-    return names

@@ -23,6 +23,7 @@ from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.serialization import MAX_EPOCHS, Count, Divisor, Frozen, Int64, Rate, Temperature, canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
+from storage.store.index import record_run, record_uses
 from storage.store.objects import ObjectStore
 
 RecordType = TypeVar("RecordType", bound=Frozen)
@@ -241,6 +242,10 @@ class Chain:
     def create_root(self, root: Root) -> Root:
         """Commits the root if there is none, and returns the committed one."""
         key = keys.chain_root(self.run, self.stage, self.model)
+        # the index first, so that nothing that the chain starts from is taken for unused
+        record_run(self.store, self.run)
+        record_run(self.store, self.run, "chains")
+        record_uses(self.store, key, used_by_root(root))
         put = self.store.put_if_absent(key, canonical_json(root.model_dump(mode="json")))
         return _parse(Root, put.data, key)
 
@@ -314,6 +319,12 @@ class Chain:
         except ObjectNotFound:
             return None
         return _parse(record_class, data, key)
+
+
+def used_by_root(root: Root) -> list[str]:
+    """Returns what a chain with this root uses, as in the index: the model or the run that it starts from."""
+    used = [] if root.base is None else [root.base.key]
+    return used if root.start is None else [*used, keys.run_prefix(root.start.run)]
 
 
 def base_model_of(store: ObjectStore, policy: PolicyRef) -> ArtifactRef:

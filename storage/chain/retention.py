@@ -26,10 +26,10 @@ from storage.chain.run_record import find_run
 from storage.errors import CheckpointInUse, ObjectNotFound, PermanentStorageError
 from storage.failpoints import failpoint
 from storage.registry.decisions import champion_of
-from storage.registry.models import list_models
 from storage.serialization import Frozen, canonical_json
-from storage.store import keys
+from storage.store import key_patterns, keys
 from storage.store.artifacts import Manifest, read_manifest
+from storage.store.index import check_index, users_of
 from storage.store.objects import ObjectStore
 
 
@@ -37,16 +37,17 @@ def reasons_to_keep(store: ObjectStore, policies: Collection[PolicyRef]) -> dict
     """Returns sentences that say what refers to the checkpoint of each policy. Policies without references are left
     out.
 
-    Slow in a large store: it reads the list of all runs and models. Raises CorruptArtifact.
+    It reads what uses the runs of the policies, which the index of the store names, and no other run. Raises
+    CorruptArtifact, IndexIncomplete.
     """
     uses: dict[PolicyRef, list[str]] = {}
     if not policies:
         return uses
-    all_uses = [
-        *_rebase_uses(store, policies),
-        *_run_uses(store),
-        *_champion_uses(store, policies),
-    ]
+    check_index(store)
+    all_uses = list(_rebase_uses(store, policies))
+    for run in sorted({policy.run for policy in policies}):
+        for user in users_of(store, keys.run_prefix(run)):
+            all_uses += _uses_of_object(store, user, policies)
     for policy, use in all_uses:
         if policy in policies:
             uses.setdefault(policy, []).append(use)
@@ -60,36 +61,33 @@ def _rebase_uses(store: ObjectStore, policies: Collection[PolicyRef]) -> Iterato
             yield rebase.policy, f"run {chain.run!r} was rebased there and continues from it"
 
 
-def _run_uses(store: ObjectStore) -> Iterator[tuple[PolicyRef, str]]:
-    """Yields the policies at which runs were forked, and those at which stages of runs in progress began."""
-    for info in store.list(keys.runs_prefix()):
-        run, chain_key = keys.run_of(info.key), keys.chain_of(info.key)
-        if run is not None and info.key == keys.fork_json(run):
-            fork = read_fork(store, run)
-            shared_policies = fork.shared if fork else ()
-            for policy in shared_policies:
-                yield policy, f"run {run!r} was forked there"
-        elif chain_key is not None and info.key == keys.chain_root(*chain_key):
-            root = Chain(store, *chain_key).root()
-            run, stage, _ = chain_key
-            if root is not None and root.start is not None and _is_in_progress(store, run):
-                yield root.start, f"stage {stage} of run {run!r} began there, and the run is not finished"
+def _uses_of_object(store: ObjectStore, user: str, policies: Collection[PolicyRef]) -> Iterator[tuple[PolicyRef, str]]:
+    """Yields the policies that one object of the index uses: those at which a run was forked, at which a stage of a run
+    in progress began, and from which a champion was made. An object that does not exist uses nothing."""
+    run, chain_name, model = keys.run_of(user), keys.chain_of(user), key_patterns.artifact_of_manifest(user)
+    if chain_name is not None:
+        root = Chain(store, *chain_name).root()
+        run, stage, _ = chain_name
+        if root is not None and root.start is not None and _is_in_progress(store, run):
+            yield root.start, f"stage {stage} of run {run!r} began there, and the run is not finished"
+    elif run is not None:
+        fork = read_fork(store, run)
+        for policy in fork.shared if fork else ():
+            yield policy, f"run {run!r} was forked there"
+    elif model is not None:
+        _, name, version = model.split("/", 2)
+        champion = champion_of(store, name)
+        if champion is not None and champion.version == version:
+            parents = set(read_manifest(store, model).parents)
+            for policy in policies:
+                # the parents in a model's manifest are URIs
+                if policy.uri in parents:
+                    yield policy, f"{name}@{version}, the champion of {name}, was made from it"
 
 
 def _is_in_progress(store: ObjectStore, run: str) -> bool:
     """Whether the run's lease is held and it has no result. A killed process keeps its lease, so its run counts."""
     return is_held(store, run) and not store.exists(keys.result_json(run))
-
-
-def _champion_uses(store: ObjectStore, policies: Collection[PolicyRef]) -> Iterator[tuple[PolicyRef, str]]:
-    # the parents in a model's manifest are URIs
-    by_uri = {policy.uri: policy for policy in policies}
-    for name in list_models(store):
-        champion = champion_of(store, name)
-        if champion is not None:
-            manifest = read_manifest(store, keys.model_version(name, champion.version))
-            for uri in by_uri.keys() & set(manifest.parents):
-                yield by_uri[uri], f"{name}@{champion.version}, the champion of {name}, was made from it"
 
 
 log = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from storage.chain.records import PolicyRef
 from storage.errors import CorruptArtifact, ObjectNotFound, SemanticMismatch
 from storage.serialization import Frozen, canonical_json
 from storage.store import keys
+from storage.store.index import record_run
 from storage.store.objects import ObjectStore, read_json, store_id
 
 PACKAGES = (
@@ -82,6 +83,7 @@ def create_or_check_run(
     )
     # give the store an id, so that it is recognized after its disk was unmounted
     store_id(store)
+    record_run(store, run)
     put = store.put_if_absent(keys.run_json(run), canonical_json(new_info))
     if put.won:
         return RunOpening(created=True, warnings=warnings, info=new_info)

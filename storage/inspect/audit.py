@@ -13,10 +13,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 
+from storage.chain.listing import has_objects
 from storage.chain.rebase import read_rebase
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.inspect.audit_chains import ChainAudit
 from storage.inspect.findings import RESTORE, AuditReport, Finding, Findings
+from storage.inspect.index import missing_entries
+from storage.inspect.scopes import Scope, run_scope, scopes_of
 from storage.registry.models import find_model, resolve_alias
 from storage.serialization import CHUNK_BYTES
 from storage.store import key_patterns, keys
@@ -34,33 +37,59 @@ Progress = Callable[[str, int, int], None]
 def audit_store(
     store: ObjectStore,
     *,
+    run: str | None = None,
     read_bytes: bool = True,
     now: float | None = None,
     on_progress: Progress = lambda kind, done, total: None,
 ) -> AuditReport:
-    """Checks the whole store. Runs may be in progress: what they have not finished yet is no finding.
+    """Checks the whole store, one scope after the other (storage.inspect.scopes), or one run. Runs may be in progress:
+    what they have not finished yet is no finding.
 
     Args:
+        run: Check only this run. What it starts from is read; no other run is listed.
         read_bytes: Read and hash every file. Otherwise only the sizes are compared.
         now: Epoch seconds, from which the age of unreferenced data is computed. None: this machine's clock.
+
+    Raises ObjectNotFound if there is no such run.
     """
     now = time.time() if now is None else now
-    return _Audit(store, read_bytes=read_bytes, now=now, on_progress=on_progress).report()
+    findings, pending = Findings(), list[str]()
+    if run is not None and not has_objects(store, run):
+        raise ObjectNotFound(f"no run {run!r} in {store.url}; 'ostinato runs ls' lists the runs")
+    scopes = [run_scope(run)] if run is not None else list(scopes_of(store))
+    for number, scope in enumerate(scopes):
+        on_progress("runs and models", number, len(scopes))
+        audit = _ScopeAudit(store, scope, findings, read_bytes=read_bytes, now=now, on_progress=on_progress)
+        pending += audit.check()
+        findings.states.clear()
+    return findings.report(pending=sorted(pending))
 
 
-class _Audit:
-    def __init__(self, store: ObjectStore, *, read_bytes: bool, now: float, on_progress: Progress) -> None:
-        self.store, self.read_bytes, self.now, self.on_progress = store, read_bytes, now, on_progress
-        self.findings = Findings()
+class _ScopeAudit:
+    """Checks the objects of one scope."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        scope: Scope,
+        findings: Findings,
+        *,
+        read_bytes: bool,
+        now: float,
+        on_progress: Progress,
+    ) -> None:
+        self.store, self.scope, self.findings = store, scope, findings
+        self.read_bytes, self.now, self.on_progress = read_bytes, now, on_progress
         self.sizes: dict[str, int] = {}
         self.referenced: set[str] = set()
         """Keys that a manifest names."""
         self.rebase_checkpoints: set[str] = set()
         """Keys of the checkpoints of rebases, which cannot be redone."""
 
-    def report(self) -> AuditReport:
-        objects = self._without_deletions(list(self.store.list()))
-        self.findings.counts["objects"] = len(objects)
+    def check(self) -> list[str]:
+        """Checks the scope. Returns the keys of data that no manifest names."""
+        objects = self._without_deletions(self.scope.objects(self.store))
+        self.findings.counts["objects"] += len(objects)
         self.sizes = {info.key: info.size for info in objects}
         # checkpoints of rebases need another remedy than those of chains
         for info in objects:
@@ -80,10 +109,12 @@ class _Audit:
             self.on_progress("chains", number, len(chains))
             ChainAudit(self.store, *name, self.findings).check()
         self._check_checkpoints(artifacts, set(chains))
-        # leases, aliases and the rest
+        # the index, leases, aliases and the rest
+        for key in missing_entries(self.store, objects):
+            self.findings.warning(key, "is missing in the index", "rebuild it with: ostinato doctor --deep")
         self._check_leases(objects)
         self._check_aliases(objects)
-        return self.findings.report(pending=self._check_unreferenced(objects))
+        return self._check_unreferenced(objects)
 
     def _without_deletions(self, objects: list[ObjectInfo]) -> list[ObjectInfo]:
         """Returns the objects without those of runs that are deleted in part, and reports these runs."""

@@ -1,6 +1,7 @@
 """The bytes of a store by run, for `ostinato runs du`.
 
-It needs one listing. Only the manifests of published models are read, which say from which run a model was made.
+It lists one run or model after the other (storage.inspect.scopes). Only the manifests of published models are read,
+which say from which run a model was made.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Literal
 
-from storage.chain.deletion import run_of_parent
+from storage.inspect.scopes import scopes_of
 from storage.serialization import Frozen
 from storage.store import key_patterns, keys
 from storage.store.artifacts import read_manifest
@@ -54,25 +55,21 @@ class StoreUsage(Frozen):
 
 def measure_usage(store: ObjectStore) -> StoreUsage:
     """Returns the bytes of every run of the store, and of what belongs to no run. Raises CorruptArtifact."""
-    # one listing, and the runs of the models in it
-    objects = list(store.list())
-    runs_of_models = _runs_of_models(store, objects)
     # each object belongs to a run or to one area of the store
     by_run: defaultdict[str, Counter[Part]] = defaultdict(Counter)
-    datasets = imported_models = other = 0
-    for info in objects:
-        run = keys.run_of(info.key)
-        area, artifact = info.key.partition("/")[0], key_patterns.owning_artifact(info.key)
-        if run is not None:
-            by_run[run][_part_of(info.key, run)] += info.size
-        elif artifact in runs_of_models:
-            by_run[runs_of_models[artifact]]["models"] += info.size
-        elif area == "models":
-            imported_models += info.size
-        elif area == "datasets":
-            datasets += info.size
-        else:
-            other += info.size
+    areas: Counter[str] = Counter()
+    for scope in scopes_of(store):
+        objects = scope.objects(store)
+        runs_of_models = _runs_of_models(store, objects)
+        for info in objects:
+            run, artifact = keys.run_of(info.key), key_patterns.owning_artifact(info.key)
+            if run is not None:
+                by_run[run][_part_of(info.key, run)] += info.size
+            elif artifact in runs_of_models:
+                by_run[runs_of_models[artifact]]["models"] += info.size
+            else:
+                areas[info.key.partition("/")[0]] += info.size
+    datasets, imported_models = areas.pop("datasets", 0), areas.pop("models", 0)
     # a run with models only is deleted
     deleted_models = 0
     for run in [run for run, parts in by_run.items() if parts.keys() == {"models"}]:
@@ -84,7 +81,7 @@ def measure_usage(store: ObjectStore) -> StoreUsage:
         datasets=datasets,
         imported_models=imported_models,
         models_of_deleted_runs=deleted_models,
-        other=other,
+        other=areas.total(),
     )
 
 
@@ -105,7 +102,7 @@ def _runs_of_models(store: ObjectStore, objects: list[ObjectInfo]) -> dict[str, 
         if artifact is None or not info.key.startswith(keys.models_prefix()):
             continue
         manifest = read_manifest(store, artifact)
-        parents = [run_of_parent(parent) for parent in manifest.parents]
+        parents = [keys.run_of_parent(parent) for parent in manifest.parents]
         if manifest.kind == "model" and parents and parents[0] is not None:
             runs[artifact] = parents[0]
     return runs

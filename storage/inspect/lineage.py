@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from storage.chain.deletion import run_of_parent
 from storage.chain.fork import ForkInfo, read_fork
 from storage.chain.listing import has_objects, run_chains, stage_position
 from storage.chain.records import Chain, CommitRecord, PolicyRef
@@ -302,7 +301,7 @@ def policy_of_model(store: ObjectStore, model: ArtifactRef) -> PolicyRef | None:
 def deleted_run_of_model(store: ObjectStore, model: ArtifactRef) -> str | None:
     """Returns the run that made a registered model if nothing of that run is left, else None."""
     uri = next((parent for parent in model.parents if parent.startswith("policy:")), None)
-    run = None if uri is None else run_of_parent(uri)
+    run = None if uri is None else keys.run_of_parent(uri)
     return None if run is None or has_objects(store, run) else run
 
 

@@ -20,7 +20,8 @@ from storage.errors import ObjectNotFound
 from storage.registry.models import registered_key
 from storage.serialization import Frozen
 from storage.store import key_patterns, keys
-from storage.store.artifacts import read_manifest
+from storage.store.artifacts import find_artifact
+from storage.store.index import users_of
 from storage.store.objects import ObjectStore, read_json
 
 RunState = Literal["finished", "running?", "stopped", "fork", "deleting"]
@@ -266,11 +267,11 @@ def _describe_leases(store: ObjectStore, run: str) -> list[LeaseDetails]:
 
 def _published_models(store: ObjectStore, run: str) -> list[PublishedModel]:
     models = []
-    for info in store.list(keys.models_prefix()):
-        key = key_patterns.artifact_of_manifest(info.key)
-        if key is None:
+    for user in users_of(store, keys.run_prefix(run)):
+        key = key_patterns.artifact_of_manifest(user)
+        ref = None if key is None else find_artifact(store, key)
+        if ref is None or ref.kind != "model":
             continue
-        ref = read_manifest(store, key).ref
         policy = next((parent for parent in ref.parents if parent.startswith(f"policy:{run}/")), None)
         if policy is None:
             continue

@@ -18,6 +18,7 @@ from storage.registry.models import find_model, list_versions, resolve_alias
 from storage.serialization import Frozen, canonical_json, digest
 from storage.store import key_patterns, keys
 from storage.store.artifacts import Provenance, commit_bytes, find_artifact, read_bytes
+from storage.store.index import record_uses, used_by
 from storage.store.objects import ObjectStore
 
 CHAMPION = "champion"
@@ -138,6 +139,8 @@ def commit_decision(  # noqa: PLR0913 - one field of the decision each
         created=datetime.now(UTC).isoformat(),
     )  # fmt: skip
     parents = [keys.model_version(name, version), *([evaluation] if evaluation else [])]
+    manifest_key = keys.manifest(keys.model_note(name, "decisions", draft.id))
+    record_uses(store, manifest_key, used_by([*parents, *parents_of_evaluations(store, parents)]))
     ref = commit_bytes(
         store, keys.model_note(name, "decisions", draft.id), canonical_json(draft), kind="decision", suffix=".json",
         parents=parents, provenance=provenance,
@@ -146,6 +149,16 @@ def commit_decision(  # noqa: PLR0913 - one field of the decision each
     decision = _parse(read_bytes(store, ref), ref.key)
     apply_decision(store, decision)
     return decision
+
+
+def parents_of_evaluations(store: ObjectStore, parents: Sequence[str]) -> list[str]:
+    """Returns what the evaluations among the parents of a decision were made from: completions and their grades."""
+    origins: list[str] = []
+    for parent in parents:
+        artifact = find_artifact(store, parent.partition("#")[0])
+        if artifact is not None and artifact.kind != "model":
+            origins += artifact.parents
+    return origins
 
 
 def apply_decision(store: ObjectStore, decision: Decision) -> None:

@@ -16,7 +16,16 @@ from pydantic import JsonValue
 from storage.errors import CorruptArtifact, InvalidKey, VersionConflict
 from storage.serialization import canonical_json
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, Provenance, digest_of, file_entries, find_artifact, publish_files
+from storage.store.artifacts import (
+    ArtifactRef,
+    Provenance,
+    digest_of,
+    file_entries,
+    find_artifact,
+    publish_files,
+    uri_of,
+)
+from storage.store.index import record_uses, used_by
 from storage.store.objects import ObjectStore, list_numbers
 
 LATEST = "latest"
@@ -43,6 +52,7 @@ def publish_model(
     _claim(store, name, version, digest_of(entries))
     ref = find_artifact(store, key)
     if ref is None:
+        record_uses(store, keys.manifest_of_files(key), used_by(map(uri_of, parents)))
         ref = publish_files(
             store, key, files, entries, kind="model", parents=parents, provenance=provenance, extra=extra
         )

@@ -375,7 +375,7 @@ def _put_files(
 
 
 def _draft(key: str, entries: Sequence[FileEntry], attempt: Attempt, **fields: Any) -> Manifest:
-    parents = tuple(map(_uri, fields.pop("parents")))
+    parents = tuple(map(uri_of, fields.pop("parents")))
     return Manifest(
         key=keys.validate_key(key),
         files=tuple(entries),
@@ -389,7 +389,8 @@ def _draft(key: str, entries: Sequence[FileEntry], attempt: Attempt, **fields: A
     )
 
 
-def _uri(parent: str | ArtifactRef) -> str:
+def uri_of(parent: str | ArtifactRef) -> str:
+    """Returns the URI of a parent of an artifact."""
     return parent.uri if isinstance(parent, ArtifactRef) else parent
 
 

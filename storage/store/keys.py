@@ -6,6 +6,7 @@ begin with the logical key. Its manifest is at `manifest(key)`, or at `manifest_
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Literal, get_args
 
@@ -50,6 +51,10 @@ _CHECKPOINT = re.compile(r".*/checkpoints/[^/]+/(\d{6,})/manifest\.json", re.ASC
 _CHAIN_OBJECT = re.compile(r"runs/.*/stages/([^/]+)/chains/([^/]+)/(?:root|\d{6,})\.json", re.ASCII)
 _CHECKPOINT_KEY = re.compile(r"runs/(.+)/stages/([^/]+)/checkpoints/([^/]+)/\d{6,}", re.ASCII)
 _ALIAS = re.compile(r"models/([^/]+)/aliases/([^/]+)/\d{6,}\.json", re.ASCII)
+_INDEXED = "@run.json"
+_INDEX_RUN = re.compile(r"index/(?:runs|chains)/([^/]+(?:/[^/]+)?)@run\.json", re.ASCII)
+RunList = Literal["runs", "chains"]
+"""A list of runs in the index: of all runs, or of those with a chain."""
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 RunPart = Literal["run.json", "result.json", "fork.json", "report.html", "datasets", "leases", "loops", "stages"]
 """Names directly in the folder of a run. The folder of a run `x/y` lies there, too, so `y` may be none of them."""
@@ -127,6 +132,39 @@ def store_json() -> str:
     return "store.json"
 
 
+# -- the index -----------------------------------------------------------------------------------------------
+
+
+def index_complete() -> str:
+    """Key of the mark that the index of a store has its entries. It is written with the id of a new store."""
+    return "index/complete.json"
+
+
+def index_runs_prefix(kind: RunList = "runs") -> str:
+    """Prefix of the entries of all runs, or of all runs with a chain."""
+    return f"index/{kind}/"
+
+
+def index_run(run: str, kind: RunList = "runs") -> str:
+    """Key of the entry of a run. No run's name has an @, so a run `a` and a run `a/b` do not collide in a folder."""
+    return f"{index_runs_prefix(kind)}{validate_run(run)}{_INDEXED}"
+
+
+def indexed_run(key: str) -> str | None:
+    """Returns the run whose entry is at `key`, and None for any other key."""
+    return match[1] if (match := _INDEX_RUN.fullmatch(key)) else None
+
+
+def index_uses_prefix(used: str) -> str:
+    """Prefix of the entries of what uses a run or a model. `used` is a run's prefix or a version's logical key."""
+    return f"index/uses/{hashlib.sha256(used.encode()).hexdigest()}/"
+
+
+def index_use(used: str, user: str) -> str:
+    """Key of the entry that the object at the key `user` uses a run or a model."""
+    return validate_key(f"{index_uses_prefix(used)}{user}")
+
+
 # -- runs ----------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +212,14 @@ def pinned_dataset(run: str, name: str, version: str, use: str) -> str:
 def run_of(key: str) -> str | None:
     """Returns the run that the object at `key` belongs to, or None."""
     return match[1] if (match := _RUN_OBJECT.match(key)) else None
+
+
+def run_of_parent(parent: str) -> str | None:
+    """Returns the run of a parent of an artifact, which is the URI of a policy or of an artifact, or None."""
+    if parent.startswith("policy:"):
+        # policy:run/stage/model@step#state
+        return parent.removeprefix("policy:").partition("@")[0].rsplit("/", 2)[0]
+    return run_of(parent)
 
 
 def chain_of(key: str) -> tuple[str, str, str] | None:
@@ -268,8 +314,12 @@ def logger_progress(run: str, stage: str, logger: str) -> str:
 # -- chains, rebases and checkpoints -------------------------------------------------------------------------
 
 
+def chains_prefix(run: str, stage: str) -> str:
+    return f"{stage_prefix(run, stage)}chains/"
+
+
 def chain_prefix(run: str, stage: str, policy: str) -> str:
-    return f"{stage_prefix(run, stage)}chains/{validate_name(policy)}/"
+    return f"{chains_prefix(run, stage)}{validate_name(policy)}/"
 
 
 def chain_root(run: str, stage: str, policy: str) -> str:

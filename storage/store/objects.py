@@ -12,13 +12,20 @@ from typing import Any, BinaryIO
 from urllib.parse import SplitResult, unquote, urlsplit
 from uuid import uuid4
 
-from storage.errors import CorruptArtifact, ObjectNotFound, StorageFull, TransientStorageError, UnsupportedFilesystem
+from storage.errors import (
+    CorruptArtifact,
+    InvalidKey,
+    ObjectNotFound,
+    StorageFull,
+    TransientStorageError,
+    UnsupportedFilesystem,
+)
 from storage.secrets import refuse_secrets
 from storage.serialization import FileDigest, canonical_json
 from storage.store import keys
 from storage.store.backends.local import LocalBackend, read_store_id
 from storage.store.backends.memory import MemoryBackend
-from storage.store.backends.protocol import HIDDEN_PREFIX, Backend, Leftover, ObjectInfo, PutResult
+from storage.store.backends.protocol import HIDDEN_PREFIX, Backend, Folder, Leftover, ObjectInfo, PutResult
 from storage.store.keys import parse_number, validate_key, validate_name, validate_prefix
 from storage.store.retry import RetryPolicy, with_retries
 
@@ -80,6 +87,14 @@ class ObjectStore:
         object is returned, because some servers do not list in order."""
         validate_prefix(prefix)
         return iter(with_retries(lambda: sorted(self.backend.list(prefix)), self._describe("list", prefix), self.retry))
+
+    def folder(self, prefix: str = "") -> Folder:
+        """Returns the folders and objects directly below `prefix`, which ends with a slash unless it is empty. The cost
+        does not depend on what lies deeper."""
+        validate_prefix(prefix)
+        if prefix and not prefix.endswith("/"):
+            raise InvalidKey(f"{prefix!r} is not a folder; give a prefix that ends with a slash")
+        return with_retries(lambda: self.backend.folder(prefix), self._describe("list", prefix), self.retry)
 
     def put(self, key: str, data: bytes) -> None:
         """Writes or replaces the object, atomically and durably."""
@@ -163,10 +178,15 @@ class ObjectStore:
         object and removes it."""
         return with_retries(self.backend.now, self._describe("ask the clock of", ""), self.retry)
 
-    def leftovers(self) -> Iterator[Leftover]:
-        """Returns temporary files, scratch folders and unfinished multipart uploads, which are no objects and appear
-        in no listing. Those of running writers are included."""
-        return iter(with_retries(lambda: sorted(self.backend.leftovers()), self._describe("leftovers", ""), self.retry))
+    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
+        """Returns temporary files, scratch folders and unfinished multipart uploads below `prefix`, which are no
+        objects and appear in no listing. Those of running writers are included."""
+        validate_prefix(prefix)
+        return iter(
+            with_retries(
+                lambda: sorted(self.backend.leftovers(prefix)), self._describe("leftovers", prefix), self.retry
+            )
+        )
 
     def remove_leftover(self, leftover: Leftover) -> None:
         """Removes a leftover. Does nothing if it is gone."""
@@ -245,6 +265,9 @@ log = logging.getLogger(__name__)
 
 def store_id(store: ObjectStore) -> str:
     """Returns the id of the store. A store without an id gets a new one."""
+    # a new store has a whole index from its first object on (storage.store.index)
+    if not store.exists(keys.store_json()):
+        store.put_if_absent(keys.index_complete(), canonical_json({"schema_version": 1}))
     # of two processes that begin a store at once, one decides its id
     put = store.put_if_absent(keys.store_json(), canonical_json({"schema_version": 1, "id": uuid4().hex}))
     if put.won:

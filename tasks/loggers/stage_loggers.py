@@ -90,7 +90,8 @@ class Loggers:
             sender.put(item, is_table=is_table)
 
     def _send_stored(self, store: ObjectStore, policy: PolicyRef, sink: Sink, sent_log: SentLog) -> None:
-        for metrics in read_metrics(store, policy.run, policy.stage, steps=policy.step):
+        # only the steps that the logger was not sent before the restart
+        for metrics in read_metrics(store, policy.run, policy.stage, first=sent_log.steps, steps=policy.step):
             self._send_step(metrics, sink, sent_log)
         for validation in read_validations(store, policy.run, policy.stage, last_step=policy.step):
             self._send_validation(validation, sink, sent_log)

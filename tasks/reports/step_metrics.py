@@ -20,6 +20,7 @@ from tasks.datasets.load import LoadedPart
 from tasks.evaluation.validation_curve import means_by_source
 from tasks.reports.metrics import PartMetrics, StepMetrics
 
+Item = TypeVar("Item")
 T = TypeVar("T")
 
 
@@ -46,7 +47,7 @@ def measure_step(
     if mean is not None:
         deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
     # Sampled tokens, or trained tokens if nothing is sampled.
-    shards = _for_each_shard(lambda ref: _shard_counts(store, ref), rollouts)
+    shards = _in_parallel(lambda ref: _shard_counts(store, ref), rollouts)
     completions = sum(shard.completions for shard in shards)
     tokens = sum(shard.tokens for shard in shards) if rollouts else int(record.metrics.get("tokens", 0))
     # The batch, which may have fewer rows than were sampled.
@@ -57,7 +58,7 @@ def measure_step(
         total_steps=total_steps,
         reward_mean=mean,
         reward_std=deviation,
-        by_source=means_by_source(_for_each_shard(lambda ref: _sums_by_source(store, ref), graded)),
+        by_source=means_by_source(_in_parallel(lambda ref: _sums_by_source(store, ref), graded)),
         by_part=_rows_of_parts(record, parts),
         kl_mean=record.metrics.get("kl_mean"),
         pair_accuracy=record.metrics.get("accuracy_mean"),
@@ -142,12 +143,12 @@ def _batch_counts(store: ObjectStore, batch: ArtifactRef) -> tuple[int, float | 
     return len(pc.unique(table["group"])), batch_gap.mean, 0
 
 
-def _for_each_shard(call: Callable[[ArtifactRef], T], refs: list[ArtifactRef]) -> list[T]:
-    """The results of `call` for each shard, AHEAD at a time: the requests are small, but their latency adds up."""
-    if len(refs) <= 1:
-        return [call(ref) for ref in refs]
-    with ThreadPoolExecutor(min(AHEAD, len(refs)), thread_name_prefix="shards") as pool:
-        return list(pool.map(call, refs))
+def _in_parallel(call: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
+    """The results of `call` for each item, AHEAD at a time: the requests are small, but their latency adds up."""
+    if len(items) <= 1:
+        return [call(item) for item in items]
+    with ThreadPoolExecutor(min(AHEAD, len(items)), thread_name_prefix="metrics") as pool:
+        return list(pool.map(call, items))
 
 
 def write_metrics(store: ObjectStore, policy: PolicyRef, metrics: StepMetrics) -> None:
@@ -155,13 +156,14 @@ def write_metrics(store: ObjectStore, policy: PolicyRef, metrics: StepMetrics) -
     store.put(keys.step_metrics(policy.run, policy.stage, metrics.step), metrics.model_dump_json().encode())
 
 
-def read_metrics(store: ObjectStore, run: str, stage: str, *, steps: int) -> list[StepMetrics]:
-    """The metrics of steps 0 to steps - 1. A crash between the commit and the metrics leaves a step without metrics."""
-    metrics = []
-    for step in range(steps):
+def read_metrics(store: ObjectStore, run: str, stage: str, *, steps: int, first: int = 0) -> list[StepMetrics]:
+    """The metrics of steps `first` to steps - 1, read some at a time. A crash between the commit and the metrics leaves
+    a step without metrics."""
+
+    def read(step: int) -> StepMetrics | None:
         try:
-            data = store.get(keys.step_metrics(run, stage, step))
+            return StepMetrics.model_validate_json(store.get(keys.step_metrics(run, stage, step)))
         except ObjectNotFound:
-            continue
-        metrics.append(StepMetrics.model_validate_json(data))
-    return metrics
+            return None
+
+    return [metrics for metrics in _in_parallel(read, range(first, steps)) if metrics is not None]

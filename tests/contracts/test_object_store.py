@@ -94,6 +94,15 @@ class ObjectStoreContract(ABC):
         assert [info.key for info in store.list("a/b")] == ["a/b", "a/b-c", "a/b.d/e"]
         assert [info.key for info in store.list("a/b.d/")] == ["a/b.d/e"]
         assert list(store.list("c/")) == []
+        # one level of it
+        folders, objects = store.folder("a/")
+        assert (folders, [info.key for info in objects]) == (["b.d", "c"], ["a/b", "a/b-c"])
+        assert objects == [info for info in store.list("a/") if info.key in ("a/b", "a/b-c")]
+        assert store.folder("c/") == ([], [])
+        store.delete("a/c/d")
+        assert store.folder("a/").folders == ["b.d"]
+        with pytest.raises(InvalidKey, match="ends with a slash"):
+            store.folder("a")
 
     def test_objects_carry_the_time_of_their_arrival(self, store: ObjectStore) -> None:
         before = time.time()

@@ -37,6 +37,7 @@ HITS = {
     "step": 3,
     "checkpoint": 1,  # after step 2
     "model": 2,  # the first is the import of the base model, the second the publication
+    "index": 3,  # the import of the base model, the root of the chain, the publication
 }
 """Which hit of a failpoint kills: late enough that steps are committed before it."""
 

@@ -21,11 +21,12 @@ from engine.http.openai.models import ApiError, ModelCard
 from engine.protocol import Engine
 from engine.text.stored_models import DEFAULT_CHAIN, context_length_of, served_policy
 from storage.chain.leases import current_epoch
-from storage.chain.listing import SERVED, is_auxiliary
+from storage.chain.listing import SERVED, is_auxiliary, run_chains
 from storage.chain.records import Chain, PolicyRef, base_model_of
 from storage.registry.models import find_model
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
+from storage.store.index import run_entries
 from storage.store.objects import ObjectStore
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ T = TypeVar("T")
 RECENT_SECONDS = 1.0
 """How long a head, an epoch or the last stage of a run is used before it is read from the store again."""
 LISTING_SECONDS = 10.0
-"""How long a listing of models is used before it is made again. It reads every key of the store."""
+"""How long a listing of models is used before it is made again. It lists every run and every registered model."""
 MAX_CACHED = 256
 """Most entries of each cache."""
 
@@ -156,12 +157,7 @@ class PolicyResolver:
         """
         name = self._last_chains.get(run)
         if name is None or self._has_stage(run, _position(name[1]) + 1):
-            chain_names: set[ChainName] = set()
-            for info in self.store.list(keys.run_prefix(run)):
-                chain_name = keys.chain_of(info.key)
-                if chain_name is not None and chain_name[0] == run:
-                    chain_names.add(chain_name)
-            name = _last_of(chain_names)
+            name = _last_of({(chain.run, chain.stage, chain.model) for chain in run_chains(self.store, run)})
             if name is None:
                 return None
             # Another name is not remembered: the stage may yet get its policy chain.
@@ -170,17 +166,12 @@ class PolicyResolver:
         return Chain(self.store, *name)
 
     def _has_stage(self, run: str, position: int) -> bool:
-        prefix = keys.stage_prefix(run, f"{position}-").removesuffix("/")
-        return any(True for _ in self.store.list(prefix))
+        return any(stage.startswith(f"{position}-") for stage in self.store.folder(keys.stages_prefix(run)).folders)
 
     def _list(self) -> list[ModelCard]:
-        # runs, created with their first object
-        created: dict[str, float] = {}
-        for info in self.store.list(keys.runs_prefix()):
-            name = keys.chain_of(info.key)
-            if name is not None and not is_auxiliary(name[0]):
-                run = name[0]
-                created[run] = min(info.modified, created.get(run, info.modified))
+        # runs, from the index of the store, whose entries are made with the runs
+        entries = run_entries(self.store, kind="chains")
+        created = {run: info.modified for run, info in entries.items() if not is_auxiliary(run)}
 
         # registered models
         registered: dict[str, float] = {}

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -31,7 +31,7 @@ from storage.errors import (
     UnsupportedFilesystem,
 )
 from storage.serialization import FileDigest, digest_file
-from storage.store.backends.protocol import HIDDEN_PREFIX, Leftover, ObjectInfo, PutResult
+from storage.store.backends.protocol import HIDDEN_PREFIX, Folder, Leftover, ObjectInfo, PutResult
 from storage.store.keys import is_key, store_json
 
 
@@ -240,9 +240,20 @@ class LocalBackend:
             _write(temporary, b"")
             return _last_change(temporary.stat())
 
-    def leftovers(self) -> Iterator[Leftover]:
+    def folder(self, prefix: str) -> Folder:
+        folders: list[str] = []
+        objects: list[ObjectInfo] = []
+        for name, entry, is_folder in self._entries(prefix):
+            if not is_folder:
+                objects += self._info(name, entry)
+            # a folder without objects is left over from a deletion
+            elif is_key(entry.name) and any(True for _ in self._walk(f"{name}/", f"{name}/")):
+                folders.append(entry.name)
+        return Folder(sorted(folders), sorted(objects))
+
+    def leftovers(self, prefix: str) -> Iterator[Leftover]:
         """Returns hidden files and folders: unfinished writes, and scratch folders of engines."""
-        for folder, folders, files in os.walk(self.root):
+        for folder, folders, files in os.walk(self.root / prefix.rpartition("/")[0]):
             for name in [name for name in (*folders, *files) if name.startswith(HIDDEN_PREFIX)]:
                 path = Path(folder, name)
                 # size and time of the last change of the file, or of everything in the folder
@@ -346,25 +357,33 @@ class LocalBackend:
 
     def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
         """Yields the objects below `folder` (a relative path that ends with a slash) whose keys begin with `prefix`."""
-        try:
-            with self._reading(folder), os.scandir(self.root / folder) as entries:
-                named = [(f"{folder}{entry.name}", entry, entry.is_dir()) for entry in entries]
-        except ObjectNotFound:
-            return
-        for name, entry, is_folder in named:
+        for name, entry, is_folder in self._entries(folder):
             if is_folder:
                 # only folders that can contain keys with the prefix
                 if f"{name}/".startswith(prefix) or prefix.startswith(f"{name}/"):
                     yield from self._walk(f"{name}/", prefix)
-            # leave out temporary files and those of other programs
-            elif name.startswith(prefix) and is_key(name):
-                try:
-                    status = entry.stat()
-                except FileNotFoundError:
-                    continue  # deleted after the folder was read
-                except OSError as error:
-                    raise storage_error_of(error, name, self.url) from error
-                yield ObjectInfo(name, status.st_size, _last_change(status))
+            elif name.startswith(prefix):
+                yield from self._info(name, entry)
+
+    def _entries(self, folder: str) -> Sequence[tuple[str, os.DirEntry[str], bool]]:
+        """Returns (relative path, entry, whether it is a folder) for what lies in a folder."""
+        try:
+            with self._reading(folder), os.scandir(self.root / folder) as entries:
+                return [(f"{folder}{entry.name}", entry, entry.is_dir()) for entry in entries]
+        except ObjectNotFound:
+            return []
+
+    def _info(self, name: str, entry: os.DirEntry[str]) -> Sequence[ObjectInfo]:
+        """Returns the object of a file. Returns nothing for temporary files and those of other programs."""
+        if not is_key(name):
+            return []
+        try:
+            status = entry.stat()
+        except FileNotFoundError:
+            return []  # deleted after the folder was read
+        except OSError as error:
+            raise storage_error_of(error, name, self.url) from error
+        return [ObjectInfo(name, status.st_size, _last_change(status))]
 
 
 def _try_link(path: Path, temporary: Path, *, shared: bool) -> bool:

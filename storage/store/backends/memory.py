@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from storage.errors import ObjectNotFound
 from storage.serialization import FileDigest, digest
-from storage.store.backends.protocol import Leftover, ObjectInfo, PutResult
+from storage.store.backends.protocol import Folder, Leftover, ObjectInfo, PutResult
 
 _lock = threading.RLock()  # one per process, because fsspec's memory store is one dict per process
 
@@ -49,6 +49,9 @@ class MemoryBackend:
                     key = path.removeprefix(self._root)
                     listed.append(ObjectInfo(key, file.getbuffer().nbytes, file.modified.timestamp()))
         yield from listed
+
+    def folder(self, prefix: str) -> Folder:
+        return folder_of(self.list(prefix), prefix)
 
     def put(self, key: str, data: bytes) -> None:
         with _lock:
@@ -85,8 +88,20 @@ class MemoryBackend:
     def now(self) -> float:
         return self._clock()
 
-    def leftovers(self) -> Iterator[Leftover]:
+    def leftovers(self, prefix: str) -> Iterator[Leftover]:
         return iter(())
 
     def remove_leftover(self, name: str) -> None:
         """Does nothing, since this backend has no leftovers."""
+
+
+def folder_of(listed: Iterable[ObjectInfo], prefix: str) -> Folder:
+    """Returns what lies directly below `prefix`, from the listing of everything below it."""
+    folders, objects = set(), []
+    for info in listed:
+        name, separator, _ = info.key.removeprefix(prefix).partition("/")
+        if separator:
+            folders.add(name)
+        else:
+            objects.append(info)
+    return Folder(sorted(folders), sorted(objects))

@@ -22,6 +22,15 @@ class ObjectInfo(NamedTuple):
     """Epoch seconds by the store's clock."""
 
 
+class Folder(NamedTuple):
+    """What lies directly below a prefix that ends with a slash, or directly in the store for the empty prefix."""
+
+    folders: list[str]
+    """Names of the folders that hold at least one object at any depth, sorted."""
+    objects: list[ObjectInfo]
+    """The objects of the folder itself, sorted by key."""
+
+
 class Leftover(NamedTuple):
     """A temporary file, scratch folder or unfinished upload that a killed writer left. Listings do not show it."""
 
@@ -54,6 +63,10 @@ class Backend(Protocol):
         """Returns the objects whose key begins with `prefix`, in any order."""
         ...
 
+    def folder(self, prefix: str) -> Folder:
+        """Returns the contents of one folder. The cost does not depend on what lies deeper."""
+        ...
+
     def put(self, key: str, data: bytes) -> None: ...
     def put_file(self, key: str, path: Path, *, move: bool, resume: bool) -> FileDigest | None:
         """Writes the bytes of a file. Returns their digest if the backend read them, None if it need not read them.
@@ -77,7 +90,10 @@ class Backend(Protocol):
         """Epoch seconds by the clock that sets `ObjectInfo.modified`. The store must be writable."""
         ...
 
-    def leftovers(self) -> Iterator[Leftover]: ...
+    def leftovers(self, prefix: str) -> Iterator[Leftover]:
+        """Returns the leftovers whose name begins with `prefix`, in any order."""
+        ...
+
     def remove_leftover(self, name: str) -> None:
         """Removes a leftover. Does nothing if it is gone."""
         ...

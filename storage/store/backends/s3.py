@@ -19,7 +19,7 @@ from s3fs import S3FileSystem
 
 from storage.errors import InvalidKey, ObjectNotFound, StorageUnavailable, UnsupportedFilesystem
 from storage.serialization import FileDigest
-from storage.store.backends.protocol import HIDDEN_PREFIX, Leftover, ObjectInfo, PutResult
+from storage.store.backends.protocol import HIDDEN_PREFIX, Folder, Leftover, ObjectInfo, PutResult
 from storage.store.backends.s3_errors import S3_EXCEPTIONS, client_error_of, http_status, translated_errors
 from storage.store.backends.s3_transfer import (
     ATTEMPT,
@@ -91,11 +91,27 @@ class S3Backend:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         where = {"Prefix": self._prefix + prefix, "MaxKeys": self.page_size}
-        for item in self._list_items("list_objects_v2", "Contents", **where):
+        for page in self._pages("list_objects_v2", **where):
+            yield from self._objects_of(page)
+
+    def _objects_of(self, page: dict[str, Any]) -> Iterator[ObjectInfo]:
+        for item in page.get("Contents") or ():
             key = item["Key"][len(self._prefix) :]
             # leave out temporary objects and those of other programs
             if is_key(key):
                 yield ObjectInfo(key, item["Size"], item["LastModified"].timestamp())
+
+    def folder(self, prefix: str) -> Folder:
+        where = {"Prefix": self._prefix + prefix, "MaxKeys": self.page_size, "Delimiter": "/"}
+        folders: list[str] = []
+        objects: list[ObjectInfo] = []
+        for page in self._pages("list_objects_v2", **where):
+            for item in page.get("CommonPrefixes") or ():
+                name = item["Prefix"][len(self._prefix) + len(prefix) :].removesuffix("/")
+                if is_key(name):
+                    folders.append(name)
+            objects += self._objects_of(page)
+        return Folder(sorted(folders), sorted(objects))
 
     def put(self, key: str, data: bytes) -> None:
         with translated_errors(key, self.url):
@@ -142,14 +158,17 @@ class S3Backend:
             self._call("delete_object", Key=name)
         return float(now)
 
-    def leftovers(self) -> Iterator[Leftover]:
+    def leftovers(self, prefix: str) -> Iterator[Leftover]:
         """Yields the clock objects that exist, and the unfinished multipart uploads, including those that still run."""
-        for item in self._list_items("list_objects_v2", "Contents", Prefix=f"{self._prefix}{HIDDEN_PREFIX}clock-"):
-            name = item["Key"][len(self._prefix) :]
-            yield Leftover(name, "temporary file", item["Size"], item["LastModified"].timestamp())
-        for upload in self._list_items("list_multipart_uploads", "Uploads", Prefix=self._prefix):
-            name = f"{upload['Key'][len(self._prefix) :]}{_UPLOAD}{upload['UploadId']}"
-            yield Leftover(name, "multipart upload", 0, upload["Initiated"].timestamp())
+        if not prefix:
+            for page in self._pages("list_objects_v2", Prefix=f"{self._prefix}{HIDDEN_PREFIX}clock-"):
+                for item in page.get("Contents") or ():
+                    name = item["Key"][len(self._prefix) :]
+                    yield Leftover(name, "temporary file", item["Size"], item["LastModified"].timestamp())
+        for page in self._pages("list_multipart_uploads", Prefix=self._prefix + prefix):
+            for upload in page.get("Uploads") or ():
+                name = f"{upload['Key'][len(self._prefix) :]}{_UPLOAD}{upload['UploadId']}"
+                yield Leftover(name, "multipart upload", 0, upload["Initiated"].timestamp())
 
     def remove_leftover(self, name: str) -> None:
         key, separator, upload_id = name.partition(_UPLOAD)
@@ -167,12 +186,12 @@ class S3Backend:
     def _transfer(self) -> Transfer:
         return Transfer(self._fs, self.bucket, self.url, self.part_bytes, self.part_retry)
 
-    def _list_items(self, method: str, items_field: str, **where: Any) -> Iterator[dict[str, Any]]:
-        """Yields the items of all pages of a listing."""
+    def _pages(self, method: str, **where: Any) -> Iterator[dict[str, Any]]:
+        """Yields the pages of a listing."""
         while True:
             with translated_errors(where["Prefix"], self.url):
                 page = self._call(method, **where)
-            yield from page.get(items_field) or ()
+            yield page
             if not page.get("IsTruncated"):
                 return
             for token, argument in _NEXT_PAGE_ARGUMENTS.items():

@@ -143,7 +143,8 @@ def test_a_fork_killed_at_any_write_is_finished_by_the_same_command(toy: ToyRun,
     kills = 0
     for writes in range(100):
         again = toy.copied(tmp_path / f"killed-{writes}")
-        for key in of_run(again.store, "new"):
+        entries = [info.key for info in again.store.list("index/") if "/new" in info.key]
+        for key in (*of_run(again.store, "new"), *entries):
             again.store.delete(key)
         try:
             fork(Mortal(again.store, writes).open(), 3)
@@ -151,7 +152,8 @@ def test_a_fork_killed_at_any_write_is_finished_by_the_same_command(toy: ToyRun,
             kills += 1
         else:
             break
-        if writes > 0 and not again.store.exists(keys.chain_record("new", "0-grpo", "policy", 3)):
+        is_begun = again.store.exists(keys.fork_json("new"))
+        if is_begun and not again.store.exists(keys.chain_record("new", "0-grpo", "policy", 3)):
             with pytest.raises(ForkRefused, match="ostinato fork toy --step 3 --stage 0-grpo --run new"):
                 check_fork(again.store, "new")
         copy = fork(again.store, 3)
@@ -159,8 +161,9 @@ def test_a_fork_killed_at_any_write_is_finished_by_the_same_command(toy: ToyRun,
         assert copy.head() == Chain(toy.store, "new", "0-grpo", "policy").head()
         assert {key for key in of_run(again.store, "new") if "/checkpoints/" not in key} == whole
         assert audit_store(again.store).problems == ()
-    # fork.json, stage.json, three metrics, root, three records, a checkpoint of two files and its manifest
-    assert kills == 1 + 1 + 3 + 1 + 3 + 3
+    # fork.json, stage.json, three metrics, root, three records, a checkpoint of two files and its manifest; and in the
+    # index: the run and the use of the old run before fork.json, the chain and the use of the base before the root
+    assert kills == 1 + 1 + 3 + 1 + 3 + 3 + 2 + 2
 
 
 def test_a_taken_key_is_refused(toy: ToyRun) -> None:

@@ -21,6 +21,7 @@ from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance, commit_files, find_artifact, read_manifest
 from storage.store.download import materialise_files
+from storage.store.index import record_uses
 from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.engines import DETERMINISTIC, PROVENANCE, commit_batch, new_policy, request_after
 
@@ -115,6 +116,7 @@ def test_named_ones_stay_while_another_run_is_damaged(tmp_path: Path, caplog: py
     store = open_store(tmp_path / "store")
     written = named_and_unnamed(store, tmp_path)
     damaged = keys.chain_root("another-run", "0-sft", "policy")
+    record_uses(store, damaged, [keys.run_prefix("r")])
     store.put(damaged, b'{"base":')
     prune_checkpoints(store, POLICY, Retention(keep_last=1, keep_named=1))
     assert kept(store, written) == [2, 4, 6, 7, 8]
@@ -209,6 +211,7 @@ def test_a_finished_run_keeps_what_a_person_named_or_a_fork_refers_to(tmp_path: 
         record(store, step)
     shared = (Chain.of(store, POLICY).policy(4),)
     fork = ForkInfo(run="r", stage="0-s", step=4, shared=shared, code_version="test", attempt="0", created="now")
+    record_uses(store, keys.fork_json("fork"), [keys.run_prefix("r")])
     store.put(keys.fork_json("fork"), canonical_json(fork))
     prune_checkpoints(store, POLICY, Retention(keep_last=2, finished=True))
     assert kept(store, written) == [1, 3, 4, 5, 8]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from storage.chain.records import Chain, Root
+from storage.errors import ObjectNotFound
 from storage.inspect.audit import AuditReport, audit_store
 from storage.serialization import canonical_json
 from storage.store import keys
@@ -55,6 +56,18 @@ def test_a_finished_run_has_no_finding(toy_run: ToyRun) -> None:
     assert report.counts["checkpoints"] == 2
     # a dataset, a base and a published model, two checkpoints, and five tables a step
     assert report.counts["artifacts"] == 5 + 4 * 5
+
+
+def test_one_run_is_checked_alone(broken: ToyRun) -> None:
+    broken.store.put("notes.txt", b"a person's")
+    Chain(broken.store, "other", "0-sft", "policy").create_root(Root(base_digest="of nothing"))
+    assert len(found(broken)) == 2
+    report = audit_store(broken.store, run="toy")
+    assert (report.problems, report.counts["steps"], report.counts["chains"]) == ((), 4, 1)
+    (problem,) = audit_store(broken.store, run="other").problems
+    assert problem.key == keys.chain_root("other", "0-sft", "policy")
+    with pytest.raises(ObjectNotFound, match="no run 'none'"):
+        audit_store(broken.store, run="none")
 
 
 def test_a_flipped_byte_in_a_checkpoint(broken: ToyRun) -> None:

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from storage.errors import PermanentStorageError
+from storage.errors import ObjectNotFound, PermanentStorageError
 from storage.inspect.gc import GcReport, ObjectTotals, collect_garbage
 from storage.registry.models import publish_model
 from storage.serialization import digest
@@ -43,6 +43,13 @@ def store(clock: Clock) -> ObjectStore:
         (keys.run_json("r"), "standalone", None),
         (keys.run_json("deployment/2026-01-01"), "standalone", None),
         (keys.report("r"), "standalone", None),
+        (keys.index_complete(), "standalone", None),
+        (keys.index_run("deployment/2026-01-01"), "standalone", None),
+        (keys.index_run("r", "chains"), "standalone", None),
+        (keys.index_use(keys.run_prefix("r"), keys.fork_json("d/2026")), "standalone", None),
+        (keys.index_use("models/m/1", keys.chain_root("r", "0-s", "p")), "standalone", None),
+        (keys.index_use(keys.run_prefix("r"), keys.manifest_of_files("models/m/1")), "standalone", None),
+        ("index/notes.txt", "unknown", None),
         (keys.lease("r", 3), "standalone", None),
         (keys.stage_json("r", "0-s"), "standalone", None),
         (keys.step_metrics("r", "0-s", 3), "standalone", None),
@@ -168,12 +175,13 @@ def test_an_incomplete_version_of_a_model_stays_while_somebody_may_write(store: 
 def test_nothing_beside_an_unreadable_manifest_is_deleted(store: ObjectStore, clock: Clock) -> None:
     commit_rows(store)
     store.put(keys.manifest(STEP), store.get(keys.manifest(STEP))[:-9])
+    store.put(f"{STEP}.{ATTEMPT}.parquet", b"of another attempt: one of the two may be named")
     before = all_keys(store)
     clock.now += 25 * HOUR
     report = collect_garbage(store)
     assert all_keys(store) == before and report.unreadable == (keys.manifest(STEP),)
     store.put(keys.manifest(STEP), b'{"schema_version": 99}')
-    with pytest.raises(PermanentStorageError, match=r"has schema version 99.*Nothing was deleted"):
+    with pytest.raises(PermanentStorageError, match=r"has schema version 99.*Nothing more was deleted"):
         collect_garbage(store)
 
 
@@ -186,6 +194,25 @@ def test_a_model_that_is_handed_over_goes_as_a_whole(store: ObjectStore, clock: 
     assert collect_garbage(store).names == ()  # the data is older than a day, its manifest is not
     clock.now += 5 * HOUR
     assert collect_garbage(store).names == tuple(sorted((data, manifest)))
+
+
+def test_one_run_is_collected_alone(store: ObjectStore, clock: Clock, tmp_path: Path) -> None:
+    fill(store, tmp_path)
+    for key in GARBAGE:
+        store.put(key, b"12345")
+    store.put(keys.run_json("r/nested"), b"{}")
+    store.put(f"{keys.step_artifact('r/nested', '0-s', 1, 'graded', 0)}.{ATTEMPT}.parquet", b"1")
+    clock.now += 25 * HOUR
+    others = {key for key in all_keys(store) if keys.run_of(key) != "r"}
+    listed: list[str] = []
+    real = store.backend.list
+    store.backend.list = lambda prefix: listed.append(prefix) or real(prefix)  # type: ignore[method-assign,func-returns-value]
+    assert collect_garbage(store, run="r").names == tuple(sorted(key for key in GARBAGE if keys.run_of(key) == "r"))
+    assert all(prefix.startswith("runs/r/") and prefix != "runs/r/" for prefix in listed)
+    assert {key for key in all_keys(store) if keys.run_of(key) != "r"} == others
+    assert len(collect_garbage(store, run="r/nested").names) == 1
+    with pytest.raises(ObjectNotFound, match="no run 'none'"):
+        collect_garbage(store, run="none")
 
 
 # -- a folder --------------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ VERBS: dict[str, Verb] = {
     "exists": lambda store: store.exists("a/b"),
     "list": lambda store: list(store.list()),
     "list an absent folder": lambda store: list(store.list("c/")),
+    "folder": lambda store: store.folder(),
+    "an absent folder": lambda store: store.folder("c/"),
     "put": lambda store: store.put("a/b", b"2"),
     "put in a new folder": lambda store: store.put("c/d/e", b"2"),
     "put_file": lambda store: store.put_file("a/c", Path(__file__)),

@@ -45,7 +45,7 @@ async def take_turns(
             "threads": 1,
             "memory_gib": gib,
             "residency_seconds": 0,
-            "digest_every": steps + 1,
+            
         }
     )
     engine = LocalEngine(f"file://{folder}/store", spec)

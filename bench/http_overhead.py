@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def engine_keys(steps: int) -> dict[str, Any]:
     """The settings of the engine in both arms. The digest of the weights is computed once, at the last step."""
-    return {"device": "cpu", "deterministic": True, "threads": 1, "digest_every": steps}
+    return {"device": "cpu", "deterministic": True, "threads": 1}
 
 
 # -- the worker: one process per arm, which reads commands from its standard input -----------------------------------

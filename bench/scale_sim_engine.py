@@ -95,6 +95,7 @@ class SimulatedEngine:
                 updates=1,
                 numerics=NUMERICS,
                 metrics={"loss": 0.0, "grad_norm": 1.0, "tokens": float(rows * self.model.new_tokens)},
+                weights_digest="0",
             )
         )
 

@@ -234,7 +234,9 @@ def own_run(run: str, steps: int) -> dict[str, bytes]:
                 put_artifact(backend, keys.step_artifact(run, STAGE, step, kind, shard), kind)
         batch = BASE.model_copy(update={"kind": "batch", "key": keys.step_artifact(run, STAGE, step, "batch", 0)})
         request = StepRequest(parent=parent, batch=batch, loss={}, optimizer=OptimizerSpec(lr=1.0))
-        record = CommitRecord(request=request, state=request.next_state(), updates=1, numerics=numerics)
+        record = CommitRecord(
+            request=request, state=request.next_state(), updates=1, numerics=numerics, weights_digest="0"
+        )
         parent = chain.commit(record).policy
         metrics = StepMetrics(step=step, loss=1.0, grad_norm=1.0, learning_rate=1.0)
         store.put(keys.step_metrics(run, STAGE, step), metrics.model_dump_json().encode())

@@ -47,7 +47,8 @@ def record(*, lr: float = 0.1, epochs: int = 1, updates: int = 1, skipped: int =
     )
     numerics = Numerics(backend="torch", device="cpu", compute_dtype="float32", threads=1, max_tokens=1)
     return CommitRecord(
-        request=request, state="1", updates=updates, skipped=skipped, metrics=metrics, numerics=numerics
+        request=request, state="1", updates=updates, skipped=skipped, metrics=metrics, numerics=numerics,
+        weights_digest="0",
     )
 
 

@@ -54,7 +54,9 @@ def store(tmp_path: Path) -> GuardedStore:
     batch = ArtifactRef(kind="batch", key="b", sha256="0", bytes=1, rows=1, parents=())
     request = StepRequest(parent=chain.policy(0), batch=batch, loss={}, optimizer=OptimizerSpec(lr=1.0))
     numerics = Numerics(backend="b", device="cpu", compute_dtype="float32", threads=1, max_tokens=1)
-    chain.commit(CommitRecord(request=request, state=request.next_state(), updates=1, numerics=numerics))
+    chain.commit(CommitRecord(
+        request=request, state=request.next_state(), updates=1, numerics=numerics, weights_digest="0"
+    ))
     return GuardedStore(store)
 
 

@@ -55,7 +55,10 @@ def record(store: ObjectStore, step: int, **metrics: float) -> None:
     request = StepRequest(parent=parent, batch=batch, loss={}, optimizer=OptimizerSpec(lr=1.0))
     numerics = Numerics(backend="b", device="cpu", compute_dtype="float32", threads=1, max_tokens=1)
     Chain.of(store, POLICY).commit(
-        CommitRecord(request=request, state=request.next_state(), metrics=metrics, updates=1, numerics=numerics)
+        CommitRecord(
+            request=request, state=request.next_state(), metrics=metrics, updates=1, numerics=numerics,
+            weights_digest="0",
+        )  # fmt: skip
     )
 
 

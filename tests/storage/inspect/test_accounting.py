@@ -63,7 +63,9 @@ def test_a_second_sampling_of_prompts_that_have_grades_is_a_problem() -> None:
             parents=parents, provenance=PROVENANCE,
         )  # fmt: skip
         request = StepRequest(parent=parent, batch=batch, loss={}, optimizer=OptimizerSpec(lr=1.0))
-        record = CommitRecord(request=request, state=request.next_state(), updates=1, numerics=NUMERICS)
+        record = CommitRecord(
+            request=request, state=request.next_state(), updates=1, numerics=NUMERICS, weights_digest="0"
+        )
         found = check_accounting(store, record)
         assert len(found) == problems
         assert all("samples prompts again although their completions have grades" in problem for problem in found)
@@ -91,7 +93,7 @@ def test_a_shard_of_another_policy_is_one_problem() -> None:
         parents=[parent.uri, shard], provenance=PROVENANCE,
     )  # fmt: skip
     request = StepRequest(parent=parent, batch=batch, loss={}, optimizer=OptimizerSpec(lr=1.0))
-    record = CommitRecord(request=request, state=request.next_state(), updates=1, numerics=NUMERICS)
+    record = CommitRecord(request=request, state=request.next_state(), updates=1, numerics=NUMERICS, weights_digest="0")
     assert check_accounting(store, record) == [
         f"{shard.key} was sampled by another policy than the one that the step says"
     ]

@@ -58,7 +58,9 @@ def used_run(store: ObjectStore, folder: Path) -> None:
     batch = ArtifactRef(kind="batch", key="b", sha256="0", bytes=1, rows=1, parents=())
     for step in range(STEPS):
         request = StepRequest(parent=chain.policy(step), batch=batch, loss={}, optimizer=OptimizerSpec(lr=1.0))
-        chain.commit(CommitRecord(request=request, state=request.next_state(), updates=1, numerics=NUMERICS))
+        chain.commit(CommitRecord(
+            request=request, state=request.next_state(), updates=1, numerics=NUMERICS, weights_digest="0"
+        ))
         state = chain.policy(step + 1).state
         commit_files(
             store, keys.checkpoint("used", "0-sft", "policy", step + 1), weights(folder), kind="checkpoint",

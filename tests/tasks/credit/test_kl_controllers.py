@@ -25,6 +25,7 @@ def record(kl: float | None, *, beta: float | None = None) -> CommitRecord:
         updates=1,
         metrics={} if kl is None else {"kl_mean": kl},
         numerics=Numerics(backend="torch", device="cpu", compute_dtype="float32", threads=1, max_tokens=1),
+        weights_digest="0",
     )
 
 

@@ -250,7 +250,7 @@ async def test_metrics_are_the_same_from_manifests_and_from_tables(store: Object
         batch = commit(store, "batch", 1, table.to_pylist())
     request = StepRequest(parent=POLICY, batch=batch, loss={"kind": "grpo"}, optimizer=OptimizerSpec(lr=1.0))
     numerics = Numerics(backend="x", device="x", compute_dtype="x", threads=1, max_tokens=1)
-    record = CommitRecord(request=request, state=request.next_state(), updates=1, numerics=numerics)
+    record = CommitRecord(request=request, state=request.next_state(), updates=1, numerics=numerics, weights_digest="0")
     metrics = measure_step(store, record, refs, grades, total_steps=1, seconds={"rollout": 2.0})
     assert (metrics.completions, metrics.completion_tokens, metrics.completion_length_mean) == (8, 12, 1.5)
     assert (metrics.prompts, metrics.masked, metrics.dropped, metrics.tokens_per_second) == (4, 2, 2, 6.0)

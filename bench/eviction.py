@@ -45,7 +45,6 @@ async def take_turns(
             "threads": 1,
             "memory_gib": gib,
             "residency_seconds": 0,
-            
         }
     )
     engine = LocalEngine(f"file://{folder}/store", spec)

@@ -58,7 +58,7 @@ def record(store: ObjectStore, step: int, **metrics: float) -> None:
         CommitRecord(
             request=request, state=request.next_state(), metrics=metrics, updates=1, numerics=numerics,
             weights_digest="0",
-        )  # fmt: skip
+        )
     )
 
 

@@ -27,8 +27,11 @@ STATE_BYTES = 12
 """Bytes per parameter of a checkpoint: float32 master weights and two moments."""
 TRAINER_BYTES = 18
 """Bytes per parameter in a trainer's memory: bf16 weights and float32 gradients (2 + 4), and the 12 above."""
-STORE_BYTES_PER_SECOND = 1e9
-"""Assumed throughput of one node to object storage."""
+UPLOAD_BYTES_PER_SECOND, DOWNLOAD_BYTES_PER_SECOND = 0.33e9, 0.37e9
+"""Rates of one process to and from object storage, which its one event loop limits, measured by bench/transfers.py
+(docs/scaling.md). The engine's process transfers the checkpoint of all ranks."""
+FOLDER_BYTES_PER_SECOND = 1e9
+"""Assumed throughput of a shared folder."""
 COORDINATOR_SECONDS_PER_ROLLOUT = 16e-6
 COORDINATOR_SECONDS_PER_TOKEN = 0.49e-6
 """CPU seconds of prepare_batch and metrics, measured by bench/scale_sim.py at 16 and 256 new tokens (docs/scaling.md).
@@ -210,15 +213,17 @@ def gpu_hours(split: Split, cluster: Cluster, steps: int = 1000) -> float:
     return split.total * steps * cluster.gpus / 3600
 
 
-def checkpoint_seconds(shape: Shape, cluster: Cluster) -> float:
-    """Returns the time in which all nodes of the trainer write their shards at the same time."""
-    nodes = math.ceil(cluster.train / 8)
-    return STATE_BYTES * shape.parameters / (nodes * STORE_BYTES_PER_SECOND)
+def checkpoint_seconds(shape: Shape) -> float:
+    """Returns the time in which the engine's process uploads a checkpoint."""
+    return STATE_BYTES * shape.parameters / UPLOAD_BYTES_PER_SECOND
 
 
-def recovery_seconds(shape: Shape, cluster: Cluster) -> float:
-    """Returns the longest time until the policy is restored after `kill -9` of the trainer: start, checkpoint, redo."""
-    return START_SECONDS + checkpoint_seconds(shape, cluster) + REDO_SECONDS
+def recovery_seconds(shape: Shape) -> float:
+    """Returns the longest time until the policy is restored after `kill -9` of the trainer: the start, the download of
+    the checkpoint, and the redo of the steps that were taken since it began. The next checkpoint begins when the last
+    one is uploaded and `REDO_SECONDS` have passed."""
+    download = STATE_BYTES * shape.parameters / DOWNLOAD_BYTES_PER_SECOND
+    return START_SECONDS + download + REDO_SECONDS + 2 * checkpoint_seconds(shape)
 
 
 def trainer_gigabytes(shape: Shape, cluster: Cluster) -> float:
@@ -269,14 +274,14 @@ def machines_table() -> str:
     for shape, cluster in machines:
         work = Work(100_000)
         rows = running(shape, cluster, work)
-        paths = (LINK_SHARE * cluster.gpu.nvlink, LINK_SHARE * cluster.gpu.network, STORE_BYTES_PER_SECOND)
+        paths = (LINK_SHARE * cluster.gpu.nvlink, LINK_SHARE * cluster.gpu.network, FOLDER_BYTES_PER_SECOND)
         syncs = " / ".join(f"{sync_seconds(shape, cluster, bytes_per_second=path):.2f}" for path in paths)
         lines.append(
             f"| {shape.name}, {cluster.title} "
             f"| {trainer_gigabytes(shape, cluster):.0f} | {rows} "
             f"| {1e3 * decode_seconds(shape, cluster, work, rows):.1f} | {syncs} "
-            f"| {STATE_BYTES * shape.parameters / 1e9:,.0f}, {checkpoint_seconds(shape, cluster):,.0f} "
-            f"| {recovery_seconds(shape, cluster):,.0f} |"
+            f"| {STATE_BYTES * shape.parameters / 1e9:,.0f}, {checkpoint_seconds(shape):,.0f} "
+            f"| {recovery_seconds(shape):,.0f} |"
         )
     return "\n".join(lines)
 

@@ -18,6 +18,7 @@ from bench.cost_model import (
     decode_seconds,
     gpu_hours,
     machines_table,
+    recovery_seconds,
     running,
     sample_seconds,
     score_seconds,
@@ -71,10 +72,11 @@ def test_a_sync_moves_the_weights_once() -> None:
     assert sync_seconds(TEN, Cluster(ROUND, 8, 8), bytes_per_second=1e9) == pytest.approx(20)
 
 
-def test_a_checkpoint_is_written_by_all_nodes() -> None:
+def test_a_checkpoint_is_transferred_by_one_process() -> None:
     assert STATE_BYTES == 12
-    assert checkpoint_seconds(TEN, Cluster(ROUND, 8, 8)) == pytest.approx(120)
-    assert checkpoint_seconds(TEN, Cluster(ROUND, 32, 8)) == pytest.approx(30)
+    assert checkpoint_seconds(TEN) == pytest.approx(120 / 0.33)
+    # a start of 60 s, the download, an interval of 300 s between two uploads
+    assert recovery_seconds(TEN) == pytest.approx(60 + 120 / 0.37 + 300 + 2 * 120 / 0.33)
 
 
 def test_gpu_hours() -> None:

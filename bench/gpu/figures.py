@@ -31,6 +31,7 @@ from bench.gpu.setting import (
 )
 from engine.backends.torch import backend
 from engine.backends.torch.causal_lm import CHUNK_BYTES, frozen_copy
+from engine.backends.torch.determinism import repeats_sums, use_deterministic_kernels
 from engine.backends.torch.packing import micro_batches
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.trainer_samplers import StagedFilesSampler, WholeModelSampler
@@ -248,6 +249,37 @@ def _follow(setting: Setting, trainer: TorchTrainer) -> float:
 def _stage(trainer: TorchTrainer, dtype: torch.dtype, size: int) -> None:
     with staging_folder(size) as folder:
         trainer.stage_weights(folder, dtype=dtype)
+
+
+# -- redos -----------------------------------------------------------------------------------------------------
+
+
+def redos(setting: Setting) -> Iterator[Row]:
+    """Measures what makes a redo comparable: deterministic kernels, digests and sketches. Leaves the kernels on."""
+    trainer = TorchTrainer(model_of(setting.small, setting))
+    samples, optimizer = grpo_samples(setting.small, setting.grpo), OptimizerSpec(lr=1e-6)
+
+    def update() -> None:
+        trainer.update(samples, OBJECTIVES["grpo"], optimizer, max_tokens=setting.max_tokens)
+
+    update()  # allocates the moments
+    part = f"redo {setting.small}"
+    plain = seconds(update, setting.device, repeats=setting.repeats)
+    repeat = _repeats(setting)
+    yield Row(part, "update, torch's default kernels", plain, "s", f"repeats a small update: {repeat}")
+    if setting.device.type == "cuda":
+        use_deterministic_kernels(strict=False)
+    took = seconds(update, setting.device, repeats=setting.repeats)
+    note = f"{took / plain:.2f} times the default; repeats a small update: {_repeats(setting)}"
+    yield Row(part, "update, deterministic kernels", took, "s", note)
+    for what, call in (("digest", trainer.weights_digest), ("sketch", trainer.weights_sketch)):
+        took = seconds(call, setting.device, repeats=setting.repeats)
+        yield Row(part, what, took, "s", f"{trainer.weights_nbytes / took / 1e9:.3g} GB/s")
+
+
+def _repeats(setting: Setting) -> bool:
+    repeats_sums.cache_clear()
+    return repeats_sums(setting.device, setting.compute_dtype)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------

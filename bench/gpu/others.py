@@ -15,7 +15,7 @@ from bench.gpu.checking import OBJECTIVES, largest_gap
 from bench.gpu.rows import Row
 from bench.gpu.setting import Setting, grpo_samples, model_of, seconds, wait
 from engine.backends.protocol import Trainer
-from engine.models.samples import Sample
+from engine.models.samples import FloatArray, Sample
 from engine.protocol import SamplingParams, TokenSequence
 from engine.specs.engine import LocalEngineSpec
 from storage.chain.records import OptimizerSpec
@@ -83,7 +83,7 @@ def _trainer(kind: dict[str, Any], folder: Path, setting: Setting) -> tuple[Any,
     return backend, backend.load(folder)
 
 
-def _after_two_steps(backend_and_trainer: tuple[Any, Trainer], samples: list[Sample]) -> list[list[float]]:
+def _after_two_steps(backend_and_trainer: tuple[Any, Trainer], samples: list[Sample]) -> list[FloatArray]:
     """Takes two steps, and returns the logprobs of the samples. Closes the backend."""
     backend, trainer = backend_and_trainer
     try:

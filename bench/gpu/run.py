@@ -32,6 +32,7 @@ LIMITS = {
     "sampler": 90,
     "sync": 90,
     "determinism": 60,
+    "redo": 60,
     "checkpoint": 60,
     "deepspeed": 180,
     "vllm": 240,
@@ -58,6 +59,7 @@ def rows_of(part: str, *, smoke: bool) -> Iterator[Row]:
         "sync": figures.syncing,
         "determinism": checking.determinism,
         "checkpoint": figures.checkpoints,
+        "redo": figures.redos,
         "deepspeed": others.deepspeed,
         "vllm": others.vllm,
     }

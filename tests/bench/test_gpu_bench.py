@@ -17,7 +17,7 @@ from bench.gpu.setting import CONFIGS, grpo_samples, module_of, setting_of, sft_
 from engine.backends.torch.packing import PrefixGroup, pack
 from engine.memory_plan.shape import shape_of
 
-QUICK = ["device", "correct", "packing", "train-small", "sampler", "sync", "determinism", "checkpoint"]
+QUICK = ["device", "correct", "packing", "train-small", "sampler", "sync", "determinism", "checkpoint", "redo"]
 """Parts without a process of their own and without a package that may be missing; train-large is train-small again."""
 
 

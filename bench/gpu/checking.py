@@ -114,7 +114,7 @@ def largest_gap(actual: Sequence[Sequence[float]], expected: Sequence[Sequence[f
     gap = 0.0
     for actual_row, expected_row in zip(actual, expected, strict=True):
         for a, b in zip(actual_row, expected_row, strict=True):
-            gap = max(gap, abs(a - b))
+            gap = max(gap, abs(float(a) - float(b)))
     return gap
 
 

@@ -108,7 +108,7 @@ async def test_bytes_that_wait_are_bounded_over_all_calls(serve: Serve, engine: 
     service: EngineService = client.service  # type: ignore[attr-defined]
     service.calls.reserve(service.calls.limits.waiting_bytes - 10)
     answer = await client.post("/v1/release", json={"run": "r", "epoch": 0})
-    assert (answer.status_code, answer.json()["error"], answer.headers["retry-after"]) == (503, "EngineBusy", "1")
+    assert (answer.status_code, answer.json()["error"], answer.headers["retry-after"]) == (503, "NotAdmitted", "1")
     service.calls.reserve(-service.calls.reserved_bytes)
     assert (await client.post("/v1/release", json={"run": "r", "epoch": 0})).status_code == 200
     assert service.calls.reserved_bytes == 0

@@ -65,7 +65,7 @@ async def test_the_memory_of_all_waiting_calls_is_bounded(server: tuple[subproce
         refused = [answer for answer in answers if answer.status_code != 202]
         assert len(taken) == 2
         assert {(a.status_code, a.json()["error"], a.headers["retry-after"]) for a in refused} == {
-            (503, "EngineBusy", "1")
+            (503, "NotAdmitted", "1")
         }
         assert "83 MiB" in refused[0].json()["message"]
 

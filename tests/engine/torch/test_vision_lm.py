@@ -93,7 +93,7 @@ def test_logprobs_are_those_of_transformers_alone_and_packed(vision_folder: Path
     for row, logprobs in zip(rows(vision_folder), by_row, strict=True):
         pixels = plain_pixels(vision_folder, row.images[0].data) if row.images else None
         expected = plain_logprobs(module, row, pixels)
-        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(logprobs, dtype=expected.dtype), expected, rtol=1e-5, atol=1e-6)
         alone = trainer.logprobs([row], temperature=1.0, max_tokens=4096)[0]
         torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(alone), rtol=1e-5, atol=1e-6)
 
@@ -138,7 +138,7 @@ def test_an_adapter_adapts_every_part_as_peft_does(vision_folder: Path, tmp_path
         pixels = plain_pixels(vision_folder, row.images[0].data) if row.images else None
         with torch.no_grad():
             expected = plain_logprobs(module, row, pixels)
-        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(logprobs, dtype=expected.dtype), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_greedy_completions_are_those_of_transformers(vision_folder: Path, model: CausalLM) -> None:

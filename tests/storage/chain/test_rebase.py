@@ -11,6 +11,7 @@ import pytest
 from storage.chain.fork import check_fork, fork_run
 from storage.chain.rebase import (
     Rebase,
+    RedoneStep,
     checkpoint_extra,
     checkpoints_up_to,
     commit_rebase,
@@ -89,7 +90,8 @@ def inexact(chain: Chain, step: int, weights: str = "other weights") -> Rebase:
     policy, attempt = chain.policy(step), uuid4().hex
     extra = checkpoint_extra(policy, RebaseMark(step=step, attempt=attempt), weights)
     return Rebase(
-        policy=policy, before=TORCH, after=ZERO, exact=False, redone=(1, step), attempt=attempt,
+        policy=policy, before=TORCH, after=ZERO, exact=False, attempt=attempt,
+        redone=tuple(RedoneStep(step=redone, distance=1e-6, bound=1e-5) for redone in (1, step)),
         checkpoint=checkpoint(chain, keys.rebase_checkpoint(*CHAIN, step, attempt), weights, extra),
         weights_digest=weights, committed_digest=policy.state,
     )  # fmt: skip

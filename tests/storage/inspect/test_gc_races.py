@@ -27,6 +27,12 @@ def clock() -> Clock:
     return Clock(NOW)
 
 
+@pytest.fixture(autouse=True)
+def one_file_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor of `Turns` has one operation at a time."""
+    monkeypatch.setattr(artifacts, "FILES_AT_ONCE", 1)
+
+
 @pytest.fixture
 def store(clock: Clock) -> ObjectStore:
     return ObjectStore(MemoryBackend(f"gc-{uuid4().hex}", clock), clocks=(clock,))

@@ -25,7 +25,7 @@ def _plant(functional: Any) -> None:
 
     def noisy_silu(values: Any, inplace: bool = False) -> Any:
         result = silu(values, inplace)
-        ulps = torch.randint(-1, 2, result.shape, generator=generator()).to(result.device)
+        ulps = torch.randint(-1, 2, result.shape, generator=generator()).to(result)
         return result * (1 + torch.finfo(result.dtype).eps * ulps)
 
     functional.silu = noisy_silu

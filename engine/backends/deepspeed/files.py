@@ -8,21 +8,23 @@ one tensor more than before.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from engine.backends.deepspeed.meta_model import WeightSource
 from engine.backends.deepspeed.rank_model import WeightNames
-from engine.backends.deepspeed.shards import MOMENTS, ShardPiece, Shards
+from engine.backends.deepspeed.shards import MOMENTS, Shards
 from engine.backends.weight_files.digests import Sums, combine_digests, digest_of_sums, tensor_sums
 from engine.backends.weight_files.pieces import (
     OPTIMIZER,
@@ -67,6 +69,10 @@ class ShardedState:
         if name in self.buffers:
             return tuple(self.buffers[name].shape)
         return self.shards.shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor in master precision."""
+        return self.buffers[name].dtype if name in self.buffers else self.master_dtype
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all weights: parameters, then buffers."""
@@ -194,52 +200,48 @@ def fill(state: ShardedState, weights: WeightSource) -> None:
 def weights_digest(state: ShardedState, *, base: str = "") -> tuple[str, dict[str, str]]:
     """The digest that the torch trainer computes of the same weights, on every rank. Each rank sums over its own
     pieces, and only the sums are exchanged. `base` is the digest of the base of an adapter."""
-    sums: dict[str, Sums] = {}
-    for piece in state.shards.owned():
-        piece_sums = tensor_sums(in_master_precision(state, piece), start=piece.start)
-        sums[piece.name] = sums.get(piece.name, 0) + piece_sums
-        report_progress()
-    if dist.get_rank() == 0:  # the buffers are equal on all ranks
-        sums |= {name: tensor_sums(buffer) for name, buffer in state.buffers.items()}
-    return digest_of_ranks(state, sums, base=base)
-
-
-def in_master_precision(state: ShardedState, piece: ShardPiece) -> Tensor:
-    """The values of a piece. Frozen weights that the rank holds in bfloat16 become float32, which is exact."""
-    return piece.of(piece.flat).to(state.master_dtype)
+    return digest_of_ranks(state, _of_own_parts(state, tensor_sums), base=base)
 
 
 def digest_of_ranks(state: ShardedState, sums: Mapping[str, Sums], *, base: str = "") -> tuple[str, dict[str, str]]:
     """The digest of tensors whose parts have these sums on this rank. Every rank calls it."""
-    names = sorted(state.shapes())
-    # Sum over the ranks in int64, which wraps around as the sums do.
-    total = np.zeros((len(names), 2), dtype=np.uint64)
-    for index, name in enumerate(names):
-        if name in sums:
-            total[index] = sums[name]
-    total_N2 = torch.from_numpy(total.view(np.int64)).to(state.device)
-    dist.all_reduce(total_N2)
-    total = total_N2.cpu().numpy().view(np.uint64)
-
+    # The sum of int64 numbers wraps around as those of the digest do.
+    signed = {name: of_tensor.view(np.int64) for name, of_tensor in sums.items()}
+    names, total = _add_over_ranks(state, signed, np.zeros(2, dtype=np.int64))
     digests: dict[str, str] = {}
-    for name, tensor_total in zip(names, total, strict=True):
-        dtype = state.buffers[name].dtype if name in state.buffers else state.master_dtype
-        digests[name] = digest_of_sums(dtype, state.shape(name), tensor_total)
+    for name, sums_of_all in zip(names, total.view(np.uint64), strict=True):
+        digests[name] = digest_of_sums(state.dtype(name), state.shape(name), sums_of_all)
     return combine_digests(digests, base=base)
 
 
 def weights_sketch(state: ShardedState) -> Sketch:
     """The sketch that the torch trainer computes of the same weights, on every rank. Each rank sketches its pieces."""
-    names = sorted(state.shapes())
-    sketch_of_rank = {name: np.zeros(BUCKETS) for name in names}
+    _, total = _add_over_ranks(state, _of_own_parts(state, tensor_sketch), np.zeros(BUCKETS))
+    return total
+
+
+def _of_own_parts(state: ShardedState, compute: Callable[..., NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """By tensor: the sum of `compute(part, start=...)` over the parts that this rank writes."""
+    sums: dict[str, NDArray[Any]] = {}
     for piece in state.shards.owned():
-        sketch_of_rank[piece.name] += tensor_sketch(in_master_precision(state, piece), start=piece.start)
+        # Frozen weights that the rank holds in bfloat16 become float32, which is exact.
+        part = piece.of(piece.flat).to(state.master_dtype)
+        sums[piece.name] = sums.get(piece.name, 0) + compute(part, start=piece.start)
         report_progress()
-    if dist.get_rank() == 0:
-        sketch_of_rank |= {name: tensor_sketch(buffer) for name, buffer in state.buffers.items()}
-    total_NB = torch.from_numpy(np.array([sketch_of_rank[name] for name in names])).to(state.device)
-    dist.all_reduce(total_NB)
-    return total_NB.cpu().numpy()
+    if dist.get_rank() == 0:  # the buffers are equal on all ranks
+        sums |= {name: compute(buffer, start=0) for name, buffer in state.buffers.items()}
+    return sums
+
+
+def _add_over_ranks(
+    state: ShardedState, parts: Mapping[str, NDArray[Any]], zeros: NDArray[Any]
+) -> tuple[list[str], NDArray[Any]]:
+    """(names of all tensors, sorted; the sum over the ranks of each). `zeros` are those of a tensor without a part on
+    this rank. Every rank calls it."""
+    names = sorted(state.shapes())
+    total = torch.from_numpy(np.array([parts.get(name, zeros) for name in names])).to(state.device)
+    dist.all_reduce(total)
+    return names, total.cpu().numpy()
 
 
 # -- model folders ------------------------------------------------------------------------------------------------
@@ -302,9 +304,7 @@ def _write_index(folder: Path, names: Sequence[str], parts: Sequence[Sequence[st
 
 def _layout(state: ShardedState, name: str, dtype: torch.dtype | None) -> tuple[torch.dtype, tuple[int, ...]]:
     """(dtype, shape) in which a weight is written."""
-    stored = state.master_dtype
-    if name in state.buffers:
-        stored = state.buffers[name].dtype
+    stored = state.dtype(name)
     # Integer buffers keep their dtype.
     if dtype is not None and stored.is_floating_point:
         stored = dtype

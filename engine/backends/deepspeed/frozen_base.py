@@ -138,8 +138,7 @@ def _digest_of(meta_model: MetaModel, state: files.ShardedState) -> tuple[str, d
     every n-th tensor."""
     sums: dict[str, Sums] = {}
     for name in sorted(state.shapes())[dist.get_rank() :: dist.get_world_size()]:
-        dtype = state.buffers[name].dtype if name in state.buffers else state.master_dtype
-        tensor = torch.empty(state.shape(name), dtype=dtype)
+        tensor = torch.empty(state.shape(name), dtype=state.dtype(name))
         meta_model.weights.read_into(name, tensor)
         sums[name] = tensor_sums(tensor)
         report_progress()

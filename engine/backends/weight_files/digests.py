@@ -14,7 +14,7 @@ cryptographic: files in the store have their sha256.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -131,21 +131,28 @@ def _times_factors(block_sums: Sums, first_block: int) -> Sums:
 
 
 def _sums_on_device(data: Tensor, first_byte: int) -> Sums:
-    # Fill the first and the last block with zeros, which add nothing.
-    block_bytes = BLOCK_WORDS * WORD_BYTES
-    first_block, before = divmod(first_byte, block_bytes)
     multipliers_2W = torch.from_numpy(_multipliers()).to(data.device)
     sums = np.zeros(2, dtype=np.uint64)
-    position = 0
-    while position < len(data):
-        chunk = data[position : position + block_bytes * BLOCKS_PER_RANGE - before]
-        position += len(chunk)
-        padded = torch.nn.functional.pad(chunk, (before, -(before + len(chunk)) % block_bytes))
-        words_BW = padded.view(torch.int32).view(-1, BLOCK_WORDS)
+    for first_block, blocks_BY in whole_blocks(data, first_byte, BLOCK_WORDS * WORD_BYTES, at_once=BLOCKS_PER_RANGE):
+        words_BW = blocks_BY.view(torch.int32)
         block_sums = torch.stack([(words_BW * multipliers_W).sum(1) for multipliers_W in multipliers_2W], dim=1)
         sums += _times_factors(block_sums.cpu().numpy().view(np.uint64), first_block)
-        first_block, before = first_block + len(words_BW), 0
     return sums
+
+
+def whole_blocks(values: Tensor, start: int, block: int, *, at_once: int) -> Iterator[tuple[int, Tensor]]:
+    """Divides the elements [start, start + len(values)) of a flattened tensor into blocks of `block` elements. Yields
+    (number of the first block, up to `at_once` blocks as (blocks, block)). Zeros fill the first and the last block."""
+    first_block, before = divmod(start, block)
+    position = 0
+    while position < len(values):
+        chunk = values[position : position + block * at_once - before]
+        position += len(chunk)
+        after = -(before + len(chunk)) % block
+        filled = torch.nn.functional.pad(chunk, (before, after)) if before or after else chunk
+        blocks = filled.view(-1, block)
+        yield first_block, blocks
+        first_block, before = first_block + len(blocks), 0
 
 
 # -- pseudo-random numbers ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.backends.weight_files.digests import splitmix64
+from engine.backends.weight_files.digests import splitmix64, whole_blocks
 
 Sketch = NDArray[np.float64]
 """Of one tensor: shape (BUCKETS,). Of a model: shape (tensors, BUCKETS), in the order of the tensors' names."""
@@ -50,17 +50,11 @@ def tensor_sketch(part: Tensor, *, start: int = 0) -> Sketch:
     values = part.detach().contiguous().reshape(-1)
     dtype = torch.float64 if part.dtype == torch.float64 else torch.float32
     signs = torch.from_numpy(_signs()).to(part.device, dtype)
-    first_block, before = divmod(start, BLOCK)
-    position = 0
-    while position < len(values):
-        chunk = values[position : position + BLOCK * BLOCKS_AT_ONCE - before].to(dtype)
-        position += len(chunk)
-        # Fill the first and the last block with zeros, which add nothing.
-        padded = torch.nn.functional.pad(chunk, (before, -(before + len(chunk)) % BLOCK))
-        sums = (padded.view(-1, BLOCK_ROWS, BUCKETS) * signs).sum(1, dtype=torch.float64).cpu().numpy()
+    for first_block, blocks in whole_blocks(values, start, BLOCK, at_once=BLOCKS_AT_ONCE):
+        rows = blocks.to(dtype).view(-1, BLOCK_ROWS, BUCKETS)
+        sums = (rows * signs).sum(1, dtype=torch.float64).cpu().numpy()
         numbers = np.arange(first_block, first_block + len(sums), dtype=np.uint64) + np.uint64(1 << 41)
         sketch += _signs_of(numbers) @ sums
-        first_block, before = first_block + len(sums), 0
     return sketch
 
 

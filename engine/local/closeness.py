@@ -64,13 +64,17 @@ class Redo:
     """Sketches of the redone updates, by step: of the steps whose weights differ from the committed ones."""
     first_digest: str = ""
     """Digest of the redone weights at the first of these steps."""
+    first_tensors: dict[str, str] = field(default_factory=dict)
+    """Digests of its tensors, by name."""
 
-    def add(self, record: CommitRecord, update: Sketch, digest: str) -> None:
-        """Adds a redone step, whose weights have this digest and whose update has this sketch."""
+    def add(self, record: CommitRecord, update: Sketch, digest: str, tensor_digests: dict[str, str]) -> None:
+        """Adds a redone step, whose weights have these digests and whose update has this sketch."""
         self.records.append(record)
-        if digest != record.weights_digest:
-            self.first_digest = self.first_digest or digest
-            self.updates[record.policy.step] = update
+        if digest == record.weights_digest:
+            return
+        if not self.updates:
+            self.first_digest, self.first_tensors = digest, tensor_digests
+        self.updates[record.policy.step] = update
 
     @property
     def differing(self) -> list[CommitRecord]:
@@ -125,7 +129,6 @@ def judge_redo(
     trainer = restart()
     relative, half_unit = noise_of(first.numerics, here), _half_unit(first.numerics, here)
     steps: list[RedoneStep] = []
-    names: list[str] = []
     for record in redo.records:
         step = record.policy.step
         trainer.add_rounding_noise(relative, seed=step)
@@ -133,10 +136,9 @@ def judge_redo(
         redo_step(trainer, record)
         if step in redo.updates:
             noisy = trainer.weights_sketch() - before
-            names = names or sorted(trainer.weights_digest()[1])
             # The new weights are rounded when they are stored, each time.
             stored_N = half_unit * np.linalg.norm(before, axis=1)
-            steps.append(_judge_step(record, redo.updates[step], noisy, stored_N, names))
+            steps.append(_judge_step(record, redo.updates[step], noisy, stored_N, sorted(redo.first_tensors)))
     return Judgement(repeats=False, steps=tuple(steps))
 
 

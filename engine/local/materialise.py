@@ -159,8 +159,8 @@ class Materialiser:
         for record in chain.records(after=loaded.policy.step, until=policy.step):
             before = loaded.sketch_before_update()
             self.redo(loaded, record)
-            digest, _ = loaded.trainer.weights_digest()
-            redo.add(record, loaded.update_since(before), digest)
+            digest, tensor_digests = loaded.trainer.weights_digest()
+            redo.add(record, loaded.update_since(before), digest, tensor_digests)
             if digest != record.weights_digest:
                 self.rebaser.check_may_differ(record, digest)
         return redo

@@ -216,17 +216,14 @@ class _ChainVerification:
             self._compare_checkpoint(trainer, 0)
 
         # Redo its steps, and compare the weights after each.
-        redo, first_tensor = Redo(), None
+        redo, sketch = Redo(), trainer.weights_sketch()
         for record in self.chain.records(after=start, until=end):
             self.changed_numerics |= dict.fromkeys(numerics_notes(record.numerics, backend.numerics()))
-            before = trainer.weights_sketch()
             rebuilder.redo_step(trainer, record)
             self.redone += 1
             self.on_step(chain_title(self.chain), self.redone, total)
-            digest, tensor_digests = trainer.weights_digest()
-            if digest != record.weights_digest and not redo.differing:
-                first_tensor = first_differing(record, tensor_digests)
-            redo.add(record, trainer.weights_sketch() - before, digest)
+            before, sketch = sketch, trainer.weights_sketch()
+            redo.add(record, sketch - before, *trainer.weights_digest())
             if not redo.differing:
                 self._compare_files(trainer, record)
         if not redo.differing:
@@ -242,7 +239,7 @@ class _ChainVerification:
             restart=lambda: self._segment_start(rebuilder, start),
             redo_step=rebuilder.redo_step,
         )
-        self._report_differences(redo, judgement, first_tensor)
+        self._report_differences(redo, judgement)
         if end in self.rebases:
             self.rebase_notes.append(f"rebased at {self.rebases[end].title}")
 
@@ -291,7 +288,7 @@ class _ChainVerification:
         for manifest in self.published.get(record.policy.uri, []):
             self._compare_model(trainer, manifest)
 
-    def _report_differences(self, redo: Redo, judgement: Judgement, first_tensor: str | None) -> None:
+    def _report_differences(self, redo: Redo, judgement: Judgement) -> None:
         """Notes steps that differ by rounding. Reports the first step that differs by more."""
         differing = redo.differing
         if judgement.is_close:
@@ -305,7 +302,7 @@ class _ChainVerification:
         by_step = {record.policy.step: record for record in differing}
         record = differing[0] if first_far is None else by_step[first_far.step]
         digest = redo.first_digest if record is differing[0] else "others"
-        self._report_step(record, digest, first_tensor, first_far)
+        self._report_step(record, digest, first_differing(differing[0], redo.first_tensors), first_far)
 
     def _report_step(
         self, record: CommitRecord, digest: str, tensor: str | None, redone_step: RedoneStep | None

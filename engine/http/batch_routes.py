@@ -31,7 +31,6 @@ from engine.http.calls import CallResult
 from engine.http.errors import STATUSES
 from engine.http.service import EngineService
 from engine.http.wire import BodySummary
-from engine.models.samples import FloatArray
 from engine.text.stored_models import context_length_of
 from storage.chain.records import PolicyRef, base_model_of
 from storage.errors import PermanentStorageError
@@ -60,6 +59,11 @@ RequestId = Annotated[
     Header(alias=REQUEST_HEADER, pattern="^[0-9a-f]{32}$", description="Id of the call; the same on retries."),
 ]
 CallId = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
+
+
+SEQUENCES = wire.summarize_logprobs_request, wire.decode_logprobs_request
+ROWS = wire.summarize_rows_request, wire.decode_rows_request
+"""What summarizes and what decodes the body of a scoring call."""
 
 
 def _batch_submitter(service: EngineService, decoder: BodyDecoder) -> Callable[..., Awaitable[Response]]:
@@ -116,49 +120,44 @@ def batch_routes(service: EngineService) -> APIRouter:
 
         return await call(request, "generate", wire.summarize_generate, work, wait)
 
-    async def read_sequences(
-        request: Request, verb: str, read: Callable[..., Awaitable[R]], encode: Callable[[R], bytes], wait: float
-    ) -> Response:
+    async def score(
+        request: Request, verb: str, form: Any, read: Callable[..., Awaitable[R]], encode: Callable[[R], bytes],
+        wait: float,
+    ) -> Response:  # fmt: skip
+        summarize, decode = form
+
         async def work(body: bytes, summary: wire.BodySummary) -> bytes:
-            decoded, epoch = await decoder.decode(wire.decode_logprobs_request, body, summary)
+            decoded, epoch = await decoder.decode(decode, body, summary)
             return await asyncio.to_thread(encode, await read(decoded, epoch=epoch))
 
-        return await call(request, verb, wire.summarize_logprobs_request, work, wait)
-
-    async def read_rows(
-        request: Request, verb: str, read: Callable[..., Awaitable[FloatArray]], wait: float
-    ) -> Response:
-        async def work(body: bytes, summary: wire.BodySummary) -> bytes:
-            decoded, epoch = await decoder.decode(wire.decode_rows_request, body, summary)
-            return await asyncio.to_thread(wire.encode_scores, await read(decoded, epoch=epoch))
-
-        return await call(request, verb, wire.summarize_rows_request, work, wait)
+        return await call(request, verb, summarize, work, wait)
 
     @router.post("/logprobs", **documented)
     async def logprobs(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
         """Returns the logprob of each trained token, in nats. Columns: engine.http.wire.SEQUENCES, LOGPROBS."""
-        return await read_sequences(request, "logprobs", service.engine.logprobs, wire.encode_logprobs, wait)
+        return await score(request, "logprobs", SEQUENCES, service.engine.logprobs, wire.encode_logprobs, wait)
 
     @router.post("/values", **documented)
     async def values(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
         """Returns the scalar head's value before each trained token. Columns: engine.http.wire.SEQUENCES, VALUES."""
-        return await read_sequences(request, "values", service.engine.values, wire.encode_values, wait)
+        return await score(request, "values", SEQUENCES, service.engine.values, wire.encode_values, wait)
 
     @router.post("/logprobs_of_rows", **documented)
     async def logprobs_of_rows(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
         """Returns the logprob of each trained token of committed rows. Columns: engine.http.wire.TABLES, SCORES."""
-        return await read_rows(request, "logprobs_of_rows", service.engine.logprobs_of_rows, wait)
+        read = service.engine.logprobs_of_rows
+        return await score(request, "logprobs_of_rows", ROWS, read, wire.encode_scores, wait)
 
     @router.post("/values_of_rows", **documented)
     async def values_of_rows(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
         """Returns the value before each trained token of committed rows. Columns: engine.http.wire.TABLES, SCORES."""
-        return await read_rows(request, "values_of_rows", service.engine.values_of_rows, wait)
+        return await score(request, "values_of_rows", ROWS, service.engine.values_of_rows, wire.encode_scores, wait)
 
     return router
 
 
 class Decode(Protocol[T_co]):
-    """engine.http.wire.decode_generate or decode_logprobs_request."""
+    """engine.http.wire.decode_generate, decode_logprobs_request or decode_rows_request."""
 
     def __call__(self, data: bytes, *, context: int | None) -> T_co: ...
 

@@ -176,14 +176,17 @@ def encode_logprobs_request(request: LogprobsRequest, *, epoch: int) -> bytes:
         _masks([sequence.loss_mask for sequence in request.sequences]),
         pa.array([sequence.group for sequence in request.sequences], pa.string()),
     ]
-    metadata = _make_metadata(
+    return _write(*_with_images(SEQUENCES, columns, request.images), _scoring_metadata(request, epoch))
+
+
+def _scoring_metadata(request: LogprobsRequest | RowsRequest, epoch: int) -> LogprobsMetadata:
+    return _make_metadata(
         LogprobsMetadata,
         policy=request.policy,
         temperature=request.temperature,
         max_tokens=request.max_tokens,
         epoch=epoch,
     )
-    return _write(*_with_images(SEQUENCES, columns, request.images), metadata)
 
 
 def decode_logprobs_request(data: bytes, *, context: int | None = None) -> tuple[LogprobsRequest, int]:
@@ -221,14 +224,7 @@ def encode_rows_request(request: RowsRequest, *, epoch: int) -> bytes:
         pa.array([part.table.model_dump_json() for part in request.tables], pa.string()),
         _masks([part.rows for part in request.tables]),
     ]
-    metadata = _make_metadata(
-        LogprobsMetadata,
-        policy=request.policy,
-        temperature=request.temperature,
-        max_tokens=request.max_tokens,
-        epoch=epoch,
-    )
-    return _write(TABLES, columns, metadata)
+    return _write(TABLES, columns, _scoring_metadata(request, epoch))
 
 
 def decode_rows_request(data: bytes, *, context: int | None = None) -> tuple[RowsRequest, int]:

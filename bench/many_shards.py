@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.scale_sim_engine import NUMERICS
+from bench.speed.ours import WithoutPrefect
 from engine.http.app import create_app
 from engine.http.calls import CallLimits
 from engine.http.lifecycle import Binding, EngineServer
@@ -33,15 +34,11 @@ from engine.protocol import Completion, EngineInfo, GenerateRequest, SamplingPar
 from engine.specs.engine import HttpEngineSpec
 from engine.workspace import Workspace
 from flows.training.rollout_collection import PromptShards, RolloutCollector
-from flows.training.rollout_sources import Completions
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.objects import open_store, store_id
 from tasks.graders.spec import grader_spec
 from tasks.plans import Grading, PromptShard
-from tasks.sampling.completions import generate_rollouts
-from tasks.sampling.grading import grade_rollouts
-from tasks.task_runs import work_of
 
 PROVENANCE = Provenance(code_version="bench", config_digest="0" * 64, seed=0)
 POLICY = PolicyRef(run="many", stage="0-grpo", model="policy", step=0, state="0" * 64)
@@ -154,19 +151,6 @@ async def _serve(pipe: Connection, store_url: str, load: Load) -> None:
 # -- the client ------------------------------------------------------------------------------------------------------
 
 
-class WithoutTaskRuns(Completions):
-    """Samples and grades without Prefect, which would need a server."""
-
-    async def sample_and_grade(
-        self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, sampling: SamplingParams, *, step: int
-    ) -> tuple[ArtifactRef, ArtifactRef]:
-        rollouts = await work_of(generate_rollouts)(workspace, policy, shard, sampling, step=step)
-        graded = await work_of(grade_rollouts)(
-            workspace, rollouts, self.plan, stage=policy.stage, step=step, shard=shard.index
-        )
-        return rollouts, graded
-
-
 @dataclass(frozen=True)
 class StubModel:
     """What the collector reads of a model."""
@@ -186,7 +170,7 @@ def sample(pipe: Connection, workspace: Workspace, shards: list[PromptShard], lo
 async def _sample(workspace: Workspace, shards: list[PromptShard], load: Load) -> ClientFigures:
     anything: Any = None
     model: Any = StubModel(workspace, SamplingParams(max_new_tokens=load.tokens))
-    source = WithoutTaskRuns(Grading(grader=grader_spec("tasks.graders.rules:RegexMatch", {"pattern": "[A-M]"})))
+    source = WithoutPrefect(Grading(grader=grader_spec("tasks.graders.rules:RegexMatch", {"pattern": "[A-M]"})))
     collector = RolloutCollector(PromptShards(model, anything, 1, 1, 1, anything, None, "error"), source)
     rollouts, graded = await collector.sample_and_grade(POLICY, shards[:WARM_UP], step=0)
     before, wall, cpu = resident_bytes("VmRSS"), time.perf_counter(), time.process_time()

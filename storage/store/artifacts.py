@@ -357,7 +357,7 @@ def _put_files(
     """Writes files, given as name -> (key, path). Returns what `put_file` returns, by name. Several files of a store on
     another machine are uploaded at a time.
 
-    Each key names the attempt or the content, so whoever writes it writes the same bytes."""
+    Each key names the attempt or the content, so every writer of a key writes the same bytes."""
 
     def put(name: str) -> FileDigest | None:
         key, path = files[name]

@@ -34,7 +34,7 @@ from storage.store.retry import RetryPolicy, with_retries
 
 READ_AHEAD_BYTES = 1 << 20
 SMALL_REQUESTS = 32
-"""Connections of a store beside those that transfer files."""
+"""Connections of a store for requests that transfer no files."""
 _UPLOAD = "?upload="  # no key holds a question mark
 _NEXT_PAGE_ARGUMENTS = {
     "NextContinuationToken": "ContinuationToken", "NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker",

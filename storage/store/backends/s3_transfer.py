@@ -117,7 +117,7 @@ class Transfer:
         async def start_part(index: int) -> Callable[[], Awaitable[None]]:
             return partial(download_part, index)
 
-        await _run_concurrently(start_part, range(count), beside=hash_in_order)
+        await _run_concurrently(start_part, range(count), background=hash_in_order)
         return FileDigest(hasher.hexdigest(), size)
 
     async def _upload_whole(self, name: str, path: Path) -> FileDigest:
@@ -245,10 +245,10 @@ async def _run_concurrently(
     start: Callable[[int], Awaitable[Callable[[], Awaitable[None]]]],
     indices: Iterable[int],
     *,
-    beside: Callable[[], Awaitable[None]] | None = None,
+    background: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Awaits start(index) for one index after the other, each in a free slot. The functions that it returns run
-    concurrently; a slot is free again when its function has ended. `beside` runs at the same time, without a slot.
+    concurrently; a slot is free again when its function has ended. `background` runs at the same time, without a slot.
 
     The first failure cancels the others and is raised."""
     slots = _part_slots()
@@ -258,8 +258,8 @@ async def _run_concurrently(
 
     try:
         async with asyncio.TaskGroup() as group:
-            if beside is not None:
-                group.create_task(run(beside))
+            if background is not None:
+                group.create_task(run(background))
             for index in indices:
                 await slots.acquire()
                 try:

@@ -90,7 +90,7 @@ class ObjectStore:
 
     def folder(self, prefix: str = "") -> Folder:
         """Returns the folders and objects directly below `prefix`, which ends with a slash unless it is empty. The cost
-        does not depend on what lies deeper."""
+        does not depend on what lies deeper. A folder whose last object was just deleted may still be listed."""
         validate_prefix(prefix)
         if prefix and not prefix.endswith("/"):
             raise InvalidKey(f"{prefix!r} is not a folder; give a prefix that ends with a slash")

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from storage.chain.fork import read_fork
 from storage.chain.leases import current_epoch, is_held
-from storage.chain.listing import run_chains, run_objects
+from storage.chain.listing import has_objects, has_parts, run_chains, run_objects
 from storage.chain.records import Chain, Root, used_by_root
 from storage.errors import ModelInUse, ObjectNotFound, RunInUse
 from storage.failpoints import failpoint
@@ -199,11 +199,12 @@ def _delete_all(store: ObjectStore, object_keys: Collection[str]) -> None:
 def _runs_to_delete(store: ObjectStore, run: str) -> tuple[str, ...]:
     """Returns `run`, or the runs of the sweep of that name. Raises ObjectNotFound."""
     keys.validate_run(run)
-    folders, objects = store.folder(keys.run_prefix(run))
-    names = {*folders, *(info.key.removeprefix(keys.run_prefix(run)) for info in objects)}
-    if not names.isdisjoint(keys.RUN_PARTS):
+    if has_parts(store, run):
         return (run,)
-    children = tuple(f"{run}/{name}" for name in folders if keys.is_run(f"{run}/{name}"))
+    names = store.folder(keys.run_prefix(run)).folders
+    children = tuple(
+        f"{run}/{name}" for name in names if keys.is_run(f"{run}/{name}") and has_objects(store, f"{run}/{name}")
+    )
     if not children:
         raise ObjectNotFound(f"no run {run!r} in {store.url}; 'ostinato runs ls' lists the runs")
     return children

@@ -28,19 +28,29 @@ def list_runs(store: ObjectStore, prefix: str = "") -> list[str]:
 
 def run_objects(store: ObjectStore, run: str) -> Iterator[ObjectInfo]:
     """Yields the objects of a run, in the order of its parts. Runs `run/time` of a schedule are not read."""
-    for part in sorted(keys.RUN_PARTS):
-        prefix = f"{keys.run_prefix(run)}{part}"
-        # a part is an object or a folder; another run may have a name that begins with the name of a folder
-        for info in store.list(prefix if "." in part else f"{prefix}/"):
+    for prefix in _part_prefixes(run):
+        for info in store.list(prefix):
             if keys.run_of(info.key) == run:
                 yield info
 
 
+def _part_prefixes(run: str) -> list[str]:
+    # a part is an object or a folder; another run may have a name that begins with the name of a folder
+    return [f"{keys.run_prefix(run)}{part}{'' if '.' in part else '/'}" for part in sorted(keys.RUN_PARTS)]
+
+
+def has_parts(store: ObjectStore, run: str) -> bool:
+    """Whether `run_objects` yields anything."""
+    return any(store.has_objects(prefix) for prefix in _part_prefixes(run))
+
+
 def has_objects(store: ObjectStore, run: str) -> bool:
     """Whether the run has any object. Objects of the run `run/time` of a schedule do not count for the run `run`."""
-    folders, objects = store.folder(keys.run_prefix(run))
+    prefix = keys.run_prefix(run)
+    folders, objects = store.folder(prefix)
     # an object that belongs to no run, such as a file that a person put there, counts, too
-    return bool(objects) or any(name in keys.RUN_PARTS or not keys.is_run(f"{run}/{name}") for name in folders)
+    own = (name for name in folders if name in keys.RUN_PARTS or not keys.is_run(f"{run}/{name}"))
+    return bool(objects) or any(store.has_objects(f"{prefix}{name}/") for name in own)
 
 
 def all_chains(store: ObjectStore) -> list[Chain]:

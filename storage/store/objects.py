@@ -90,11 +90,20 @@ class ObjectStore:
 
     def folder(self, prefix: str = "") -> Folder:
         """Returns the folders and objects directly below `prefix`, which ends with a slash unless it is empty. The cost
-        does not depend on what lies deeper. A folder whose last object was just deleted may still be listed."""
+        does not depend on what lies deeper. Some S3 servers go on listing a folder whose last object was deleted:
+        `has_objects` tells."""
         validate_prefix(prefix)
         if prefix and not prefix.endswith("/"):
             raise InvalidKey(f"{prefix!r} is not a folder; give a prefix that ends with a slash")
         return with_retries(lambda: self.backend.folder(prefix), self._describe("list", prefix), self.retry)
+
+    def has_objects(self, prefix: str) -> bool:
+        """Whether any key begins with `prefix`. It reads one page of the listing."""
+        validate_prefix(prefix)
+        first = with_retries(
+            lambda: next(iter(self.backend.list(prefix)), None), self._describe("list", prefix), self.retry
+        )
+        return first is not None
 
     def put(self, key: str, data: bytes) -> None:
         """Writes or replaces the object, atomically and durably."""

@@ -24,7 +24,8 @@ from storage.inspect.run_details import describe_run, summarize_run
 from storage.registry.decisions import commit_decision
 from storage.store import keys
 from storage.store.artifacts import Provenance, commit_bytes, find_artifact
-from storage.store.backends.protocol import PutResult
+from storage.store.backends.memory import MemoryBackend, folder_of
+from storage.store.backends.protocol import Folder, ObjectInfo, PutResult
 from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.runs.toy_run import ToyRun
 
@@ -66,6 +67,34 @@ def test_a_deleted_run_leaves_what_is_not_in_its_folder(toy: ToyRun) -> None:
         delete_runs(toy.store, "toy", force=True)
     begin(toy.store, "toy")  # the key is free again
     assert acquire_lease(toy.store, "toy", {}) == 1
+
+
+class ListsEmptyFolders(MemoryBackend):
+    """Goes on listing a folder whose objects were deleted, as SeaweedFS does."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.put_keys: list[ObjectInfo] = []
+
+    def put_if_absent(self, key: str, data: bytes, attempt: str) -> PutResult:
+        self.put_keys.append(ObjectInfo(key, 0, 0.0))
+        return super().put_if_absent(key, data, attempt)
+
+    def folder(self, prefix: str) -> Folder:
+        ever = [info for info in self.put_keys if info.key.startswith(prefix)]
+        return Folder(folder_of(ever, prefix).folders, super().folder(prefix).objects)
+
+
+def test_a_deleted_run_is_gone_though_its_folder_is_listed() -> None:
+    store = ObjectStore(ListsEmptyFolders("lists-empty-folders"))
+    for run in ("alone", "sweep/a", "sweep/b"):
+        begin(store, run)
+    for name in ("alone", "sweep"):
+        delete_runs(store, name, force=True)
+        assert store.folder(f"runs/{name}/").folders + store.folder("runs/").folders != []
+        with pytest.raises(ObjectNotFound, match=f"no run '{name}'"):
+            delete_runs(store, name, force=True)
+    assert list_runs(store) == []
 
 
 def test_a_model_and_a_decision_are_named_and_stay(toy: ToyRun) -> None:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from engine.backends.protocol import sync
 from engine.memory_plan.plan import plan_memory
 from engine.memory_plan.records import PHASES, Machine, Workload
 from engine.memory_plan.shape import ModelShape, read_shape
@@ -96,7 +97,7 @@ def measure(folder: Path, dtype: str, tokens: int, *, sampler: bool) -> None:
         if sampler:
             params = SamplingParams(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
             prompts = [sequence[: SEQUENCE // 4] for sequence in ids[:ROWS]]
-            draws.sync(trainer, "state")
+            sync(draws, trainer, "state")
             draws.sample(prompts, list(range(len(prompts))), params)
         report = trainer.update(samples, Objective(CrossEntropySpec()), OptimizerSpec(lr=0.0), max_tokens=tokens)
         assert report.micro_batches == 2, report

@@ -388,6 +388,13 @@ class Engine(Protocol):
         """Takes the step exactly once. Returns its commit record, which this call or an earlier one committed."""
         ...
 
+    async def stage_policy(self, policy: PolicyRef, *, epoch: int = 0) -> None:
+        """Takes a copy of the policy's weights for the samplers, so that `generate` for it does not need the trainer
+        after its chain has moved on. Idempotent.
+
+        It does nothing if the samplers share the trainer's weights, or nothing was sampled from the chain yet."""
+        ...
+
     async def begin_checkpoint(
         self, policy: PolicyRef, *, provenance: Provenance, name: str | None = None, epoch: int = 0
     ) -> None:

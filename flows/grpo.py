@@ -88,7 +88,9 @@ class GRPO(RolloutLoop):
                 request = self.policy_request(
                     step.policy, batch, plan, collected, kl_beta=kl_beta, total_steps=total_steps
                 )
-                policy = await take_gradient_step(workspace, request, step=step.index)
+                policy = await take_gradient_step(
+                    workspace, request, step=step.index, sampled_later=lookahead.staleness > 0
+                )
                 step.complete(policy, collected=collected)
         return steps.policy
 

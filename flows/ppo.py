@@ -99,7 +99,9 @@ class PPO(RolloutLoop):
                     policy, batch, plan, collected,
                     kl_beta=kl_beta, total_steps=total_steps, value_only_steps=value_only_steps,
                 )  # fmt: skip
-                policy = await take_gradient_step(workspace, request, step=step.index)
+                policy = await take_gradient_step(
+                    workspace, request, step=step.index, sampled_later=lookahead.staleness > 0
+                )
                 request = self.value_request(critic, value, batch, collected, total_steps=total_steps)
                 value = await take_value_step(critic.model.workspace, request, step=step.index)
                 step.complete(policy, value, collected=collected)

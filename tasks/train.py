@@ -17,12 +17,19 @@ from tasks.task_runs import durable_task
 
 
 @durable_task("train", "step-{step:06d}")
-async def take_gradient_step(workspace: Workspace, request: StepRequest, *, step: int) -> PolicyRef:
-    """The policy after the 0-based `step`, committed. A retry, or a second worker, gets the same ref.
+async def take_gradient_step(
+    workspace: Workspace, request: StepRequest, *, step: int, sampled_later: bool = False
+) -> PolicyRef:
+    """The policy after the 0-based `step`, committed. A retry, or a second worker, gets the same ref. With
+    `sampled_later`, rollouts are sampled from the step's parent while or after the step is taken.
 
     Raises:
         StepConflict: another request was committed for this step.
     """
+    if sampled_later:
+        # Otherwise the samplers' weights of the parent would have to be restored from a checkpoint.
+        with timed("sync"):
+            await workspace.connect().stage_policy(request.parent, epoch=workspace.epoch)
     return await _step(workspace, request)
 
 

@@ -29,6 +29,7 @@ from bench.gpu.setting import (
     sft_samples,
     wait,
 )
+from engine.backends.protocol import sync
 from engine.backends.torch import backend
 from engine.backends.torch.causal_lm import CHUNK_BYTES, frozen_copy
 from engine.backends.torch.determinism import repeats_sums, use_deterministic_kernels
@@ -198,7 +199,7 @@ def sampling(setting: Setting) -> Iterator[Row]:
         sampler = WholeModelSampler(
             trainer, setting.compute_dtype, max_rows=row_count, max_prefill_tokens=setting.max_tokens
         )
-        sampler.sync(trainer, "bench")
+        sync(sampler, trainer, "bench")
         # the time of one token is mostly that of the prefill
         for what, tokens in (("prefill and 1 token", 1), (f"{new_tokens} tokens", new_tokens)):
             params = SamplingParams(max_new_tokens=tokens, min_new_tokens=tokens)
@@ -233,7 +234,7 @@ def syncing(setting: Setting) -> Iterator[Row]:
         lambda: _stage(trainer, setting.compute_dtype, size), setting.device, repeats=setting.repeats, warm_up=0
     )
     yield Row("sync", f"{setting.large} staged", took, "s", f"{size / took / 1e9:.3g} GB/s, in {where}")
-    took = seconds(lambda: mirror.sync(trainer, "bench"), setting.device, repeats=setting.repeats, warm_up=0)
+    took = seconds(lambda: sync(mirror, trainer, "bench"), setting.device, repeats=setting.repeats, warm_up=0)
     yield Row("sync", f"{setting.large} staged and read", took, "s", f"{size / took / 1e9:.3g} GB/s")
     # the sampler must have the trainer's weights
     expected = dict(frozen_copy(trainer.model.module, setting.compute_dtype).named_parameters())
@@ -243,7 +244,7 @@ def syncing(setting: Setting) -> Iterator[Row]:
 
 def _follow(setting: Setting, trainer: TorchTrainer) -> float:
     follower = WholeModelSampler(trainer, setting.compute_dtype, max_rows=1, max_prefill_tokens=setting.max_tokens)
-    return seconds(lambda: follower.sync(trainer, "bench"), setting.device, repeats=setting.repeats)
+    return seconds(lambda: sync(follower, trainer, "bench"), setting.device, repeats=setting.repeats)
 
 
 def _stage(trainer: TorchTrainer, dtype: torch.dtype, size: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from bench.gpu.checking import OBJECTIVES, largest_gap
 from bench.gpu.rows import Row
 from bench.gpu.setting import Setting, grpo_samples, model_of, seconds, wait
-from engine.backends.protocol import Trainer
+from engine.backends.protocol import Trainer, sync
 from engine.models.samples import FloatArray, Sample
 from engine.protocol import SamplingParams, TokenSequence
 from engine.specs.engine import LocalEngineSpec
@@ -120,10 +120,10 @@ def vllm(setting: Setting) -> Iterator[Row]:
             # the start and the syncs
             start = time.perf_counter()
             sampler = samplers.new_sampler(trainer)
-            sampler.sync(trainer, "bench-0")
+            sync(sampler, trainer, "bench-0")
             yield Row("vllm", f"{setting.small} start and first sync", time.perf_counter() - start, "s")
             start = time.perf_counter()
-            sampler.sync(trainer, "bench-1")
+            sync(sampler, trainer, "bench-1")
             wait(setting.device)
             yield Row("vllm", f"{setting.small} weight sync, proved", time.perf_counter() - start, "s")
             # sampling, with one row for each completion

@@ -1,12 +1,13 @@
 """The interfaces of trainers, of samplers, and of the backends that create them.
 
-All calls are synchronous. The local engine makes them from its one compute thread.
+All calls are synchronous. The local engine calls trainers and `Sampler.stage` from its trainer lane. It loads and
+samples with samplers that are `independent` in its sampler lane.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -187,20 +188,42 @@ def is_sampled_on_base(trainer: Trainer) -> bool:
     return trainer.base is not None and not (trainer.adapter is not None and trainer.adapter.use_dora)
 
 
+class StagedWeights(Protocol):
+    """The weights of one policy on their way from a trainer to a sampler."""
+
+    state: str
+    """State of the policy."""
+
+    def close(self) -> None:
+        """Frees the weights. Idempotent."""
+        ...
+
+
 class Sampler(Protocol):
-    """Samples completions with the weights that it was last synced with."""
+    """Samples completions with the weights that it has loaded last."""
+
+    @property
+    def independent(self) -> bool:
+        """Whether it may load weights and sample while the trainer computes. Otherwise it shares tensors or device
+        memory with the trainer, and `load` must follow `stage` before the trainer does anything else."""
+        ...
 
     @property
     def loaded_state(self) -> str | None:
-        """State of the policy whose weights it holds. None before the first sync, and after a failed one."""
+        """State of the policy whose weights it holds. None before the first load, and after a failed one."""
         ...
 
-    def sync(self, trainer: Trainer, state: str) -> None:
-        """Copies the trainer's weights, which are those of the policy `state`, and checks the copy.
+    def stage(self, trainer: Trainer, state: str) -> Any:
+        """Takes the trainer's weights, which are those of the policy `state`, and returns them as StagedWeights for
+        `load`. It may run while the sampler samples. The caller closes them.
 
-        Raises:
-            SamplerOutOfSync: the weights did not arrive complete, or compute something else than the trainer's.
-            BadSpec: the sampler was created for a different model.
+        Raises BadSpec if the sampler was created for a different model."""
+        ...
+
+    def load(self, staged: Any) -> None:
+        """Loads weights of `stage` and checks them. No completion may be in progress.
+
+        Raises SamplerOutOfSync if they did not arrive complete, or compute something else than the trainer's.
         """
         ...
 
@@ -219,6 +242,13 @@ class Sampler(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def sync(sampler: Sampler, trainer: Trainer, state: str) -> None:
+    """Lets the sampler take the trainer's weights, which are those of the policy `state`. Raises as `stage` and `load`.
+    """
+    with closing(sampler.stage(trainer, state)) as staged:
+        sampler.load(staged)
 
 
 class TrainerBackend(Protocol):
@@ -302,6 +332,11 @@ class SamplerBackend(Protocol):
     @property
     def actors(self) -> ActorCount:
         """Numbers of its Ray actors. May be read from any thread."""
+        ...
+
+    @property
+    def concurrent_calls(self) -> int:
+        """Number of calls of `sample` that one of its independent samplers takes at the same time."""
         ...
 
     @property

@@ -39,6 +39,7 @@ from engine.http.bodies import (
     ReleaseBody,
     SaveCheckpointBody,
     ServerInfo,
+    StagePolicyBody,
     StepBody,
     import_upload,
 )
@@ -244,8 +245,20 @@ def _checkpoint_routes(service: EngineService) -> APIRouter:
 
 
 def _run_routes(service: EngineService) -> APIRouter:
-    """Routes that release a run and describe the engine."""
+    """Routes that stage a policy, release a run and describe the engine."""
     router, call, engine = v1_router(service), _json_submitter(service), service.engine
+
+    @router.post("/stage_policy", response_model=Acknowledged, responses=not_finished())
+    async def stage_policy(
+        body: StagePolicyBody, request: Request, wait: Wait = 10, request_id: RequestId = None
+    ) -> Response:
+        """Takes a copy of the policy's weights for the samplers."""
+
+        async def work() -> Acknowledged:
+            await engine.stage_policy(body.policy, epoch=body.epoch)
+            return Acknowledged()
+
+        return await call(request, work, wait=wait, run=body.policy.run)
 
     @router.post("/release", response_model=Acknowledged, responses=not_finished())
     async def release(body: ReleaseBody, request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:

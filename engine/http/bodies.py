@@ -177,6 +177,11 @@ class ExportModelBody(Body):
     epoch: Epoch = 0
 
 
+class StagePolicyBody(Body):
+    policy: Policy
+    epoch: Epoch = 0
+
+
 class ReleaseBody(Body):
     run: Run
     epoch: Epoch = 0

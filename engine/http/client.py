@@ -22,6 +22,7 @@ from engine.http.bodies import (
     ReleaseBody,
     SaveCheckpointBody,
     ServerInfo,
+    StagePolicyBody,
     StepBody,
     stage_upload,
 )
@@ -139,6 +140,9 @@ class EngineClient:
     ) -> ArtifactRef:
         body = _body(ExportModelBody, policy=policy, model_name=model_name, provenance=provenance, epoch=epoch)
         return await self._post_json("export_model", body, ArtifactRef)
+
+    async def stage_policy(self, policy: PolicyRef, *, epoch: int = 0) -> None:
+        await self._post_json("stage_policy", _body(StagePolicyBody, policy=policy, epoch=epoch), Acknowledged)
 
     # -- runs --------------------------------------------------------------------------------------------------
 

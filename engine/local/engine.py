@@ -1,7 +1,8 @@
 """`LocalEngine`: the embedded engine.
 
-All calls run in one compute thread, in which runs take turns (`engine.local.queue`). This module holds the calls of the
-protocol. Loading policies is in `engine.local.materialise`, and memory in `engine.local.loaded_policies`.
+Calls run in two lanes, in each of which runs take turns (`engine.local.queue`): the trainer lane, whose one thread
+makes every call that touches trainers, and the sampler lane (`engine.local.sampling`). This module holds the calls of
+the protocol. Loading policies is in `engine.local.materialise`, and memory in `engine.local.loaded_policies`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from engine.backends.factory import create_sampler_backend, create_trainer_backend
-from engine.backends.protocol import OnToken
+from engine.backends.protocol import OnToken, Sampler
 from engine.backends.weight_files.tensor_files import checked_parameter_count
 from engine.cluster.connection import cluster_info, require_ray
 from engine.errors import EngineBusy, EngineError, Fenced
@@ -34,6 +35,7 @@ from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy, NoRoomYet
 from engine.local.materialise import Materialiser, check_committed, create_chain
 from engine.local.queue import FairQueue, GenerationBatcher, PendingGeneration, sample_completions
 from engine.local.rebase import Rebaser
+from engine.local.sampling import LaneSampler, SamplerLane, Weights, WeightsGone
 from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint, publish_policy, scratch_folder
 from engine.models.folder import ModelFolder, local_folder, registered_model, registry_version
 from engine.models.hub import hub_repo_of_key, import_from_hub
@@ -65,6 +67,9 @@ from storage.worklog import log_work
 
 R = TypeVar("R")
 
+STAGINGS = 3
+"""Number of times that the weights for one `generate` are staged, if the sampler loses them before the call's turn."""
+
 log = logging.getLogger(__name__)
 
 
@@ -89,13 +94,15 @@ class LocalEngine:
             save=self._save_for_eviction,
         )
 
-        # One compute thread runs every call that touches weights, so none of these objects needs a lock.
+        # One thread runs every call that touches trainers, so none of these objects needs a lock.
         self.queue = FairQueue(name="ostinato-engine", prepare=self.backend.prepare_thread)
+        self.sampler_lane = SamplerLane(self.samplers.concurrent_calls, self.backend.prepare_thread)
         self.materialiser = Materialiser(
             self.store,
             self.backend,
             self.samplers,
             self.loaded_policies,
+            self.sampler_lane,
             rebaser=Rebaser(self.store, self.backend, self.saver, self.spec),
             stop_check=self.queue.check,
         )
@@ -180,7 +187,7 @@ class LocalEngine:
     async def generate(
         self, request: GenerateRequest, *, epoch: int = 0, on_token: OnToken | None = None
     ) -> list[Completion]:
-        """Calls `on_token` in the compute thread for each sampled token. An error that it raises ends the call.
+        """Calls `on_token` in a thread of the lane for each sampled token. An error that it raises ends the call.
 
         Cancelling the caller also ends the call, at the next token."""
         call = PendingGeneration(request, on_token=on_token)
@@ -189,33 +196,98 @@ class LocalEngine:
         if can_share_batch:
             self.generation_batcher.add(call)
         try:
-            return await self._compute(request.policy.run, partial(self._generate, call, epoch))
+            return await self._generate(call, epoch)
         except asyncio.CancelledError:
             call.abandoned = True
             raise
         finally:
             self.generation_batcher.remove(call)
 
-    def _generate(self, call: PendingGeneration, epoch: int) -> list[Completion]:
-        self._fence(call.request.policy.run, epoch)
-        if call.completions is not None:  # it was sampled in the batch of another call
-            check_committed(self.store, call.request.policy)
-            return call.completions
-        return self.generation_batcher.complete(call, self._sample)
+    async def _generate(self, call: PendingGeneration, epoch: int) -> list[Completion]:
+        """Samples in the sampler lane if a sampler holds the weights, and stages them before if none does. A sampler
+        that shares the trainer's weights samples in the trainer lane."""
+        policy = call.request.policy
+        for attempt in range(STAGINGS):
+            holder = self.sampler_lane.holder_of(policy) if self._tensor_parallel(call.request) is None else None
+            if holder is None:
+                completions = await self._compute(policy.run, partial(self._sample_or_stage, call, epoch))
+                if completions is not None:
+                    return completions
+                continue
+            sampler, weights = holder
+            try:
+                return await self.sampler_lane.queue.run(
+                    policy.run,
+                    partial(self._sample_in_lane, call, sampler, weights, epoch),
+                    group=(id(sampler), weights),
+                    cost=_sampled_tokens,
+                )
+            except WeightsGone:
+                if attempt == STAGINGS - 1:
+                    raise
+        raise EngineBusy(
+            f"the weights of {policy.uri} were staged {STAGINGS} times and replaced before their turn; call again"
+        )
 
-    def _sample(self, request: GenerateRequest, on_token: OnToken) -> list[Completion]:
+    def _sample_or_stage(self, call: PendingGeneration, epoch: int) -> list[Completion] | None:
+        """Runs in the trainer lane. Returns None when the weights are staged for the sampler lane."""
+        policy = call.request.policy
+        self._fence(policy.run, epoch)
+        if call.completions is not None:  # it was sampled in the batch of another call
+            check_committed(self.store, policy)
+            return call.completions
+        if self.sampler_lane.holder_of(policy) is not None:  # it was staged for another call
+            return None
+        loaded = self.materialiser.for_reading(policy)
+        tensor_parallel = self._tensor_parallel(call.request)
+        sampler = self.materialiser.sampler_for(loaded, policy, tensor_parallel=tensor_parallel)
+        if sampler.independent:
+            sampler.stage(loaded.trainer, loaded.weights, policy)
+            return None
+
+        def sample(request: GenerateRequest, on_token: OnToken) -> list[Completion]:
+            return self._sample(self.materialiser.synced(sampler, loaded, policy), request, on_token)
+
+        return self.generation_batcher.complete(call, sample)
+
+    def _sample_in_lane(
+        self, call: PendingGeneration, sampler: LaneSampler, weights: Weights, epoch: int
+    ) -> list[Completion]:
+        policy = call.request.policy
+        self._fence(policy.run, epoch)
+        check_committed(self.store, policy)
+        if call.completions is not None:  # it was sampled in the batch of another call
+            return call.completions
+        with sampler.loaded(weights, policy) as loaded:
+            if self.samplers.concurrent_calls > 1:  # the sampler itself batches the calls
+                return self.generation_batcher.complete_alone(call, partial(self._sample, loaded))
+            return self.generation_batcher.complete(call, partial(self._sample, loaded))
+
+    def _sample(self, sampler: Sampler, request: GenerateRequest, on_token: OnToken) -> list[Completion]:
         def on_token_unless_closing(index: int, token: int, logprob: float) -> None:
             if self._closing.is_set():
                 raise EngineBusy("the engine is closing; call again when it is back")
             on_token(index, token, logprob)
 
-        loaded = self.materialiser.for_reading(request.policy)
-        # tp(ctx.world_size) asks for all devices. A sampler with a fixed split uses them all by its config.
-        all_devices = self.samplers.tensor_parallel_from_config and request.tensor_parallel == self.devices
-        tensor_parallel = None if all_devices else request.tensor_parallel
-        sampler = self.materialiser.sampler_for(loaded, request.policy, tensor_parallel=tensor_parallel)
         log_work("generate", policy=request.policy.uri, completions=len(request.prompts))
         return sample_completions(sampler, request, on_token_unless_closing)
+
+    def _tensor_parallel(self, request: GenerateRequest) -> int | None:
+        """The number of devices that the sampler must have. None: the setting of the engine's config."""
+        # tp(ctx.world_size) asks for all devices. A sampler with a fixed split uses them all by its config.
+        all_devices = self.samplers.tensor_parallel_from_config and request.tensor_parallel == self.devices
+        return None if all_devices else request.tensor_parallel
+
+    async def stage_policy(self, policy: PolicyRef, *, epoch: int = 0) -> None:
+        if self.sampler_lane.holder_of(policy) is None:
+            await self._compute(policy.run, partial(self._stage_policy, policy, epoch))
+
+    def _stage_policy(self, policy: PolicyRef, epoch: int) -> None:
+        self._fence(policy.run, epoch)
+        loaded = self.materialiser.for_reading(policy)
+        # A chain from which nothing was sampled yet, or that is not sampled in the sampler lane, needs no copy.
+        if loaded.sampler is not None and loaded.sampler.independent:
+            loaded.sampler.stage(loaded.trainer, loaded.weights, policy)
 
     async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         logprobs = await self._compute(request.policy.run, partial(self._logprobs, request, epoch))
@@ -422,7 +494,8 @@ class LocalEngine:
         await asyncio.to_thread(self._close, checkpoint)
 
     def _close(self, checkpoint: bool) -> None:
-        # The queue first: after it no call changes the weights that are saved here.
+        # The queues first: after them no call changes the weights that are saved here.
+        self.sampler_lane.queue.close()
         self.queue.close()
         unsaved = self.loaded_policies.unsaved() if checkpoint else []
         for loaded in unsaved:
@@ -435,3 +508,7 @@ class LocalEngine:
         self.saver.close()
         self.samplers.close()
         self.backend.close()
+
+
+def _sampled_tokens(completions: list[Completion]) -> float:
+    return sum(len(completion.token_ids) for completion in completions)

@@ -13,9 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.backends.protocol import FrozenBase, Sampler, Trainer
+from engine.backends.protocol import FrozenBase, Trainer
 from engine.backends.weight_files.sketches import Sketch
 from engine.errors import OutOfMemory, TransientEngineError
+from engine.local.sampling import LaneSampler, Weights
 from storage.chain.records import Numerics, PolicyRef, RebaseMark
 
 ChainName = tuple[str, str, str]
@@ -44,7 +45,7 @@ class LoadedPolicy:
     """The last rebase of the chain that these weights descend from."""
     saved_step: int = 0
     """Step of the last known checkpoint of the chain. 0 if there is no checkpoint."""
-    sampler: Sampler | None = None
+    sampler: LaneSampler | None = None
     tensor_parallel: int | None = None
     """Number of devices that the sampler was created for. None: the setting of the engine's config."""
     loaded_at: float = 0.0
@@ -76,6 +77,11 @@ class LoadedPolicy:
         self._sketch = self.trainer.weights_sketch()
         return self._sketch - before
 
+    @property
+    def weights(self) -> Weights:
+        """The identity of the weights."""
+        return Weights(self.policy.state, self.rebase)
+
     def drop_sampler(self) -> None:
         """Closes the sampler. The next generation creates a new one."""
         sampler, self.sampler = self.sampler, None
@@ -91,7 +97,7 @@ class LoadedPolicies:
     """All policies that one engine holds in memory, within a budget of bytes.
 
     `save` checkpoints a training policy before it is evicted. `clock` returns seconds. Only `used_bytes` is
-    thread-safe: the engine makes all other calls from its compute thread.
+    thread-safe: the engine makes all other calls from its trainer lane.
     """
 
     def __init__(

@@ -11,12 +11,13 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine.backends.protocol import FrozenBase, Sampler, SamplerBackend, Trainer, TrainerBackend
+from engine.backends.protocol import FrozenBase, Sampler, SamplerBackend, Trainer, TrainerBackend, sync
 from engine.errors import BadSpec, PermanentEngineError, StepConflict, UnknownPolicy
 from engine.local.apply import apply_request
 from engine.local.closeness import Judgement, Redo, judge_redo
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy
 from engine.local.rebase import Rebaser
+from engine.local.sampling import LaneSampler, SamplerLane
 from engine.local.saving import scratch
 from engine.models.folder import base_nbytes, parameter_count
 from engine.models.scores import check_head
@@ -39,7 +40,7 @@ is created. Once it exists, its true size counts."""
 
 
 class Materialiser:
-    """Loads policies and syncs their samplers. Not thread-safe: the engine calls it from its compute thread."""
+    """Loads policies and creates their samplers. Not thread-safe: the engine calls it from its trainer lane."""
 
     def __init__(
         self,
@@ -47,13 +48,14 @@ class Materialiser:
         backend: TrainerBackend,
         samplers: SamplerBackend,
         loaded_policies: LoadedPolicies,
+        sampler_lane: SamplerLane,
         *,
         rebaser: Rebaser,
         stop_check: Callable[[], None] = lambda: None,
     ) -> None:
         """`stop_check` is called after each micro-batch of a redo, and may raise an error to stop the redo."""
         self.store, self.backend, self.samplers = store, backend, samplers
-        self.loaded_policies = loaded_policies
+        self.loaded_policies, self.sampler_lane = loaded_policies, sampler_lane
         self.rebaser, self.stop_check = rebaser, stop_check
 
     # -- loaded policies ---------------------------------------------------------------------------------------
@@ -330,8 +332,11 @@ class Materialiser:
 
     # -- sampling ----------------------------------------------------------------------------------------------
 
-    def sampler_for(self, loaded: LoadedPolicy, policy: PolicyRef, *, tensor_parallel: int | None = None) -> Sampler:
-        """Returns the sampler of `loaded` and syncs it. `policy` may be another name for the same weights.
+    def sampler_for(
+        self, loaded: LoadedPolicy, policy: PolicyRef, *, tensor_parallel: int | None = None
+    ) -> LaneSampler:
+        """Returns the sampler of `loaded`, which may hold other weights. `policy` may be another name for the same
+        weights.
 
         Raises BadSpec for a policy with a scalar head."""
         if loaded.trainer.scalar:
@@ -348,16 +353,19 @@ class Materialiser:
                 what = "the sampler's copy of a model"
                 self.loaded_policies.make_room(need, run=policy.run, what=what, keep=loaded)
             tokenizer = tokenizer_of(self.store, base_model_of(self.store, policy))
-            loaded.sampler = self.samplers.new_sampler(
-                loaded.trainer, tensor_parallel=tensor_parallel, tokenizer=tokenizer
+            loaded.sampler = self.sampler_lane.add(
+                self.samplers.new_sampler(loaded.trainer, tensor_parallel=tensor_parallel, tokenizer=tokenizer)
             )
             loaded.tensor_parallel = tensor_parallel
-
-        # Sync only after a step: between two steps all generations share one sync.
-        if loaded.sampler.loaded_state != policy.state:
-            loaded.sampler.sync(loaded.trainer, policy.state)
-            log_work("sync", policy=policy.uri, step=policy.step)
         return loaded.sampler
+
+    def synced(self, sampler: LaneSampler, loaded: LoadedPolicy, policy: PolicyRef) -> Sampler:
+        """The sampler, which shares the trainer of `loaded`, with the weights of `policy`."""
+        # Sync only after a step: between two steps all generations share one sync.
+        if sampler.sampler.loaded_state != policy.state:
+            sync(sampler.sampler, loaded.trainer, policy.state)
+            log_work("sync", policy=policy.uri, step=policy.step)
+        return sampler.sampler
 
 
 def check_committed(store: ObjectStore, policy: PolicyRef) -> None:

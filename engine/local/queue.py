@@ -1,12 +1,17 @@
-"""The fair queue of calls for the engine's one compute thread.
+"""The fair queue of calls of one lane of the engine: its trainer lane, or its sampler lane.
 
 It implements start-time fair queueing (Goyal, Vin, Cheng 1996) with measured costs. Each run has a virtual time: the
 compute seconds that it has used. The run with the lowest virtual time goes next. A run that had no calls waiting starts
 again at the virtual time of the call that began last, so that it is owed nothing for its absence.
 
-Calls of one run stay in order, and a running call is never interrupted. A run that had no calls therefore waits for at
-most one call of each other run. A run that was just served also waits until each other run has used as many seconds
+Calls of one run begin in order, and a running call is never interrupted. A run that had no calls therefore waits for
+at most one call of each other run. A run that was just served also waits until each other run has used as many seconds
 as its own last call took.
+
+A queue with several threads runs calls of the same group at the same time: in the sampler lane these are the calls that
+sample from the same weights. Calls of another group begin when those of the running group have ended. Of the group that
+begins, as many waiting calls as there are threads go first, so that runs with different weights do not change them for
+every call.
 
 `GenerationBatcher` combines concurrent generation calls for the same policy and the same sampling parameters into one
 batch, so that runs that share weights fill the device together. Which calls share a batch changes only the rounding,
@@ -42,6 +47,10 @@ class _Job:
     """One call in the queue."""
 
     function: Callable[[], Any]
+    group: Hashable = None
+    """Calls of the same group may run at the same time. None: the call runs alone."""
+    cost: Callable[[Any], float] | None = None
+    """Returns the cost of the call from its result. None: its seconds."""
     future: Future[Any] = field(default_factory=Future)
     abandoned: bool = False
     """Whether its caller was cancelled."""
@@ -49,33 +58,55 @@ class _Job:
 
 @dataclass(slots=True)
 class _Line:
-    """The waiting calls of one run, and its virtual time in seconds."""
+    """The waiting calls of one run, and its virtual time: seconds, or the unit of its calls' `cost`."""
 
     jobs: deque[_Job] = field(default_factory=deque)
     virtual: float = 0.0
 
 
 class FairQueue:
-    """Runs calls in a thread of its own, those of the least served run first. `clock` returns seconds."""
+    """Runs calls in threads of its own, those of the least served run first. `clock` returns seconds."""
 
     def __init__(
-        self, *, name: str, prepare: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        name: str,
+        threads: int = 1,
+        prepare: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`threads`: the largest number of calls of one group that run at the same time. Each thread calls `prepare`
+        first."""
         self._lines: OrderedDict[str, _Line] = OrderedDict()
         self._changed = threading.Condition()
         self._closed = False
-        self._running: _Job | None = None
+        self._running: list[_Job] = []
+        self._first: list[_Job] = []
+        """Waiting calls of the running group that go before all others."""
+        self._of_thread = threading.local()
         self._floor = 0.0
         """Virtual time of the call that began last. A run without waiting calls starts from it."""
         self._clock = clock
-        self._thread = threading.Thread(target=self._work, args=(prepare,), name=name, daemon=True)
-        self._thread.start()
+        self._threads = []
+        for number in range(threads):
+            thread_name = name if threads == 1 else f"{name}-{number}"
+            thread = threading.Thread(target=self._work, args=(prepare,), name=thread_name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
-    async def run(self, line: str, function: Callable[[], R]) -> R:
-        """Calls `function` in the compute thread when it is the turn of `line`, and returns its result.
+    async def run(
+        self,
+        line: str,
+        function: Callable[[], R],
+        *,
+        group: Hashable = None,
+        cost: Callable[[R], float] | None = None,
+    ) -> R:
+        """Calls `function` in a thread of the queue when it is the turn of `line`, and returns its result. For `group`
+        and `cost`, see `_Job`; a call that fails costs its seconds.
 
         Cancelling the caller removes a waiting call from the queue. A running call ends at its next `check`."""
-        job = _Job(function)
+        job = _Job(function, group, cost)
         with self._changed:
             if self._closed:
                 raise EngineBusy("the engine is closing; call again when it is back")
@@ -92,8 +123,9 @@ class FairQueue:
             raise
 
     def check(self) -> None:
-        """Raises Abandoned when the caller of the running call was cancelled. Long calls call it now and then."""
-        if self._running is not None and self._running.abandoned:
+        """Raises Abandoned when the caller of this thread's call was cancelled. Long calls call it now and then."""
+        job: _Job | None = getattr(self._of_thread, "job", None)
+        if job is not None and job.abandoned:
             raise Abandoned("the caller of this call is gone")
 
     def waiting(self) -> int:
@@ -102,56 +134,97 @@ class FairQueue:
             return sum(len(line.jobs) for line in self._lines.values())
 
     def close(self) -> None:
-        """Refuses new calls, ends waiting ones with EngineBusy, and returns when the running call has ended."""
+        """Refuses new calls, ends waiting ones with EngineBusy, and returns when the running calls have ended."""
         with self._changed:
             self._closed = True
             dropped: list[_Job] = []
             for line in self._lines.values():
                 dropped += line.jobs
             self._lines.clear()
-            self._changed.notify()
+            self._changed.notify_all()
         # Set the errors outside the lock: a callback of a future may call the queue again.
         for job in dropped:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(EngineBusy("the engine closed before this call began; call again"))
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def _work(self, prepare: Callable[[], None]) -> None:
-        """The loop of the compute thread."""
+        """The loop of one thread."""
         prepare()
         while True:
             entry = self._next()
             if entry is None:
                 return
             line, job = entry
-            if not job.future.set_running_or_notify_cancel():
-                continue  # its caller was cancelled
-
-            # Charge the run for the seconds that its call took, also when the call failed.
-            self._running, start = job, self._clock()
             try:
-                result = job.function()
-            except BaseException as error:  # noqa: BLE001 - every error is passed to the caller
-                _clear_frames(error)
-                job.future.set_exception(error)
-            else:
-                job.future.set_result(result)
-            line.virtual += self._clock() - start
+                if job.future.set_running_or_notify_cancel():  # otherwise its caller was cancelled
+                    self._call(line, job)
+            finally:
+                with self._changed:
+                    self._running.remove(job)
+                    self._changed.notify_all()
+
+    def _call(self, line: _Line, job: _Job) -> None:
+        """Runs a call, and charges its run for it, also when it failed."""
+        self._of_thread.job, start = job, self._clock()
+        cost: float | None = None
+        result: Any = None
+        failure: BaseException | None = None
+        try:
+            result = job.function()
+            cost = job.cost(result) if job.cost is not None else None
+        except BaseException as error:  # noqa: BLE001 - every error is passed to the caller
+            _clear_frames(error)
+            failure = error
+        self._of_thread.job = None
+        with self._changed:
+            line.virtual += self._clock() - start if cost is None else cost
+        if failure is None:
+            job.future.set_result(result)
+        else:
+            job.future.set_exception(failure)
 
     def _next(self) -> tuple[_Line, _Job] | None:
-        """Waits for a call and takes it out of its line. None when the queue is closed."""
+        """Waits for a call that may begin, and takes it out of its line. None when the queue is closed."""
         with self._changed:
-            while not self._closed and not any(line.jobs for line in self._lines.values()):
+            while not self._closed:
+                name = self._line_that_may_begin()
+                if name is not None:
+                    line = self._lines[name]
+                    job = line.jobs.popleft()
+                    self._floor = max(self._floor, line.virtual) if self._running else line.virtual
+                    self._begin(job)
+                    self._forget_idle(keep=name)
+                    return line, job
                 self._changed.wait()
-            if self._closed:
-                return None
+            return None
 
-            # The least served run, and of equal ones the first by name.
-            waiting = [(line.virtual, name) for name, line in self._lines.items() if line.jobs]
-            self._floor, name = min(waiting)
-            line = self._lines[name]
-            self._forget_idle(keep=name)
-            return line, line.jobs.popleft()
+    def _line_that_may_begin(self) -> str | None:
+        """The name of the line whose first call may begin now."""
+        # The least served run, and of equal ones the first by name.
+        order = sorted((line.virtual, name) for name, line in self._lines.items() if line.jobs)
+        names = [name for _, name in order]
+        if not self._running:
+            return names[0] if names else None
+        for name in names:
+            if self._lines[name].jobs[0] in self._first:
+                return name
+        # Once the next call in turn is one of another group, no call begins until the running ones have ended.
+        group = self._running[0].group
+        if names and group is not None and self._lines[names[0]].jobs[0].group == group:
+            return names[0]
+        return None
+
+    def _begin(self, job: _Job) -> None:
+        if not self._running:
+            # Another group begins, or the same one again.
+            waiting = [other for line in self._lines.values() for other in line.jobs]
+            same = [other for other in waiting if other.group is not None and other.group == job.group]
+            self._first = same[: len(self._threads) - 1]
+        elif job in self._first:
+            self._first.remove(job)
+        self._running.append(job)
 
     def _forget_idle(self, *, keep: str) -> None:
         """Deletes the lines that have no calls and are not ahead of the floor. A service sees very many runs."""
@@ -207,7 +280,7 @@ def sample_completions(sampler: Sampler, request: GenerateRequest, on_token: OnT
 class GenerationBatcher:
     """The waiting generation calls of an engine, grouped by policy state and sampling parameters.
 
-    The event loop calls `add` and `remove`. The compute thread calls `complete`.
+    The event loop calls `add` and `remove`, and the threads of the lanes call `complete`.
     """
 
     def __init__(self, *, max_rows: int) -> None:
@@ -234,6 +307,13 @@ class GenerationBatcher:
         if call.completions is None:
             self._sample_batch(self._batch_with(call), run_sampler)
         assert call.completions is not None  # _sample_batch sets them for every call of its batch, or raises
+        return call.completions
+
+    def complete_alone(self, call: PendingGeneration, run_sampler: RunSampler) -> list[Completion]:
+        """The call's completions, sampled in a batch of its own."""
+        if call.completions is None:
+            self._sample_batch([call], run_sampler)
+        assert call.completions is not None
         return call.completions
 
     def _batch_with(self, call: PendingGeneration) -> list[PendingGeneration]:

@@ -111,6 +111,10 @@ class TorchSamplerSpec(Frozen):
     """Samples with torch in the engine's process. It uses the trainer's weights, or one copy of them."""
 
     kind: Literal["torch"] = "torch"
+    own_lane: bool = False
+    """Samples while a torch trainer in the same process trains, with a copy of the weights. Useful with
+    `rules.max_staleness`. Adapters are sampled on the trainer's base model, and so never at the same time. A DeepSpeed
+    trainer has processes of its own: then the sampler has its own copy and lane in any case."""
 
 
 class VllmSpec(Frozen):

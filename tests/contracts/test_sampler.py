@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from engine.backends.protocol import Sampler, SamplerBackend, Trainer
+from engine.backends.protocol import Sampler, SamplerBackend, Trainer, sync
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.trainer_samplers import TorchSamplerBackend
 from engine.errors import BadSpec, SampleTooLong, UnsupportedSchema
@@ -127,7 +127,7 @@ class SamplerContract:
     @pytest.fixture
     def sampler(self, backend: SamplerBackend, trainer: Any, tiny_folder: Path) -> Iterator[Sampler]:
         sampler = backend.new_sampler(trainer, tokenizer=load_tokenizer(tiny_folder))
-        sampler.sync(trainer, "state-0")
+        sync(sampler, trainer, "state-0")
         yield sampler
         sampler.close()
 
@@ -250,7 +250,7 @@ class SamplerContract:
         folder = with_other_end(tiny_folder, tmp_path / "planted", end=5)
         trainer, prompts, seeds = trainers.load(folder), [[40]] * 64, list(range(64))
         sampler = backend.new_sampler(trainer, tokenizer=load_tokenizer(folder))
-        sampler.sync(trainer, "planted")
+        sync(sampler, trainer, "planted")
         free = sampler.sample(prompts, seeds, SamplingParams(max_new_tokens=64, ignore_eos=True))
         drawn = sampler.sample(prompts, seeds, SamplingParams(max_new_tokens=64))
         for completion, whole in zip(drawn, free, strict=True):
@@ -310,7 +310,7 @@ class SamplerContract:
         self, backend: SamplerBackend, trainer: Any
     ) -> None:
         sampler = backend.new_sampler(trainer)
-        sampler.sync(trainer, "state-0")
+        sync(sampler, trainer, "state-0")
         with pytest.raises(UnsupportedSchema, match="no tokenizer"):
             sampler.sample([[40]], [1], SamplingParams(json_schema='{"type": "object"}'))
         with pytest.raises(BadSpec, match="make it with a tokenizer"):
@@ -373,7 +373,7 @@ class SamplerContract:
         params = SamplingParams(max_new_tokens=5, min_new_tokens=5)
         seen = []
         for number in range(5):
-            sampler.sync(trainer, f"state-{number}")
+            sync(sampler, trainer, f"state-{number}")
             assert sampler.loaded_state == f"state-{number}"
             model = reference(trainer, tmp_path / str(number))
             drawn = sampler.sample(PROMPTS, list(range(len(PROMPTS))), params)
@@ -391,7 +391,7 @@ class SamplerContract:
         prompt, params = [3 + n % 250 for n in range(400)], SamplingParams(max_new_tokens=4, min_new_tokens=4)
         sampler.sample([prompt], [1], params)
         moved(trainer, 11)
-        sampler.sync(trainer, "state-1")
+        sync(sampler, trainer, "state-1")
         assert_drawn_from(reference(trainer, tmp_path / "m"), prompt, sampler.sample([prompt], [1], params)[0], params)
 
     def test_policies_of_one_model_do_not_mix(
@@ -406,7 +406,7 @@ class SamplerContract:
         for number in (0, 1, 0, 1, 1):
             trainer, sampler = pairs[number]
             if sampler.loaded_state != f"policy-{number}":
-                sampler.sync(trainer, f"policy-{number}")
+                sync(sampler, trainer, f"policy-{number}")
             drawn = sampler.sample([[40]], [9], params)[0]
             assert_drawn_from(models[number], [40], drawn, params)
         for _, sampler in pairs:
@@ -415,7 +415,7 @@ class SamplerContract:
     def test_bytes_are_whole_numbers_and_closing_twice_is_no_error(self, backend: SamplerBackend, trainer: Any) -> None:
         assert backend.added_bytes(trainer) >= 0
         sampler = backend.new_sampler(trainer)
-        sampler.sync(trainer, "state-0")
+        sync(sampler, trainer, "state-0")
         assert sampler.nbytes() >= 0
         backend.offload_for_training()
         sampler.close()
@@ -435,7 +435,7 @@ class SamplerContract:
         samplers = [backend.new_sampler(trainer) for trainer in policies]
         for turn in range(2):
             for number, (trainer, sampler) in enumerate(zip(policies, samplers, strict=True)):
-                sampler.sync(trainer, f"adapter-{number}-{turn}")
+                sync(sampler, trainer, f"adapter-{number}-{turn}")
                 model = reference(trainer, tmp_path / f"{number}-{turn}")
                 for prompt, completion in zip(PROMPTS, sampler.sample(PROMPTS, [1] * 6, params), strict=True):
                     assert_drawn_from(model, prompt, completion, params)
@@ -460,7 +460,7 @@ class SamplerContract:
         sampler = backend.new_sampler(trainer)
         params = SamplingParams(max_new_tokens=5, min_new_tokens=5)
         for number in range(2):
-            sampler.sync(trainer, f"{tmp_path.name}-{number}")
+            sync(sampler, trainer, f"{tmp_path.name}-{number}")
             model = reference(trainer, tmp_path / str(number))
             for prompt, completion in zip(PROMPTS, sampler.sample(PROMPTS, [1] * 6, params), strict=True):
                 assert_drawn_from(model, prompt, completion, params)

@@ -26,7 +26,7 @@ NUMBERS += ["2147483648", "4294967296", "9223372036854775807", "9223372036854775
 STRINGS = ["", "r", "x" * 3000, "\u0000", "\ud800", "../x", "a/b", "tiny", "tiny@1", "run:é", "\u202e", "💥" * 50]
 STRINGS += ["cross_entropy", "grpo", "full", "lora", "policy", "0-s", "0" * 64, "f" * 32, "{{ 1/0 }}", "\r\nX: y"]
 VERBS = ["import_model", "create_policy", "take_gradient_step", "begin_checkpoint", "save_checkpoint", "export_model"]
-VERBS += ["release"]
+VERBS += ["stage_policy", "release"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ def valid_body(verb: str, world: World, draw: random.Random) -> dict[str, Any]:
         "create_policy": {"spec": {"run": world.run, "stage": name, "model": "policy", "root": root}},
         "take_gradient_step": {"request": step, "epoch": 0},
         "begin_checkpoint": {**common, "name": name},
+        "stage_policy": {"policy": common["policy"], "epoch": 0},
         "save_checkpoint": {**common, "name": name},
         "export_model": {**common, "model_name": name},
         "release": {"run": world.run, "epoch": 0},

@@ -9,6 +9,7 @@ import torch
 
 from bench.gpu.checking import LOGPROB_TOLERANCE, OBJECTIVES
 from bench.gpu.setting import sft_samples
+from engine.backends.protocol import sync
 from engine.backends.torch.loading import load_model
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.trainer_samplers import StagedFilesSampler, WholeModelSampler
@@ -26,7 +27,7 @@ def trainer_on(cuda: torch.device, folder: Path, dtype: torch.dtype) -> TorchTra
 
 def following(trainer: TorchTrainer, dtype: torch.dtype, rows: int = 64) -> WholeModelSampler:
     sampler = WholeModelSampler(trainer, dtype, max_rows=rows, max_prefill_tokens=4096)
-    sampler.sync(trainer, "state")
+    sync(sampler, trainer, "state")
     return sampler
 
 
@@ -72,7 +73,7 @@ def test_a_sync_brings_the_trainers_weights(cuda: torch.device, tiny_folder: Pat
     mirror = StagedFilesSampler(trainer, torch.bfloat16, cuda, max_rows=64, max_prefill_tokens=4096)
     trainer.update(sft_samples("1M", (4, 20, 60)), OBJECTIVES["sft"], OptimizerSpec(lr=1e-2), max_tokens=4096)
     for follower in (sampler, mirror):
-        follower.sync(trainer, "next")
+        sync(follower, trainer, "next")
         assert follower.loaded_state == "next"
         mine = dict(follower.model.module.named_parameters())
         for name, weight in trainer.model.module.named_parameters():

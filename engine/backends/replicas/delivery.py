@@ -117,9 +117,6 @@ Outcomes = dict[str, LoadProof | BaseException]
 class WeightDelivery(Protocol):
     """How weights reach the replicas of a pool."""
 
-    accepts_tensors: bool
-    """Whether `source` may be the tensors themselves."""
-
     def paths(self, source: Source) -> tuple[str, ...]:
         """Files from which a replica that is started again can load the weights; empty if it cannot."""
         ...
@@ -135,8 +132,6 @@ class WeightDelivery(Protocol):
 
 class FileDelivery:
     """Every replica reads the staged files itself."""
-
-    accepts_tensors = False
 
     def paths(self, source: Source) -> tuple[str, ...]:
         if isinstance(source, Mapping):
@@ -157,8 +152,6 @@ FILE_DELIVERY = FileDelivery()
 
 class BroadcastDelivery:
     """Sends the weights as rank 0 of a group with all workers of the replicas."""
-
-    accepts_tensors = True
 
     def __init__(self, host: str, device: torch.device, *, timeout: float, bucket_bytes: int = BUCKET_BYTES) -> None:
         """Nothing is opened yet.

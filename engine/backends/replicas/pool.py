@@ -108,7 +108,6 @@ class ReplicaPool:
         self.replicas: list[Replica] = []
         self._on_close, self._keep_weights, self._delivery = on_close, keep_weights, delivery
         self._is_connected = is_connected
-        self.accepts_tensors = delivery.accepts_tensors
         self._last_load: LoadRequest | None = None
         """The last weights that were sent to the replicas, for those that restart."""
         self._unchecked_actors: dict[ActorHandle, object] = {}

@@ -48,9 +48,6 @@ class Runtime(Protocol):
     """A running sampler. Every method raises WorkerDied if one of its processes is gone, and SamplerOutOfSync if it
     holds other weights than expected."""
 
-    accepts_tensors: bool
-    """Whether `load` accepts tensors. Otherwise it needs files."""
-
     @property
     def needs_weights(self) -> bool:
         """Whether a part of it runs without weights, and cannot load the last ones by itself."""

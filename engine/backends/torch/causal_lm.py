@@ -224,15 +224,15 @@ def master_dtype_of(compute_dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if compute_dtype == torch.float64 else torch.float32
 
 
-def frozen_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of the module with every parameter in `dtype` and without gradients. Parameters that have this dtype
-    already, and weights in 4 bits, are shared, not copied. Buffers keep their dtype, because rotary frequencies in
-    bfloat16 would give tokens far into a sequence wrong positions."""
+def frozen_copy(module: nn.Module, dtype: torch.dtype, *, share: bool = True) -> nn.Module:
+    """A copy of the module with every parameter in `dtype` and without gradients. Weights in 4 bits are shared, not
+    copied, and with `share` also the parameters that have this dtype already. Buffers keep their dtype, because rotary
+    frequencies in bfloat16 would give tokens far into a sequence wrong positions."""
     # `deepcopy` takes an object whose id is in its memo from there, and copies all others.
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         if parameter.is_floating_point():
-            memo[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+            memo[id(parameter)] = nn.Parameter(parameter.detach().to(dtype, copy=not share), requires_grad=False)
         else:
             memo[id(parameter)] = parameter
     return copy.deepcopy(module, memo)

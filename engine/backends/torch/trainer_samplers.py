@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig
 
 from engine.backends.protocol import Sampler, Trainer, is_sampled_on_base
@@ -35,7 +38,7 @@ from engine.backends.weight_files.tensor_files import (
 from engine.errors import BadSpec, SamplerOutOfSync
 from engine.models.images import Images
 from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, TokenIds
-from engine.specs.engine import LocalEngineSpec
+from engine.specs.engine import LocalEngineSpec, TorchSamplerSpec
 from engine.text.tokenizers import Tokenizer
 from storage.temporary import process_folder
 
@@ -43,8 +46,12 @@ from storage.temporary import process_folder
 class TorchSamplerBackend:
     """Makes a new sampler for each trainer. Implements engine.backends.protocol.SamplerBackend."""
 
+    concurrent_calls = 1
+    """The engine joins waiting calls for the same weights into one batch instead."""
+
     def __init__(self, spec: LocalEngineSpec, *, compute_dtype: torch.dtype, device: torch.device) -> None:
         self.compute_dtype, self.device = compute_dtype, device
+        self._own_lane = isinstance(spec.sampler, TorchSamplerSpec) and spec.sampler.own_lane
         self._limits = {"max_rows": spec.max_rows, "max_prefill_tokens": spec.max_tokens_per_forward}
 
     @property
@@ -67,9 +74,10 @@ class TorchSamplerBackend:
         packed = 0
         if isinstance(trainer, TorchTrainer):
             master_dtype = trainer.model.dtype
+            has_copy = self._own_lane or self.compute_dtype != master_dtype
             if can_be_lean(trainer.model, self.compute_dtype):
-                packed = packed_nbytes(trainer.model, self.compute_dtype, copied=self.compute_dtype != master_dtype)
-            if self.compute_dtype == master_dtype:
+                packed = packed_nbytes(trainer.model, self.compute_dtype, copied=has_copy)
+            if not has_copy:
                 return packed  # the sampler shares the trainer's weights
         else:
             master_dtype = master_dtype_of(self.compute_dtype)
@@ -88,7 +96,7 @@ class TorchSamplerBackend:
         if isinstance(trainer, SharedTrainer):
             return AdapterSampler(trainer, **options)
         if isinstance(trainer, TorchTrainer):
-            return WholeModelSampler(trainer, self.compute_dtype, **options)
+            return WholeModelSampler(trainer, self.compute_dtype, own_lane=self._own_lane, **options)
         return StagedFilesSampler(trainer, self.compute_dtype, self.device, **options)
 
     def offload_for_training(self) -> None:
@@ -98,17 +106,32 @@ class TorchSamplerBackend:
         """Does nothing: samplers are freed with the policies that use them."""
 
 
+@dataclass
+class StagedModule:
+    """A module with the weights of a policy: the trainer's own module, or a copy of it."""
+
+    state: str
+    module: nn.Module | None
+
+    def close(self) -> None:
+        self.module = None
+
+
 class WholeModelSampler(TorchSampler):
     """Samples with the weights of a trainer that trains a whole model: with the trainer's own tensors, or with a copy
     of them in the compute precision. On a CPU, linear layers of known architectures are copied in packed form."""
 
-    def __init__(self, trainer: TorchTrainer, compute_dtype: torch.dtype, **options: Any) -> None:
-        """`options` are those of TorchSampler."""
+    def __init__(
+        self, trainer: TorchTrainer, compute_dtype: torch.dtype, *, own_lane: bool = False, **options: Any
+    ) -> None:
+        """`options` are those of TorchSampler. With `own_lane` it copies all weights in any precision."""
         model = trainer.model
+        self.independent = own_lane
         self._shapes = shapes_of_tensors(model.named_weights())
-        self._has_copy = compute_dtype != model.dtype
+        self._has_copy = own_lane or compute_dtype != model.dtype
         if self._has_copy:
-            model = model.with_module(frozen_copy(model.module, compute_dtype), compute_dtype=compute_dtype)
+            module = frozen_copy(model.module, compute_dtype, share=not own_lane)
+            model = model.with_module(module, compute_dtype=compute_dtype)
         super().__init__(model, **options)
         self._lean: LeanModel | None = None
         if can_be_lean(model, compute_dtype):
@@ -117,27 +140,33 @@ class WholeModelSampler(TorchSampler):
             if self._has_copy:  # the packed weights take the place of the copy
                 self._lean.free_layers()
 
-    def sync(self, trainer: Trainer, state: str) -> None:
-        self.loaded_state = None
+    def stage(self, trainer: Trainer, state: str) -> StagedModule:
         if not isinstance(trainer, TorchTrainer) or isinstance(trainer, SharedTrainer):
             raise BadSpec("this sampler needs a trainer of a whole model; make a new sampler for this trainer")
-        # Without a copy, this sampler has the tensors of its first trainer: a sync must not overwrite them.
+        # Without a copy, this sampler has the tensors of its first trainer: a load must not overwrite them.
         if not self._has_copy and trainer.model is not self.model:
             raise BadSpec(
                 "this sampler shares the weights of its trainer and cannot take another trainer's weights; make a new "
                 "sampler for that trainer"
             )
+        check_shapes(shapes_of_tensors(trainer.model.named_weights()), self._shapes, "trainer")
+        module = trainer.model.module
+        if self.independent:
+            module = frozen_copy(module, self.model.compute_dtype, share=False)
+        return StagedModule(state, module)
+
+    def load(self, staged: StagedModule) -> None:
+        self.loaded_state = None
+        assert staged.module is not None  # it is not closed
         with torch.no_grad():
             if self._has_copy:
-                # Compare all shapes first, so that a failed sync changes no weight.
-                check_shapes(shapes_of_tensors(trainer.model.named_weights()), self._shapes, "trainer")
-                source = trainer.model.module.state_dict(keep_vars=True)
+                source = staged.module.state_dict(keep_vars=True)
                 for name, weight in self.model.named_weights():
                     if weight.numel():  # a packed layer's weight is empty
                         weight.copy_(source[name])
             if self._lean is not None:
-                self._lean.pack(trainer.model.module)
-        self.loaded_state = state
+                self._lean.pack(staged.module)
+        self.loaded_state = staged.state
 
     def nbytes(self) -> int:
         packed = 0 if self._lean is None else self._lean.nbytes
@@ -164,32 +193,67 @@ class _LoraSampler(TorchSampler):
             return super().sample(prompts, seeds, params, on_token, images)
 
 
+@dataclass
+class StagedAdapter:
+    """The pairs of matrices of an adapter: the trainer's own, or a copy in the precision of the sampler."""
+
+    state: str
+    pairs: LoraPairs
+
+    def close(self) -> None:
+        """Does nothing: the sampler goes on using the pairs."""
+
+
 class AdapterSampler(_LoraSampler):
-    """Samples with a shared base model and the adapter of the trainer that `sync` got last."""
+    """Samples with a shared base model and the adapter that it has loaded last. The trainer computes with the same base
+    model, so neither may run while the other does."""
+
+    independent = False
 
     def __init__(self, trainer: SharedTrainer, **options: Any) -> None:
         super().__init__(trainer.base.sampling_model(), **options)
         self.base = trainer.base
 
-    def sync(self, trainer: Trainer, state: str) -> None:
+    def stage(self, trainer: Trainer, state: str) -> StagedAdapter:
         """Raises BadSpec unless the trainer is on this sampler's base."""
-        self.loaded_state = None
         if not isinstance(trainer, SharedTrainer) or trainer.base is not self.base:
             raise BadSpec("this sampler needs a trainer on its own base model; make a new sampler for this trainer")
-        # In the master precision, the trainer's own matrices are used. DoRA's norms are computed once per sync.
-        if self.model is trainer.model and not (trainer.adapter and trainer.adapter.use_dora):
-            self._pairs = trainer.pairs
-        else:
-            self._pairs = sampling_pairs(trainer.pairs, self._layers, self.model.dtype)
-        self.loaded_state = state
+        # In the master precision, the trainer's own matrices are used. DoRA's norms are computed once per load.
+        pairs = trainer.pairs
+        if self.model is not trainer.model or (trainer.adapter and trainer.adapter.use_dora):
+            pairs = sampling_pairs(pairs, self._layers, self.model.dtype)
+        return StagedAdapter(state, pairs)
+
+    def load(self, staged: StagedAdapter) -> None:
+        self._pairs, self.loaded_state = staged.pairs, staged.state
 
     def nbytes(self) -> int:
         return 0
 
 
+@dataclass
+class StagedFiles:
+    """Weights and adapter of a policy as files."""
+
+    state: str
+    base: str | None
+    """Digest of the base model of the adapter."""
+    weights: list[Path] | None = None
+    """None: the sampler has the base already."""
+    adapter: Path | None = None
+    """Folder of the adapter."""
+    adapter_scale: float = 1.0
+    folders: ExitStack = field(default_factory=ExitStack)
+
+    def close(self) -> None:
+        self.folders.close()
+
+
 class StagedFilesSampler(_LoraSampler):
     """Samples with a model of its own in the compute precision, whose weights come from the files that a trainer in
-    other processes stages. If the trainer has an adapter, a sync reads only the adapter, once the base is here."""
+    other processes stages. If the trainer has an adapter, a load reads only the adapter, once the base is here."""
+
+    independent = True
 
     def __init__(self, trainer: Trainer, compute_dtype: torch.dtype, device: torch.device, **options: Any) -> None:
         with tempfile.TemporaryDirectory(prefix="config-", dir=process_folder()) as folder:
@@ -201,40 +265,52 @@ class StagedFilesSampler(_LoraSampler):
         self._base_digest: str | None = None
         """Digest of the base whose weights the model has."""
 
-    def sync(self, trainer: Trainer, state: str) -> None:
-        """Raises SamplerOutOfSync unless the staged tensors have exactly the names and shapes of the weights, and
-        BadSpec for a trainer with an adapter if this sampler was made for one without."""
-        self.loaded_state = None
+    def stage(self, trainer: Trainer, state: str) -> StagedFiles:
+        """Raises BadSpec for a trainer with an adapter if this sampler was made for one without."""
         base = trainer.base if is_sampled_on_base(trainer) else None
         if base is not None and not self._layers:
             raise BadSpec("this sampler has no layers for an adapter; make a new sampler for this trainer")
-        if base is None or base.digest != self._base_digest:
-            self._base_digest = None
-            self._read_weights(trainer, state)
-            self._base_digest = base.digest if base else None
-        self._pairs = {}
-        if base is not None and trainer.adapter is not None:
-            with staging_folder(trainer.nbytes(training=False)) as folder:
-                trainer.export(folder)
-                pairs = read_pairs(folder, trainer.adapter.scale, self.model.device)
-                self._pairs = sampling_pairs(pairs, self._layers, self.model.dtype)
-        self.loaded_state = state
+        with ExitStack() as folders:
+            staged = StagedFiles(state, base.digest if base else None)
+            # The weights of a base never change, so they are read once.
+            if base is None or base.digest != self._base_digest:
+                folder = folders.enter_context(staging_folder(trainer.weights_nbytes))
+                staged.weights = trainer.stage_weights(folder, dtype=self.model.dtype)
+            if base is not None and trainer.adapter is not None:
+                staged.adapter_scale = trainer.adapter.scale
+                staged.adapter = folders.enter_context(staging_folder(trainer.nbytes(training=False)))
+                trainer.export(staged.adapter)
+            staged.folders = folders.pop_all()
+        return staged
 
-    def _read_weights(self, trainer: Trainer, state: str) -> None:
+    def load(self, staged: StagedFiles) -> None:
+        """Raises SamplerOutOfSync unless the staged tensors have exactly the names and shapes of the weights."""
+        self.loaded_state = None
+        if staged.weights is not None:
+            self._base_digest = None
+            self._read_weights(staged.weights, staged.state)
+            self._base_digest = staged.base
+        elif staged.base != self._base_digest:
+            raise SamplerOutOfSync("the sampler's base model has changed since the adapter was staged; stage it again")
+        self._pairs = {}
+        if staged.adapter is not None:
+            pairs = read_pairs(staged.adapter, staged.adapter_scale, self.model.device)
+            self._pairs = sampling_pairs(pairs, self._layers, self.model.dtype)
+        self.loaded_state = staged.state
+
+    def _read_weights(self, files: Sequence[Path], state: str) -> None:
         # The staged tensors have the names of `save_pretrained`.
         target = dict(self.model.exported_weights())
-        with staging_folder(trainer.weights_nbytes) as folder:
-            files = trainer.stage_weights(folder, dtype=self.model.dtype)
-            # Compare all shapes before the first weight changes.
-            shapes: dict[str, tuple[int, ...]] = {}
-            for path in files:
-                shapes |= shapes_of(path)
-            try:
-                check_shapes(shapes, shapes_of_tensors(target.items()), "staged folder")
-            except BadSpec as error:
-                raise SamplerOutOfSync(f"{error} (policy state {state[:12]})") from error
-            for path in files:
-                read_into(path, target.__getitem__)
+        # Compare all shapes before the first weight changes.
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in files:
+            shapes |= shapes_of(path)
+        try:
+            check_shapes(shapes, shapes_of_tensors(target.items()), "staged folder")
+        except BadSpec as error:
+            raise SamplerOutOfSync(f"{error} (policy state {state[:12]})") from error
+        for path in files:
+            read_into(path, target.__getitem__)
 
     def nbytes(self) -> int:
         return self.model.weights_nbytes()

@@ -36,6 +36,9 @@ from engine.specs.engine import ClusterSpec, LocalEngineSpec, TorchTrainerSpec, 
 from engine.text.tokenizers import Tokenizer
 from storage.temporary import process_folder
 
+CONCURRENT_CALLS = 64
+"""Calls that the replicas of an engine sample at the same time. Each takes a thread that waits."""
+
 _RuntimeKey = tuple[str, int, bool, str | None]
 """(digest of the architecture, tensor_parallel, whether LoRA adapters are used, digest of the tokenizer)."""
 
@@ -96,6 +99,11 @@ class VllmSamplers:
         )
 
     @property
+    def concurrent_calls(self) -> int:
+        # vLLM batches the completions of all calls continuously. In this process its engine takes one call at a time.
+        return 1 if self._in_process else CONCURRENT_CALLS
+
+    @property
     def tensor_parallel_from_config(self) -> bool:
         return not self._in_process
 
@@ -131,7 +139,7 @@ class VllmSamplers:
         self._runtimes.clear()
 
     def _shared_runtime(self, trainer: Trainer, *, ranks: int, tokenizer: Tokenizer | None) -> SharedRuntime:
-        """The runtime of the trainer's architecture and tokenizer. In this process, other runtimes are closed."""
+        """The runtime of the trainer's architecture and tokenizer. It need not run yet."""
         # The model's config decides which trainers can share a runtime.
         folder = Path(tempfile.mkdtemp(prefix="config-", dir=process_folder()))
         trainer.write_config(folder)
@@ -141,11 +149,6 @@ class VllmSamplers:
         if tokenizer is None:
             # without a tokenizer no completion is constrained, so that any runtime of the architecture will do
             key = next((known for known in self._runtimes if known[:3] == model), key)
-        # This process has room for one engine only.
-        if self._in_process:
-            for other_key, shared in self._runtimes.items():
-                if other_key != key:
-                    shared.close()
         # An existing runtime has its own config folder already.
         if key in self._runtimes:
             shutil.rmtree(folder)
@@ -154,11 +157,16 @@ class VllmSamplers:
             tokenizer.save(folder)
         nbytes = self._nbytes(trainer) if self._in_process else 0
         options = self._options(trainer, architecture, ranks)
-        self._runtimes[key] = SharedRuntime(architecture, options, folder, self._open, nbytes)
+        transport_takes_tensors = self.spec.transport == "nccl" if self.spec.replicas else ranks == 1
+        accepts_tensors = transport_takes_tensors and self.spec.transport in ("memory", "ipc", "nccl")
+        self._runtimes[key] = SharedRuntime(architecture, options, folder, self._open, nbytes, accepts_tensors)
         return self._runtimes[key]
 
     def _open(self, config_folder: Path, options: EngineOptions) -> Runtime:
         if self._in_process:
+            # This process has room for one engine only.
+            for shared in self._runtimes.values():
+                shared.close()
             return InProcessRuntime(config_folder, options)
 
         trainer_placement = None

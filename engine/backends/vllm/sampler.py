@@ -1,12 +1,12 @@
 """The vLLM sampler. It returns completions of a trainer's weights only after four proofs:
 
-- delivery: every tensor arrived with the trainer's name, shape and bytes (`extension`, at each sync);
-- readback: slices of the live layers equal these tensors, bit by bit (`readback`, at each sync);
+- delivery: every tensor arrived with the trainer's name, shape and bytes (`extension`, at each load);
+- readback: slices of the live layers equal these tensors, bit by bit (`readback`, at each load);
 - gap: the logprobs of probe sequences equal the trainer's up to a tolerance, which shows that both compute the same
-  function of the bytes: attention, rotary frequencies, precision, and the adapter in use (at each sync);
+  function of the bytes: attention, rotary frequencies, precision, and the adapter in use (at each load);
 - check: the same processes still hold the same slices (at each call, after sampling).
 
-If a proof fails, SamplerOutOfSync is raised, and the sampler holds no weights until the next sync.
+If a proof fails, SamplerOutOfSync is raised, and the sampler holds no weights until the next load.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.vllm.architecture import Architecture, EngineOptions
 from engine.backends.weight_files.tensor_files import staging_folder
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
+from engine.models.samples import FloatArray
 from engine.protocol import ActorCount, Completion, SamplingParams, TokenIds, TokenSequence
 from engine.specs.adapters import LoraSpec
 from engine.specs.engine import VllmSpec
@@ -93,7 +94,7 @@ class VllmSampler:
         self.load_proof: LoadProof | None = None
         self.gap: LogprobGap | None = None
         self.seconds: dict[str, float] = {}
-        """Duration of each part of the last sync."""
+        """Duration of each part of the last stage and load."""
 
     @property
     def loaded_state(self) -> str | None:
@@ -108,39 +109,66 @@ class VllmSampler:
             return None
         return self._state
 
+    @property
+    def independent(self) -> bool:
+        """True for replicas that do not sleep during gradient steps. vLLM in the trainer's process changes global
+        state of torch while it starts and loads weights."""
+        return bool(self.spec.replicas) and self._shared is not None and not self._shared.options.sleep
+
     # -- weights ----------------------------------------------------------------------------------------------
 
-    def sync(self, trainer: Trainer, state: str) -> None:
-        sync_start = time.perf_counter()
-        shared = self._begin_sync(trainer)
-        self.seconds = {}
-        # Without a base that vLLM can hold under adapters, the weights are those of this state.
-        on_base = is_sampled_on_base(trainer)
-        base = trainer.base.digest if trainer.base is not None and on_base else state
-        with self._resets_on_failure(shared):
-            # Load the weights. Skip this if the runtime still holds them: a frozen base, or weights before a sleep.
-            may_hold = on_base or shared.asleep
-            if not (may_hold and self._holds_base(shared, base) and self._has_same_bytes(trainer, shared)):
-                self._load(trainer, base, shared)
-            if on_base and trainer.adapter is not None:
-                self._load_adapter(trainer, trainer.adapter, state, shared)
-            gap_start = time.perf_counter()
-            self._check_gap(trainer, shared)
-            self.seconds["gap"] = time.perf_counter() - gap_start
-        # Set the state last: the sampler holds no weights until every proof has passed.
-        self._base, self._digest, self._state, self._load_number = base, shared.digest, state, shared.loads
-        self.seconds["all"] = time.perf_counter() - sync_start
-
-    def _begin_sync(self, trainer: Trainer) -> SharedRuntime:
-        """The runtime for the trainer. Until the end of the sync this sampler holds no weights."""
-        self._state = self._base = None
+    def stage(self, trainer: Trainer, state: str) -> StagedForVllm:
+        start = time.perf_counter()
         shared = self._open_shared(trainer)
         if self._shared is not None and shared is not self._shared and not _is_same_model(shared, self._shared):
             raise BadSpec("a sampler can only follow a trainer of the model it was made for; make a new sampler")
+        # Without a base that vLLM can hold under adapters, the weights are those of this state.
+        on_base = is_sampled_on_base(trainer)
+        base = trainer.base.digest if trainer.base is not None and on_base else state
+        probes = probe_sequences(shared.architecture.vocab_size, shared.options.max_context, self._recent_prompts)
+        tolerance = allowed_gap(self.spec.gap, DTYPES[shared.options.dtype], _compute_dtype(trainer))
+        staged = StagedForVllm(state, base, shared, on_base, probes, tolerance=tolerance)
+        with ExitStack() as folders:
+            # The weights of a base never change, so they are staged only if the runtime does not hold them.
+            if not (on_base and shared.is_open and shared.loaded == base):
+                staged.source, staged.manifest = self._stage_weights(trainer, shared, folders)
+            if on_base and trainer.adapter is not None:
+                staged.adapter = self._stage_adapter(trainer, trainer.adapter, shared, folders)
+            staged.expected_logprobs = trainer_logprobs(trainer, probes)
+            staged.folders = folders.pop_all()
+        staged.seconds["stage"] = time.perf_counter() - start
+        return staged
+
+    def load(self, staged: StagedForVllm) -> None:
+        start, shared = time.perf_counter(), staged.shared
+        # Until the end of the load this sampler holds no weights.
+        self._state = self._base = None
         if shared is not self._shared:
             shared.users.append(self)
             self._shared = shared
-        return shared
+        self.seconds = dict(staged.seconds)
+        with self._resets_on_failure(shared):
+            # Skip the load if the runtime still holds the weights: a frozen base, or weights before a sleep. The state
+            # alone is no proof: the policy may have been recomputed since, with other bytes.
+            may_hold = staged.on_base or shared.asleep
+            has_same_bytes = staged.on_base or digest_of(staged.manifest) == shared.digest
+            if not (may_hold and has_same_bytes and self._holds_base(shared, staged.base)):
+                self._load(staged)
+            if staged.adapter is not None:
+                self._load_adapter(staged, *staged.adapter)
+            gap_start = time.perf_counter()
+
+            def score(sequences: Sequence[TokenIds]) -> list[list[float]]:
+                return shared.ensure_running().score(sequences, adapter=self._adapter)
+
+            self.gap = check_logprob_gap(
+                staged.expected_logprobs, score, staged.probes, tolerance=staged.tolerance
+            )
+            self.seconds["gap"] = time.perf_counter() - gap_start
+        # Set the state last: the sampler holds no weights until every proof has passed.
+        self._base, self._digest, self._state = staged.base, shared.digest, staged.state
+        self._load_number = shared.loads
+        self.seconds["load all"] = time.perf_counter() - start
 
     @staticmethod
     def _holds_base(shared: SharedRuntime, base: str) -> bool:
@@ -155,76 +183,64 @@ class VllmSampler:
             return False
         return True
 
-    @staticmethod
-    def _has_same_bytes(trainer: Trainer, shared: SharedRuntime) -> bool:
-        """Whether the runtime was loaded with the trainer's current bytes.
-
-        A policy's state is no proof: the policy may have been recomputed since, with other bytes. False if the
-        comparison would cost as much as a load.
-        """
-        if is_sampled_on_base(trainer):
-            return True  # the name of a base is a digest of its content
-        if not isinstance(trainer, TorchTrainer) or trainer.base is not None:
-            return False
-        weights = _ConvertedWeights(trainer, DTYPES[shared.options.dtype])
-        return digest_of(manifest_of(weights.items())) == shared.digest
-
-    def _load(self, trainer: Trainer, base: str, shared: SharedRuntime) -> None:
+    def _load(self, staged: StagedForVllm) -> None:
+        shared = staged.shared
+        if staged.source is None:
+            raise SamplerOutOfSync("vLLM has lost the base model since the adapter was staged; call again")
         shared.wake()
         # From here on the runtime holds no known weights, until the load has proven them.
         shared.loaded = None
-        runtime, stage_start = shared.ensure_running(), time.perf_counter()
-        with self._staged(trainer, shared) as (source, manifest):
-            self.seconds["stage"] = time.perf_counter() - stage_start
-            shared.digest = digest_of(manifest)
-            self.load_proof = runtime.load(source, manifest, base)
+        shared.digest = digest_of(staged.manifest)
+        self.load_proof = shared.ensure_running().load(staged.source, staged.manifest, staged.base)
         self.seconds |= self.load_proof.seconds
-        shared.loaded, shared.loads = base, shared.loads + 1
+        shared.loaded, shared.loads = staged.base, shared.loads + 1
 
-    @contextmanager
-    def _staged(self, trainer: Trainer, shared: SharedRuntime) -> Iterator[tuple[Source, Manifest]]:
-        """Yields the weights to load: the tensors themselves if runtime and transport accept them, otherwise files."""
+    def _stage_weights(self, trainer: Trainer, shared: SharedRuntime, folders: ExitStack) -> tuple[Source, Manifest]:
+        """The weights to load: the tensors themselves if runtime and transport accept them, otherwise files."""
         dtype = DTYPES[shared.options.dtype]
         merges = trainer.base is not None and not is_sampled_on_base(trainer)
         local_trainer = trainer if isinstance(trainer, TorchTrainer) and not merges else None
-        sends_tensors = self.spec.transport in ("memory", "ipc", "nccl") and shared.ensure_running().accepts_tensors
-        if sends_tensors and local_trainer is not None:
-            tensors = _ConvertedWeights(local_trainer, dtype)
-            yield tensors, manifest_of(tensors.items())
-            return
+        if shared.accepts_tensors and local_trainer is not None:
+            tensors: Mapping[str, Tensor] = _ConvertedWeights(local_trainer, dtype)
+            if self.independent:  # the trainer may change its tensors before they are loaded
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            return tensors, manifest_of(tensors.items())
         # Ranks may run on other machines, which cannot write into the shared memory of this one.
         parent: Path | None = None
         if self.spec.sync_folder and (self.spec.transport == "checkpoint" or local_trainer is None):
             parent = Path(self.spec.sync_folder)
-        with staging_folder(trainer.weights_nbytes, inside=parent) as folder:
-            files = trainer.stage_weights(folder, dtype=dtype)
-            if local_trainer is None:
-                yield files, manifest_of_files(files)
-            else:
-                yield files, manifest_of(_ConvertedWeights(local_trainer, dtype).items())
+        folder = folders.enter_context(staging_folder(trainer.weights_nbytes, inside=parent))
+        files = trainer.stage_weights(folder, dtype=dtype)
+        if local_trainer is None:
+            return files, manifest_of_files(files)
+        return files, manifest_of(_ConvertedWeights(local_trainer, dtype).items())
 
-    def _load_adapter(self, trainer: Trainer, adapter: LoraSpec, state: str, shared: SharedRuntime) -> None:
-        """Loads the trainer's adapter under a new name each time, because vLLM caches adapters by name."""
+    def _stage_adapter(
+        self, trainer: Trainer, adapter: LoraSpec, shared: SharedRuntime, folders: ExitStack
+    ) -> tuple[Path, Manifest]:
+        """The folder of the trainer's adapter, and its manifest."""
         if shared.options.max_lora_rank is None or adapter.rank > shared.options.max_lora_rank:
             raise BadSpec(
                 f"an adapter of rank {adapter.rank} was given; sampler.max_lora_rank is "
                 f"{shared.options.max_lora_rank}: raise it, or train a smaller rank"
             )
-        started = time.perf_counter()
-        self._remove_adapter()
-        self._adapter_count += 1
-        name = f"{state[:24]}-{id(self):x}-{self._adapter_count}"
         # Ranks may run on other machines, which cannot write into the shared memory of this one.
         local_trainer = trainer if isinstance(trainer, TorchTrainer) else None
         parent = Path(self.spec.sync_folder) if self.spec.sync_folder and local_trainer is None else None
-        with staging_folder(trainer.nbytes(training=False), inside=parent) as folder:
-            trainer.export(folder)
-            if local_trainer is None:
-                manifest = manifest_of_files([folder / ADAPTER_FILE])
-            else:
-                weights = local_trainer.weights()
-                manifest = manifest_of((PEFT_PREFIX + tensor_name, tensor) for tensor_name, tensor in weights)
-            shared.ensure_running().load_adapter(folder, name, manifest)
+        folder = folders.enter_context(staging_folder(trainer.nbytes(training=False), inside=parent))
+        trainer.export(folder)
+        if local_trainer is None:
+            return folder, manifest_of_files([folder / ADAPTER_FILE])
+        weights = local_trainer.weights()
+        return folder, manifest_of((PEFT_PREFIX + tensor_name, tensor) for tensor_name, tensor in weights)
+
+    def _load_adapter(self, staged: StagedForVllm, folder: Path, manifest: Manifest) -> None:
+        """Loads the adapter under a new name each time, because vLLM caches adapters by name."""
+        started = time.perf_counter()
+        self._remove_adapter()
+        self._adapter_count += 1
+        name = f"{staged.state[:24]}-{id(self):x}-{self._adapter_count}"
+        staged.shared.ensure_running().load_adapter(folder, name, manifest)
         self._adapter = name
         self.seconds["adapter"] = time.perf_counter() - started
 
@@ -232,14 +248,6 @@ class VllmSampler:
         if self._adapter is not None and self._shared is not None and self._shared.is_open:
             self._shared.ensure_running().remove_adapter(self._adapter)
         self._adapter = None
-
-    def _check_gap(self, trainer: Trainer, shared: SharedRuntime) -> None:
-        def score(sequences: Sequence[TokenIds]) -> list[list[float]]:
-            return shared.ensure_running().score(sequences, adapter=self._adapter)
-
-        probes = probe_sequences(shared.architecture.vocab_size, shared.options.max_context, self._recent_prompts)
-        tolerance = allowed_gap(self.spec.gap, DTYPES[shared.options.dtype], _compute_dtype(trainer))
-        self.gap = check_logprob_gap(trainer, score, probes, tolerance=tolerance)
 
     @contextmanager
     def _resets_on_failure(self, shared: SharedRuntime) -> Iterator[None]:
@@ -309,6 +317,35 @@ class VllmSampler:
         self._shared = self._state = self._base = None
 
 
+@dataclass
+class StagedForVllm:
+    """The weights of a policy as vLLM takes them, and what the trainer computes with them."""
+
+    state: str
+    base: str
+    """Name of the weights that vLLM must have loaded: the state, or for an adapter the digest of its base."""
+    shared: SharedRuntime
+    on_base: bool
+    probes: list[TokenIds]
+    """The sequences of the gap check."""
+    tolerance: float
+    """Largest mean gap, in nats."""
+    expected_logprobs: list[FloatArray] = field(default_factory=list)
+    """The trainer's logprobs of the probes."""
+    source: Source | None = None
+    """None: vLLM holds the base already."""
+    manifest: Manifest = field(default_factory=dict)
+    adapter: tuple[Path, Manifest] | None = None
+    """Folder of the adapter in peft's format, and its manifest."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Duration of each part of `stage`."""
+    folders: ExitStack = field(default_factory=ExitStack)
+
+    def close(self) -> None:
+        self.source = None
+        self.folders.close()
+
+
 class _ConvertedWeights(Mapping[str, Tensor]):
     """A trainer's weights, converted to another precision one tensor at a time."""
 
@@ -367,26 +404,27 @@ def probe_sequences(vocab_size: int, context: int, prompts: Sequence[TokenIds] =
     return probes
 
 
-def check_logprob_gap(trainer: Trainer, score: Score, probes: Sequence[TokenIds], *, tolerance: float) -> LogprobGap:
-    """Scores the probes with the trainer and with the sampler, and compares the logprobs.
-
-    Raises:
-        SamplerOutOfSync: the mean difference is above `tolerance`, in nats, or it is NaN.
-    """
-    # Score every token but the first of each probe on both sides.
+def trainer_logprobs(trainer: Trainer, probes: Sequence[TokenIds]) -> list[FloatArray]:
+    """The trainer's logprobs, in nats at temperature 1, of every token but the first of each probe."""
     sequences: list[TokenSequence] = []
     for ids in probes:
         # Nothing predicts the first token.
         loss_mask = np.arange(len(ids)) > 0
         sequences.append(TokenSequence(np.array(ids, np.int32), loss_mask))
     longest = max(len(ids) for ids in probes)
-    max_tokens = max(longest, PROBES * PROBE_TOKENS)
-    trainer_logprobs = trainer.logprobs(sequences, temperature=1.0, max_tokens=max_tokens)
-    sampler_logprobs = score(probes)
+    return trainer.logprobs(sequences, temperature=1.0, max_tokens=max(longest, PROBES * PROBE_TOKENS))
 
-    # Compare them token by token.
+
+def check_logprob_gap(
+    expected_logprobs: Sequence[FloatArray], score: Score, probes: Sequence[TokenIds], *, tolerance: float
+) -> LogprobGap:
+    """Scores the probes with the sampler, and compares the logprobs with those of `trainer_logprobs`.
+
+    Raises:
+        SamplerOutOfSync: the mean difference is above `tolerance`, in nats, or it is NaN.
+    """
     differences: list[float] = []
-    for expected, actual in zip(trainer_logprobs, sampler_logprobs, strict=True):
+    for expected, actual in zip(expected_logprobs, score(probes), strict=True):
         for expected_logprob, actual_logprob in zip(expected, actual, strict=True):
             differences.append(abs(expected_logprob - actual_logprob))
     gap = LogprobGap(sum(differences) / len(differences), max(differences), len(differences))
@@ -411,6 +449,8 @@ class SharedRuntime:
     """Starts a runtime from the config folder and the options."""
     nbytes: int
     """Bytes of the engine's memory that the runtime takes; 0 for replicas."""
+    accepts_tensors: bool = False
+    """Whether the runtime takes tensors of this process. Otherwise it needs files."""
     loaded: str | None = None
     """Name of the weights that the runtime was last proven to hold: a policy's state, or the digest of a base."""
     digest: str | None = None

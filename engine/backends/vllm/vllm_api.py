@@ -68,7 +68,6 @@ class InProcessRuntime:
 
     def __init__(self, config_folder: Path, options: EngineOptions) -> None:
         self.options = options
-        self.accepts_tensors = options.tensor_parallel == 1
         self.alive = True
         self._state: str | None = None
         self._worker_ids: list[str] = []

@@ -32,8 +32,8 @@ ROUTES = [
         ("POST", f"/v1/{verb}")
         for verb in (
             "import_model", "create_policy", "generate", "logprobs", "values", "measure", "take_gradient_step",
-            "save_checkpoint", "begin_checkpoint", "export_model", "release", "chat/completions", "completions",
-            "logprobs_of_rows", "values_of_rows",
+            "stage_policy", "save_checkpoint", "begin_checkpoint", "export_model", "release", "chat/completions",
+            "completions", "logprobs_of_rows", "values_of_rows",
         )
     ),
 ]  # fmt: skip
@@ -127,6 +127,7 @@ def bodies_with(name: str) -> list[tuple[str, dict]]:
             ("take_gradient_step", {"request": step | {"parent": policy, "reference": wrong}}),
             ("measure", {"request": measure | {"policy": wrong}}),
             ("save_checkpoint", {"policy": wrong, "provenance": PROVENANCE_JSON}),
+            ("stage_policy", {"policy": wrong}),
             ("begin_checkpoint", {"policy": wrong, "provenance": PROVENANCE_JSON}),
             ("export_model", {"policy": wrong, "model_name": "m", "provenance": PROVENANCE_JSON}),
         ]

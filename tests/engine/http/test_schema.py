@@ -41,6 +41,7 @@ OPERATIONS = [
     ("POST", "/v1/measure"),
     ("POST", "/v1/take_gradient_step"),
     ("POST", "/v1/begin_checkpoint"),
+    ("POST", "/v1/stage_policy"),
     ("POST", "/v1/save_checkpoint"),
     ("POST", "/v1/export_model"),
     ("POST", "/v1/release"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.backends.protocol import sync
 from engine.backends.torch.shared_base import SharedBase, SharedTrainer
 from engine.errors import BadSpec
 from engine.protocol import SamplingParams, TokenSequence
@@ -60,7 +61,7 @@ def test_a_synced_sampler_is_a_new_one(tiny_folder: Path, dtype: str) -> None:
     sampler = sampler_for(adapter)
     before = sampler.sample(PROMPTS, SEEDS, DRAW)
     train(adapter, 60, updates=4)
-    sampler.sync(adapter, "after")
+    sync(sampler, adapter, "after")
     after = sampler.sample(PROMPTS, SEEDS, DRAW)
     assert after != before
     assert sampler_for(adapter).sample(PROMPTS, SEEDS, DRAW) == after
@@ -74,9 +75,9 @@ def test_a_sampler_of_another_base_is_refused(base: SharedBase, tiny_folder: Pat
         (backend().adapter_off(backend().load_base(tiny_folder)), "its own base model"),
     ):
         with pytest.raises(BadSpec, match=made_for):
-            sampler_for(other).sync(adapter, "state")
+            sync(sampler_for(other), adapter, "state")
     with pytest.raises(BadSpec, match="its own base model"):
-        sampler_for(adapter).sync(backend().load(tiny_folder), "state")
+        sync(sampler_for(adapter), backend().load(tiny_folder), "state")
 
 
 def test_a_lower_precision_copy_keeps_the_rotary_frequencies(tiny_folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends.protocol import sync
 from engine.backends.replicas.pool import ReplicaPool
 from engine.backends.replicas.runtime import manifest_of_files
 from engine.backends.torch.backend import TorchBackend
@@ -57,7 +58,7 @@ def trainer(tiny_folder: Path) -> TorchTrainer:
 def sampler(backend: Any, trainer: TorchTrainer) -> Iterator[Any]:
     """Holds state-0; the trainer has gone on to other weights."""
     sampler = backend.new_sampler(trainer)
-    sampler.sync(trainer, "state-0")
+    sync(sampler, trainer, "state-0")
     move(trainer)
     yield sampler
     sampler.close()

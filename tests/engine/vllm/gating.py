@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.backends.protocol import sync
 from engine.backends.vllm.extension import Extension
 from engine.errors import SamplerOutOfSync
 from engine.protocol import SamplingParams, TokenSequence
@@ -55,7 +56,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensors], Tensors])
 
 def assert_refused(sampler: Any, trainer: Any, match: str) -> None:
     with pytest.raises(SamplerOutOfSync, match=match):
-        sampler.sync(trainer, "state-1")
+        sync(sampler, trainer, "state-1")
     assert sampler.loaded_state is None
     with pytest.raises(SamplerOutOfSync, match="sync it with the trainer first"):
         draw(sampler)
@@ -63,5 +64,5 @@ def assert_refused(sampler: Any, trainer: Any, match: str) -> None:
 
 def assert_recovers(sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     assert_drawn_from(trainer, draw(sampler))

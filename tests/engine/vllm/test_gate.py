@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends.protocol import sync
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.vllm.extension import Extension
@@ -59,7 +60,7 @@ def test_a_tensor_of_which_one_value_changed_and_was_not_applied(
 ) -> None:
     """In bfloat16 a step moves few of the rounded values: the columns that are read are those that changed."""
     sampler = backend.new_sampler(trainer)
-    sampler.sync(trainer, "state-0")
+    sync(sampler, trainer, "state-0")
     weight = dict(trainer.model.exported_weights())[name]
     old = weight.detach().clone()
     with torch.no_grad():
@@ -167,7 +168,7 @@ def test_staged_files_are_gone_afterwards(
 ) -> None:
     seen: list[Path] = []
     in_two_files(trainer, monkeypatch, lambda paths: seen.extend(paths))
-    staged.sync(trainer, "state-1")
+    sync(staged, trainer, "state-1")
     assert_drawn_from(trainer, draw(staged))
     assert seen and not any(path.parent.exists() for path in seen)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from engine.backends.protocol import sync
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.shared_base import AdapterTrainer
 from engine.backends.torch.trainer import TorchTrainer
@@ -41,17 +42,17 @@ def reload_old_weights(sampler: Any, tiny_folder: Path) -> None:
 
 
 def test_weights_reloaded_before_a_call(sampler: Any, trainer: TorchTrainer, tiny_folder: Path) -> None:
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     reload_old_weights(sampler, tiny_folder)
     with pytest.raises(SamplerOutOfSync, match="changed in .* since state-1 was loaded"):
         draw(sampler)
     assert sampler.loaded_state is None
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     assert_drawn_from(trainer, draw(sampler))
 
 
 def test_weights_reloaded_during_a_call(sampler: Any, trainer: TorchTrainer, tiny_folder: Path) -> None:
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     heard = []
 
     def reload(place: int, token: int, logprob: float) -> None:
@@ -66,7 +67,7 @@ def test_weights_reloaded_during_a_call(sampler: Any, trainer: TorchTrainer, tin
 
 
 def test_one_tensor_changed_in_place_during_a_call(sampler: Any, trainer: TorchTrainer) -> None:
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     runner = sampler._shared.ensure_running()._llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     def garble(place: int, token: int, logprob: float) -> None:
@@ -77,7 +78,7 @@ def test_one_tensor_changed_in_place_during_a_call(sampler: Any, trainer: TorchT
 
 
 def test_another_process_in_the_place_of_the_one_that_loaded(sampler: Any, trainer: TorchTrainer) -> None:
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     worker = sampler._shared.ensure_running()._llm.llm_engine.model_executor.driver_worker.worker
     worker._ostinato_worker_id = "another"
     with pytest.raises(SamplerOutOfSync, match="was restarted"):
@@ -99,7 +100,7 @@ def test_a_prefix_cache_that_only_says_it_was_reset(
     """Entries are salted with the state, so those of other weights are never found."""
     draw(sampler)
     monkeypatch.setattr(sampler._shared.ensure_running()._llm, "reset_prefix_cache", lambda: True)
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     assert_drawn_from(trainer, draw(sampler))
 
 
@@ -109,22 +110,22 @@ def test_a_prefix_cache_that_only_says_it_was_reset(
 def test_weights_that_outlive_a_sleep_are_checked_and_not_sent_again(
     backend: Any, sampler: Any, trainer: TorchTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     before = draw(sampler)
     backend.offload_for_training()
     assert sampler.loaded_state is None
     monkeypatch.setattr(Extension, "ostinato_load", lambda *_: pytest.fail("they were sent again"))
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     assert draw(sampler) == before
 
 
 def test_weights_dropped_in_a_sleep_are_noticed_and_sent_again(
     backend: Any, sampler: Any, trainer: TorchTrainer, tiny_folder: Path
 ) -> None:
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     backend.offload_for_training()
     reload_old_weights(sampler, tiny_folder)
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     assert_drawn_from(trainer, draw(sampler))
 
 
@@ -132,10 +133,10 @@ def test_other_bytes_of_the_same_state_after_a_sleep_are_sent(
     backend: Any, sampler: Any, trainer: TorchTrainer
 ) -> None:
     """A policy that was redone under other numerics keeps its state, and may differ by less than any gap tells."""
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     backend.offload_for_training()
     move(trainer, by=1e-6)
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     runner = sampler._shared.ensure_running()._llm.llm_engine.model_executor.driver_worker.worker.model_runner
     live, ours = runner.get_model().model.norm.weight, dict(trainer.model.exported_weights())["model.norm.weight"]
     assert live.equal(ours)
@@ -144,14 +145,14 @@ def test_other_bytes_of_the_same_state_after_a_sleep_are_sent(
 def test_a_state_is_held_only_with_the_bytes_it_was_synced_with(
     backend: Any, sampler: Any, trainer: TorchTrainer, tiny_folder: Path
 ) -> None:
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     same = backend.new_sampler(trainer)
-    same.sync(trainer, "state-1")
+    sync(same, trainer, "state-1")
     assert (sampler.loaded_state, same.loaded_state) == ("state-1", "state-1")
     redone = TorchBackend(spec_of()).load(tiny_folder)
     move(redone, by=1e-6)
     other = backend.new_sampler(redone)
-    other.sync(redone, "state-1")
+    sync(other, redone, "state-1")
     assert (sampler.loaded_state, same.loaded_state, other.loaded_state) == (None, None, "state-1")
     same.close()
     other.close()
@@ -175,7 +176,7 @@ def adapter(base: Any) -> AdapterTrainer:
 @pytest.fixture
 def adapted(backend: Any, adapter: AdapterTrainer) -> Iterator[Any]:
     sampler = backend.new_sampler(adapter)
-    sampler.sync(adapter, "state-0")
+    sync(sampler, adapter, "state-0")
     yield sampler
     sampler.close()
 
@@ -204,7 +205,7 @@ def test_an_adapter_replaced_after_the_sync(adapted: Any, adapter: AdapterTraine
     runtime._llm.collective_rpc("add_lora", args=(request,))
     with pytest.raises(SamplerOutOfSync, match="the live adapter changed"):
         draw(adapted)
-    adapted.sync(adapter, "state-1")
+    sync(adapted, adapter, "state-1")
     assert_drawn_from(adapter, draw(adapted))
 
 
@@ -213,7 +214,7 @@ def test_a_base_reloaded_under_an_adapter(adapted: Any, adapter: AdapterTrainer,
     adapted._shared.ensure_running()._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
     with pytest.raises(SamplerOutOfSync, match="vLLM has dropped the adapter"):
         draw(adapted)
-    adapted.sync(adapter, "state-1")
+    sync(adapted, adapter, "state-1")
     assert_drawn_from(adapter, draw(adapted))
 
 
@@ -222,7 +223,7 @@ def test_a_base_changed_in_place_under_an_adapter(adapted: Any, adapter: Adapter
     runner.get_model().model.layers[1].input_layernorm.weight.data[0] += 1.0
     with pytest.raises(SamplerOutOfSync, match=r"tensor model\.layers\.1\.input_layernorm\.weight changed"):
         draw(adapted)
-    adapted.sync(adapter, "state-1")
+    sync(adapted, adapter, "state-1")
     assert_drawn_from(adapter, draw(adapted))
 
 
@@ -231,13 +232,13 @@ def test_two_policies_on_one_base_keep_their_adapters(backend: Any, adapter: Ada
     other = TorchBackend.adapter(base, LoraSpec(rank=2, alpha=3.0), init_seed=9)
     move(other, seed=8)
     first, second = backend.new_sampler(adapter), backend.new_sampler(other)
-    first.sync(adapter, "one")
-    second.sync(other, "two")
+    sync(first, adapter, "one")
+    sync(second, other, "two")
     assert (first.loaded_state, second.loaded_state) == ("one", "two")
     assert_drawn_from(adapter, draw(first))
     assert_drawn_from(other, draw(second))
     second._shared.loaded = None  # as after a failure
-    second.sync(other, "two")
+    sync(second, other, "two")
     assert (first.loaded_state, second.loaded_state) == (None, "two")
     first.close()
     second.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends.protocol import sync
 from engine.backends.vllm.backend import VllmSamplers
 from engine.cluster.connection import Cluster
 from tests.engine.vllm.gating import assert_drawn_from, draw, move, spec_of
@@ -25,7 +26,7 @@ def test_a_replica_runs_in_the_interpreter_that_is_named(cluster: Cluster, train
     try:
         sampler = backend.new_sampler(trainer)
         for number in range(2):
-            sampler.sync(trainer, f"state-{number}")
+            sync(sampler, trainer, f"state-{number}")
             assert_drawn_from(trainer, draw(sampler))
             move(trainer, seed=number)
         (replica,) = sampler._shared.ensure_running().replicas  # type: ignore[union-attr]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.backends.protocol import sync
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.decoding.kv_cache import DecodeLayout, PromptKeys, split_by_length
 from engine.backends.torch.loading import load_model
@@ -189,7 +190,7 @@ def test_a_sampler_works_after_an_exception_of_on_token(model: CausalLM) -> None
 def test_bfloat16_logprobs_are_the_trainers(tiny_folder: Path) -> None:
     trainer = backend("bfloat16").load(tiny_folder)
     sampler = WholeModelSampler(trainer, torch.bfloat16, max_rows=4, max_prefill_tokens=100)
-    sampler.sync(trainer, "state")
+    sync(sampler, trainer, "state")
     drawn = sampler.sample(PROMPTS, SEEDS, ENDINGS)
     sequences = []
     for prompt, completion in zip(PROMPTS, drawn, strict=True):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from engine.backends.protocol import sync
 from engine.backends.torch.attention import IMPLEMENTATION, PackedLayout, register_attention
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy
 from engine.backends.torch.decoding.lean_decoder import MODEL_TYPES, LeanModel, can_be_lean, has_one_row_form
@@ -102,7 +103,7 @@ def test_float32_completions_are_those_of_the_plain_sampler(tiny_folder: Path, m
     sampler = WholeModelSampler(trainer, torch.float32, **LIMITS)
     params = SamplingParams(max_new_tokens=12, min_new_tokens=min_new_tokens, temperature=0.8, stop_token_ids=(77,))
     for state in ("first", "second"):
-        sampler.sync(trainer, state)
+        sync(sampler, trainer, state)
         drawn = sampler.sample(PROMPTS, SEEDS, params)
         expected = TorchSampler(trainer.model).sample(PROMPTS, SEEDS, params)
         for completion, plain in zip(drawn, expected, strict=True):
@@ -119,7 +120,7 @@ def test_the_reported_bytes_are_those_of_the_weights(tiny_folder: Path) -> None:
             continue
         samplers = TorchSamplerBackend(LocalEngineSpec(), compute_dtype=compute, device=CPU)
         sampler = samplers.new_sampler(trainer)
-        sampler.sync(trainer, "state")
+        sync(sampler, trainer, "state")
         # 4 layers: q and o of 128 x 128, k and v of 64 x 128, gate, up and down of 512 x 128. The head is tied.
         linear = 4 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 512 * 128) + 259 * 128
         expected = linear * compute.itemsize

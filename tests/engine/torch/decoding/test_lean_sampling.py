@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.backends.protocol import sync
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy
 from engine.backends.torch.decoding.lean_decoder import can_be_lean
 from engine.backends.torch.sampler import TorchSampler
@@ -67,7 +68,7 @@ def test_float32_completions_are_those_of_the_plain_sampler(architecture: tuple[
     sampler = WholeModelSampler(trainer, torch.float32, **LIMITS)
     seen = set()
     for state in ("first", "second"):
-        sampler.sync(trainer, state)
+        sync(sampler, trainer, state)
         drawn = sampler.sample(PROMPTS, SEEDS, PARAMS)
         expected = TorchSampler(trainer.model, **LIMITS).sample(PROMPTS, SEEDS, PARAMS)
         for completion, plain in zip(drawn, expected, strict=True):
@@ -87,7 +88,7 @@ def test_bfloat16_logprobs_are_as_exact_as_those_of_transformers(architecture: t
     params = SamplingParams(max_new_tokens=40, temperature=PARAMS.temperature)
     sampler = WholeModelSampler(trainer, torch.bfloat16, **LIMITS)
     for state in ("first", "second"):
-        sampler.sync(trainer, state)
+        sync(sampler, trainer, state)
         drawn = sampler.sample(PROMPTS, SEEDS, params)
         plain = plain_copy(trainer.model.module, rounded_to=torch.bfloat16)
         exact = plain_copy(plain, rounded_to=torch.float64)

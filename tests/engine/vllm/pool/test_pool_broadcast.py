@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.backends.protocol import sync
 from engine.backends.replicas import delivery
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.vllm.backend import VllmSamplers
@@ -43,7 +44,7 @@ def sampler(backend: Any, trainer: Any) -> Iterator[Any]:
     sampler = backend.new_sampler(trainer)
     pool = sampler._shared.ensure_running()
     until(lambda: all(replica.phase == "up" for replica in pool.replicas))
-    sampler.sync(trainer, "state-0")
+    sync(sampler, trainer, "state-0")
     assert [replica.loaded_state for replica in pool.replicas] == ["state-0"] * 2
     move(trainer)
     yield sampler
@@ -60,7 +61,7 @@ def test_after_every_sync_it_samples_from_the_trainers_weights_by_one_group(samp
     pool, seen = sampler._shared.ensure_running(), []
     member = pool._delivery.member
     for number in range(3):
-        sampler.sync(trainer, f"state-{number}")
+        sync(sampler, trainer, f"state-{number}")
         drawn = draw(sampler)
         assert_drawn_from(trainer, drawn)
         assert sampler.load_proof.tensors == len(list(trainer.model.exported_weights()))
@@ -104,7 +105,7 @@ def test_half_of_the_replicas_only_acknowledge(
 
 
 def test_weights_that_change_after_the_sync(sampler: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     pool = sampler._shared.ensure_running()
     for replica in pool.replicas:
         call(pool, replica, "rpc", "ostinato_check_and_spoil")
@@ -145,7 +146,7 @@ def test_a_receiver_that_is_gone_in_the_middle(
 
     plant(monkeypatch, strike)
     # The survivor has the weights and draws alone.
-    sampler.sync(trainer, "state-1")
+    sync(sampler, trainer, "state-1")
     assert signalled and (lost.loaded_state, survivor.loaded_state) == (None, "state-1")
     assert_drawn_from(trainer, draw(sampler))
     until(lambda: lost.starts > starts and lost.phase == "up")
@@ -153,7 +154,7 @@ def test_a_receiver_that_is_gone_in_the_middle(
     # The next weights reach both.
     move(trainer, seed=3)
     monkeypatch.undo()
-    sampler.sync(trainer, "state-2")
+    sync(sampler, trainer, "state-2")
     assert (lost.loaded_state, survivor.loaded_state) == ("state-2", "state-2")
     assert_drawn_from(trainer, draw(sampler))
 
@@ -166,18 +167,18 @@ def test_a_frozen_base_is_sent_again_when_a_replica_came_back_without_it(cluster
         )
         move(adapter)
         sampler = backend.new_sampler(adapter)
-        sampler.sync(adapter, "state-0")
+        sync(sampler, adapter, "state-0")
         loads = sampler._shared.loads
         assert_drawn_from(adapter, draw(sampler))
         move(adapter, seed=1)
-        sampler.sync(adapter, "state-1")
+        sync(sampler, adapter, "state-1")
         assert sampler._shared.loads == loads
         lost = sampler._shared.ensure_running().replicas[1]
         starts = lost.starts
         core_of(lost).kill()
         until(lambda: lost.starts > starts and lost.phase == "up")
         assert lost.loaded_state is None
-        sampler.sync(adapter, "state-2")
+        sync(sampler, adapter, "state-2")
         assert lost.loaded_state == sampler._shared.loaded and lost.adapters
         assert_drawn_from(adapter, draw(sampler))
     finally:

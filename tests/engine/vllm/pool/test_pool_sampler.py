@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends.protocol import sync
 from engine.backends.replicas.pool import ReplicaPool
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.shared_base import AdapterTrainer
@@ -55,7 +56,7 @@ def sampler(backend: Any, adapter: AdapterTrainer, tiny_folder: Path) -> Iterato
     sampler = backend.new_sampler(adapter, tokenizer=load_tokenizer(tiny_folder))
     until(lambda: all(replica.phase == "up" for replica in pool_of(sampler).replicas))
     sampler._shared.loaded = None  # who came back without weights gets them too
-    sampler.sync(adapter, "state-0")
+    sync(sampler, adapter, "state-0")
     yield sampler
     sampler.close()
 
@@ -90,7 +91,7 @@ def test_an_adapter_goes_to_every_replica_and_follows_the_trainer(
     assert sampler.load_proof.tensors == len(list(base.model.exported_weights())) and sampler.gap is not None
     move(adapter, seed=5, by=0.2)
     loads = sampler._shared.loads
-    sampler.sync(adapter, "state-1")
+    sync(sampler, adapter, "state-1")
     assert sampler._shared.loads == loads  # the base stayed
     second = draw(sampler)
     assert_drawn_from(adapter, second)
@@ -111,14 +112,14 @@ def test_a_stop_string_ends_at_the_token_that_completes_it(
 ) -> None:
     tokenizer = load_tokenizer(tiny_folder)
     sampler = backend.new_sampler(adapter, tokenizer=tokenizer)
-    sampler.sync(adapter, "state-0")
+    sync(sampler, adapter, "state-0")
     check_stop_strings(sampler, tokenizer)
     sampler.close()
 
 
 def test_an_adapter_that_was_removed_is_in_no_replica(sampler: Any, adapter: AdapterTrainer) -> None:
     pool, name = pool_of(sampler), sampler._adapter
-    sampler.sync(adapter, "state-1")
+    sync(sampler, adapter, "state-1")
     for replica in pool.replicas:
         answers = call(pool, replica, "rpc", "ostinato_check_adapter", name)
         assert answers[0]["error"] == f"it holds no adapter {name}"
@@ -131,7 +132,7 @@ def test_two_adapters_on_one_base_are_drawn_from_apart(
     other = TorchBackend.adapter(base, LoraSpec(rank=2, alpha=3.0), init_seed=9)
     move(other, seed=8, by=0.2)
     second = backend.new_sampler(other)
-    second.sync(other, "other")
+    sync(second, other, "other")
     assert (sampler.loaded_state, second.loaded_state) == ("state-0", "other")
     assert_drawn_from(adapter, draw(sampler))
     assert_drawn_from(other, draw(second))
@@ -150,7 +151,7 @@ def test_a_replica_that_ends_gets_base_and_adapter_at_the_next_sync(
     request_counts = count_requests(monkeypatch)
     assert_drawn_from(adapter, draw(sampler))  # by the other one
     assert sorted(request_counts) == ["replica-1"]
-    sampler.sync(adapter, "state-1")
+    sync(sampler, adapter, "state-1")
     assert_drawn_from(adapter, draw(sampler))
     assert sorted(request_counts) == ["replica-0", "replica-1"]
 
@@ -168,7 +169,7 @@ def test_a_sleep_stops_every_replica_and_the_next_sync_brings_all_back(
     process_of(replica).kill()
     until(lambda: replica.starts > starts and replica.phase == "up")
     assert call(pool, replica, "is_sleeping") and replica.loaded_state is None  # it does not take the trainer's memory
-    sampler.sync(adapter, "state-0")
+    sync(sampler, adapter, "state-0")
     assert [call(pool, replica, "is_sleeping") for replica in pool.replicas] == [False, False]
     after = draw(sampler)
     assert [one.token_ids for one in after] == [one.token_ids for one in before]

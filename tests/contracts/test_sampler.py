@@ -21,7 +21,7 @@ from engine.backends.torch.trainer_samplers import TorchSamplerBackend
 from engine.errors import BadSpec, SampleTooLong, UnsupportedSchema
 from engine.protocol import Completion, SamplingParams, TokenIds
 from engine.specs.adapters import LoraSpec
-from engine.specs.engine import LocalEngineSpec, VllmSpec
+from engine.specs.engine import LocalEngineSpec, TorchSamplerSpec, VllmSpec
 from engine.text.tokenizers import load_tokenizer
 from tests.contracts.completion_ends import check_stop_strings, with_other_end
 
@@ -472,6 +472,14 @@ class TestTorchSampler(SamplerContract):
     @pytest.fixture(scope="class")
     def backend(self) -> SamplerBackend:
         return TorchSamplerBackend(SPEC, compute_dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.slow
+class TestTorchSamplerWithItsOwnLane(SamplerContract):
+    @pytest.fixture(scope="class")
+    def backend(self) -> SamplerBackend:
+        spec = SPEC.model_copy(update={"sampler": TorchSamplerSpec(own_lane=True)})
+        return TorchSamplerBackend(spec, compute_dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.mark.vllm

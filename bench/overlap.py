@@ -1,6 +1,8 @@
-"""Measures how much time a GRPO step saves when grading and the store overlap with the engine's work.
+"""Measures how much time a GRPO step saves when its parts overlap: the engine's work with grading and the store, and
+with --lanes gradient steps with sampling.
 
     python bench/overlap.py [--rounds 6] [--steps 8] [--grade-seconds 0.5] [--write-seconds 0.05] [--out FILE]
+    python bench/overlap.py --lanes --model FOLDER --new-tokens 64 --rounds 3     # SmolLM2-135M, vLLM in .venv-vllm
 
 The engine is another process (`ostinato engine serve`). A grade takes `--grade-seconds` of waiting, and each write of
 the run to the store takes `--write-seconds` more. A round takes each combination of max_staleness and number of shards
@@ -8,6 +10,10 @@ in turn, as a new run of the tiny model, so that a slow minute of the machine sl
 time per step of each setting, and the paired ratios between settings, with 95 % bootstrap intervals over the rounds.
 The engine counts as working while the run waits for samples, logprobs or a gradient step. The first and the
 last step of a run are left out. There is no Prefect server; bench/prefect_overhead.py measures that.
+
+With --lanes, one vLLM replica samples (torch with `own_lane` if there is no .venv-vllm), grades and writes take no
+extra time, and max_staleness is 0 or 1. The time of a step with max_staleness 1 is divided by the longer of the two parts
+with max_staleness 0: the time in which a `generate` call was open, and that of a scoring or step call.
 """
 
 from __future__ import annotations
@@ -45,13 +51,15 @@ from tasks.graders.base import BaseGrader, Grade
 from tasks.graders.spec import GraderSpec
 from tasks.reports.metrics import StepMetrics
 
-ENGINE_CALLS = ("generate", "logprobs_of_rows", "take_gradient_step")
+SAMPLER_CALLS, TRAINER_CALLS = ("generate",), ("logprobs_of_rows", "take_gradient_step", "stage_policy")
 WRITES = ("put", "put_file", "put_if_absent")
 PROMPTS, COMPLETIONS = 4, 4
 
 Setting = tuple[int, int]
 """(max_staleness, number of shards)"""
 SETTINGS: tuple[Setting, ...] = ((0, 1), (1, 1), (0, 4), (1, 4))
+LANES_SETTINGS: tuple[Setting, ...] = ((0, 4), (1, 4))
+VLLM_PYTHON = Path(".venv-vllm/bin/python")
 COMPARISONS: tuple[tuple[Setting, Setting], ...] = (
     ((0, 1), (1, 1)),
     ((0, 4), (1, 4)),
@@ -73,8 +81,8 @@ class SlowGrader(BaseGrader):
         return Grade(grader_key=self.grader_key, value=float(len(thread.last_content()) % 7))
 
 
-class EngineTimes:
-    """The times in which at least one call of the engine was open."""
+class OpenTimes:
+    """The time in which at least one call of some methods of the engine's client was open."""
 
     def __init__(self) -> None:
         self.open_calls, self.seconds, self._since = 0, 0.0, 0.0
@@ -98,15 +106,15 @@ class EngineTimes:
 
 
 class StepTimes(TerminalProgress):
-    """Notes the time and the engine's seconds at the end of each step."""
+    """Notes the time and the seconds of all calls, of the sampler's and of the trainer's at the end of each step."""
 
-    def __init__(self, engine: EngineTimes) -> None:
+    def __init__(self, calls: list[OpenTimes]) -> None:
         super().__init__()
-        self.engine = engine
-        self.ends: list[tuple[float, float]] = []
+        self.calls = calls
+        self.ends: list[list[float]] = []
 
     def step(self, metrics: StepMetrics, *, seconds_left: float | None = None) -> None:
-        self.ends.append((time.perf_counter(), self.engine.seconds))
+        self.ends.append([time.perf_counter(), *(calls.seconds for calls in self.calls)])
 
 
 def slow_down_writes(seconds: float) -> None:
@@ -122,12 +130,16 @@ def slow_down_writes(seconds: float) -> None:
 
 
 @contextmanager
-def engine_server(store_url: str) -> Iterator[str]:
+def engine_server(store_url: str, *, lanes: bool) -> Iterator[str]:
     """Starts an engine for the store, and returns its address."""
-    command = [sys.executable, "-m", "flows.cli.main", "engine", "serve", "--port=0", f"--storage={store_url}"]
-    server = subprocess.Popen(
-        [*command, "--set=threads=1"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    python, settings = sys.executable, ["--set=threads=1"]
+    if lanes and VLLM_PYTHON.is_file():
+        python = str(VLLM_PYTHON)
+        settings += ["--set=sampler.kind=vllm", "--set=sampler.replicas=1", "--set=sampler.max_context=512"]
+    elif lanes:
+        settings.append("--set=sampler.own_lane=true")
+    command = [python, "-m", "flows.cli.main", "engine", "serve", "--port=0", f"--storage={store_url}"]
+    server = subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert server.stdout is not None
         yield server.stdout.readline().split()[-1]
@@ -137,20 +149,21 @@ def engine_server(store_url: str) -> Iterator[str]:
 
 
 async def train(
-    folder: Path, url: str, times: StepTimes, setting: Setting, *, number: int, steps: int, seconds: float
+    folder: Path, url: str, times: StepTimes, setting: Setting, *, number: int, options: argparse.Namespace
 ) -> None:
-    """Makes one run. `seconds` is the time of a grade."""
-    staleness, shards = setting
+    """Makes one run."""
+    (staleness, shards), steps, seconds = setting, options.steps, options.grade_seconds
     workspace = Workspace(
         store=f"file://{folder}/store",
         engine=HttpEngineSpec(url=url),
         run=f"round-{number}-staleness-{staleness}-shards-{shards}",
         provenance=PROVENANCE,
     )
-    model = await Model(str(folder / "tiny")).to_builder(Context(workspace)).spawn_train("policy")
+    model = await Model(str(options.model or folder / "tiny")).to_builder(Context(workspace)).spawn_train("policy")
     grader = GraderSpec(path="bench.overlap:SlowGrader", arguments={"seconds": seconds})
     loop = GRPO(
-        load(workspace, folder, "prompt"), model.temperature(1.0).max_gen_len(32), grader, max_num_grpo_steps=steps,
+        load(workspace, folder, "prompt"), model.temperature(1.0).max_gen_len(options.new_tokens), grader,
+        max_num_grpo_steps=steps,
         samples_per_batch=PROMPTS * COMPLETIONS, samples_per_mini_batch=PROMPTS * COMPLETIONS,
         completions_per_sample=COMPLETIONS, prompts_per_shard=PROMPTS // shards, max_staleness=staleness,
         importance_cap=2.0, logger=times, lr_scheduler=ConstantScheduler(1e-5),
@@ -160,25 +173,27 @@ async def train(
 
 
 async def measure(options: argparse.Namespace, folder: Path, url: str) -> dict[str, Any]:
-    engine = EngineTimes()
-    for name in ENGINE_CALLS:
-        engine.wrap(name)
-    seconds: dict[Setting, list[float]] = {setting: [] for setting in SETTINGS}
-    shares: dict[Setting, list[float]] = {setting: [] for setting in SETTINGS}
+    calls = [OpenTimes(), OpenTimes(), OpenTimes()]
+    for times_of, names in zip(calls, (SAMPLER_CALLS + TRAINER_CALLS, SAMPLER_CALLS, TRAINER_CALLS), strict=True):
+        for name in names:
+            times_of.wrap(name)
+    settings = LANES_SETTINGS if options.lanes else SETTINGS
+    seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
+    shares: dict[Setting, list[list[float]]] = {setting: [] for setting in settings}
     for number in range(options.rounds):
-        for setting in SETTINGS:
-            times = StepTimes(engine)
-            await train(folder, url, times, setting, number=number, steps=options.steps, seconds=options.grade_seconds)
+        for setting in settings:
+            times = StepTimes(calls)
+            await train(folder, url, times, setting, number=number, options=options)
             # From the end of the first step to the end of the last but one: the last step has no rollouts of a
             # next step beside it, so with it, a step of max_staleness 1 would seem faster than it is.
-            (first, busy_before), (last, busy) = times.ends[0], times.ends[-2]
-            seconds[setting].append((last - first) / (options.steps - 2))
-            shares[setting].append((busy - busy_before) / (last - first))
+            wall, *open_seconds = (after - before for before, after in zip(times.ends[0], times.ends[-2], strict=True))
+            seconds[setting].append(wall / (options.steps - 2))
+            shares[setting].append([part / wall for part in open_seconds])
             print(number, setting, round(seconds[setting][-1], 3), flush=True)
     return summary(seconds, shares)
 
 
-def summary(seconds: dict[Setting, list[float]], shares: dict[Setting, list[float]]) -> dict[str, Any]:
+def summary(seconds: dict[Setting, list[float]], shares: dict[Setting, list[list[float]]]) -> dict[str, Any]:
     """The JSON of the result. The values of a setting are in the order of the rounds."""
     settings = []
     for (staleness, shards), values in seconds.items():
@@ -187,14 +202,23 @@ def summary(seconds: dict[Setting, list[float]], shares: dict[Setting, list[floa
                 "max_staleness": staleness,
                 "shards": shards,
                 "seconds_per_step": mean_with_interval(values),
-                "engine_share": mean_with_interval(shares[staleness, shards]),
+                "engine_share": mean_with_interval([share[0] for share in shares[staleness, shards]]),
+                "sampler_share": mean_with_interval([share[1] for share in shares[staleness, shards]]),
+                "trainer_share": mean_with_interval([share[2] for share in shares[staleness, shards]]),
                 "rounds": [round(value, 3) for value in values],
             }
         )
-    ratios = []
+    ratios: list[dict[str, Any]] = []
     for slow, fast in COMPARISONS:
+        if slow not in seconds or fast not in seconds:
+            continue
         pairs = zip(seconds[slow], seconds[fast], strict=True)
         ratios.append({"of": slow, "to": fast, "ratio": mean_with_interval([a / b for a, b in pairs])})
+    if set(seconds) == set(LANES_SETTINGS):
+        one_lane, two_lanes = (seconds[setting] for setting in LANES_SETTINGS)
+        longer = [wall * max(share[1:]) for wall, share in zip(one_lane, shares[LANES_SETTINGS[0]], strict=True)]
+        ratio = mean_with_interval([wall / part for wall, part in zip(two_lanes, longer, strict=True)])
+        ratios.append({"of": LANES_SETTINGS[1], "to": "the longer of sampling and training", "ratio": ratio})
     return {"load": os.getloadavg()[0], "settings": settings, "ratios_of_seconds": ratios}
 
 
@@ -209,14 +233,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--grade-seconds", type=float, default=0.5)
     parser.add_argument("--write-seconds", type=float, default=0.05)
+    parser.add_argument("--lanes", action="store_true")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.lanes:
+        options.grade_seconds = options.write_seconds = 0.0
     with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as name:
         folder = Path(name)
         build_tiny_model(folder / "tiny", seed=0)
         write_rows(folder / "rows.jsonl")
-        with engine_server(f"file://{folder}/store") as url:
-            slow_down_writes(options.write_seconds)
+        with engine_server(f"file://{folder}/store", lanes=options.lanes) as url:
+            if options.write_seconds:
+                slow_down_writes(options.write_seconds)
             result = asyncio.run(measure(options, folder, url))
     for entry in (*result["settings"], *result["ratios_of_seconds"]):
         print(json.dumps(entry))

@@ -9,7 +9,7 @@ after the other, as a flow does.
 
 The longest wait of a call is printed in units of the longest single call of the case, and as the number of calls of one
 other run that began during the wait. `engine.local.queue` states what the queue guarantees. Seconds are wall seconds in
-the engine's one compute thread, as the queue counts them. Shares of CPU seconds are printed, too, for a machine that
+the engine's trainer lane, as the queue counts them. Shares of CPU seconds are printed, too, for a machine that
 does other work.
 """
 
@@ -44,7 +44,7 @@ LONG = SamplingParams(max_new_tokens=128, min_new_tokens=128)
 
 @dataclass(slots=True)
 class Call:
-    """One call in the compute thread. Times are wall seconds; `cpu` is the CPU time of the thread."""
+    """One call in the trainer lane. Times are wall seconds; `cpu` is the CPU time of the thread."""
 
     run: str
     submitted: float

@@ -30,7 +30,7 @@ MAX_TENSOR_PARALLEL = 1 << 16
 
 OnToken = Callable[[int, int, float], None]
 """Called for each sampled token with (index of the prompt in the call, token id, logprob in nats). It runs in the
-compute thread, so it must be quick. An error that it raises ends the call."""
+thread that samples, so it must be quick. An error that it raises ends the call."""
 
 
 def _validate_temperature(temperature: float) -> float:

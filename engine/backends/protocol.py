@@ -274,7 +274,7 @@ class TrainerBackend(Protocol):
         ...
 
     def prepare_thread(self) -> None:
-        """Prepares the compute thread. It is called once, from that thread."""
+        """Prepares a thread of the engine that computes. It is called once from each of them."""
         ...
 
     def threads_of(self, numerics: Numerics) -> AbstractContextManager[None]:

@@ -114,7 +114,7 @@ class LocalEngine:
         self._closing = threading.Event()
 
     async def _compute(self, run: str, call: Callable[[], R]) -> R:
-        """Runs `call` in the compute thread at the run's turn, and again while there is no memory for it.
+        """Runs `call` in the trainer lane at the run's turn, and again while there is no memory for it.
 
         Raises EngineBusy when the memory is still taken after `room_seconds`."""
         deadline = time.monotonic() + self.spec.room_seconds
@@ -320,7 +320,7 @@ class LocalEngine:
     async def _score_rows(
         self, request: RowsRequest, score: Callable[[LogprobsRequest, int], list[FloatArray]], epoch: int
     ) -> FloatArray:
-        # The rows are read outside the compute thread, which must not wait for the store.
+        # The rows are read outside the trainer lane, which must not wait for the store.
         sequences = await asyncio.to_thread(read_sequences, self.store, request.tables)
         with_sequences = LogprobsRequest(request.policy, sequences, request.temperature, request.max_tokens)
         return flatten(await self._compute(request.policy.run, partial(score, with_sequences, epoch)))
@@ -453,7 +453,7 @@ class LocalEngine:
                 self._save_for_eviction(loaded)
 
     async def info(self) -> EngineInfo:
-        """Does not wait for other calls, except that the first `info` measures the device in the compute thread."""
+        """Does not wait for other calls, except that the first `info` measures the device in the trainer lane."""
         if self._speed is None:
             self._speed = await self._compute("", self.backend.operations_per_second)
 

@@ -152,7 +152,7 @@ class LoadedPolicies:
 
     def used_bytes(self) -> int:
         """Bytes that all loaded policies and base models count against the budget (`LoadedPolicy.nbytes`)."""
-        # Copies, because another thread may call this while the compute thread changes the dictionaries.
+        # Copies, because another thread may call this while the trainer lane changes the dictionaries.
         policies = [*self._training.copy().values(), *self._frozen.copy().values()]
         bases = self._bases.copy().values()
         return sum(loaded.nbytes() for loaded in policies) + sum(base.nbytes() for base in bases)

@@ -49,7 +49,7 @@ RESUME = "Resume under the committed numerics, or from a checkpoint at or after 
 
 
 class Rebaser:
-    """Commits rebases for the loaded policies of one engine. The engine calls it from its compute thread."""
+    """Commits rebases for the loaded policies of one engine. The engine calls it from its trainer lane."""
 
     def __init__(self, store: ObjectStore, backend: TrainerBackend, saver: Saver, spec: LocalEngineSpec) -> None:
         self.store, self.backend, self.saver, self.spec = store, backend, saver, spec

@@ -1,6 +1,6 @@
 """Writes checkpoints and uploads them to the store, and publishes policies as Hugging Face folders.
 
-The compute thread writes the files to a local folder and then goes on with the next step. A thread of the `Saver`
+The trainer lane writes the files to a local folder and then goes on with the next step. A thread of the `Saver`
 commits them. The manifest is the last file that it writes.
 """
 

@@ -19,7 +19,7 @@ from engine.memory_plan.shape import (
     vllm_work,
 )
 from engine.models.folder import BYTES_IN_4BIT
-from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec, TorchTrainerSpec, VllmSpec
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec, TorchSamplerSpec, TorchTrainerSpec, VllmSpec
 
 MIB = 1 << 20
 CPU_PROCESS = 500 * MIB
@@ -374,17 +374,19 @@ class SamplerMemory:
 def torch_sampler(spec: LocalEngineSpec, work: Workload, machine: Machine, setup: TrainingSetup) -> SamplerMemory:
     """Returns the memory of the embedded sampler.
 
-    It uses the trainer's own weights, or a copy of them where the precision or the process differs. On a CPU it packs
+    It uses the trainer's own weights, or a copy of them where the precision, the process or the lane differs. On a CPU it packs
     the linear layers and the head, except for adapters and float64. In 2 bytes, the packed ones have a second form for
     single rows.
     """
     # The sampler needs weights in the compute dtype. It uses those of the trainer where they are such.
     shape, compute = work.shape, setup.compute_bytes
     in_other_process = not isinstance(spec.trainer, TorchTrainerSpec)
+    own_lane = isinstance(spec.sampler, TorchSamplerSpec) and spec.sampler.own_lane
+    has_lane = in_other_process or (own_lane and work.lora_rank is None)
     same_weights = compute == setup.master_bytes
     packs = machine.device == "cpu" and compute <= MASTER_BYTES and work.lora_rank is None and not in_other_process
     copied: float
-    if same_weights and not in_other_process:
+    if same_weights and not has_lane:
         copied = compute * (shape.layers * shape.layer_linear + shape.language_head) if packs else 0
     elif work.lora_rank is None or in_other_process:
         copied = compute * shape.parameters
@@ -401,16 +403,16 @@ def torch_sampler(spec: LocalEngineSpec, work: Workload, machine: Machine, setup
     cache, working = torch_sampling(
         shape, rows=spec.max_rows, context=work.context, prompt_tokens=spec.max_tokens_per_forward, compute=compute
     )
+    # With a lane of its own it samples, and gets its next weights, at any time.
+    phases: tuple[Phase, ...] = PHASES if has_lane else ("sampling",)
     cache_source = f"{spec.max_rows} rows of {work.context} tokens"
     parts = (
         MemoryPart.constant("sampler", "sampler's copy", copied, "weights in the compute dtype"),
-        MemoryPart.constant("kv", "KV cache", cache, cache_source, ("sampling",)),
-        MemoryPart.constant(
-            "kv", "prefill and logits", working, "keys of the prompts, 16 bytes a logit", ("sampling",)
-        ),
+        MemoryPart.constant("kv", "KV cache", cache, cache_source, phases),
+        MemoryPart.constant("kv", "prefill and logits", working, "keys of the prompts, 16 bytes a logit", phases),
     )
-    staged = MemoryPart.constant("staged", "weights on their way", compute * shape.parameters, "files", ("sampling",))
-    return SamplerMemory(ProcessMemory(parts, ()), staged if in_other_process else None)
+    staged = MemoryPart.constant("staged", "weights on their way", compute * shape.parameters, "a copy", phases)
+    return SamplerMemory(ProcessMemory(parts, ()), staged if has_lane else None)
 
 
 def vllm_sampler(
@@ -474,7 +476,9 @@ def _staged(spec: LocalEngineSpec, vllm: VllmSpec, weights: float) -> MemoryPart
     trains_elsewhere = spec.trainer.kind == "deepspeed"
     by_files = transport == "shm" or (transport != "checkpoint" and trains_elsewhere)
     size = weights if by_files else 0
-    return MemoryPart.constant("staged", "weights on their way", size, "files in shared memory", ("sampling",))
+    # Replicas that sample all the time get their next weights at any time.
+    phases: tuple[Phase, ...] = PHASES if vllm.replicas and vllm.placement == "dedicated" else ("sampling",)
+    return MemoryPart.constant("staged", "weights on their way", size, "files in shared memory", phases)
 
 
 def count_sequences(work: Workload, kv_bytes: float, compute: int) -> int:

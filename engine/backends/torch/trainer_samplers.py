@@ -82,7 +82,8 @@ class TorchSamplerBackend:
         else:
             master_dtype = master_dtype_of(self.compute_dtype)
         # `weights_nbytes` counts the weights in master precision; the sampler's copy has the compute precision.
-        return packed + trainer.weights_nbytes * self.compute_dtype.itemsize // master_dtype.itemsize
+        copy_nbytes = trainer.weights_nbytes * self.compute_dtype.itemsize // master_dtype.itemsize
+        return packed + copy_nbytes * (2 if self._own_lane else 1)  # two: the next weights are staged beside them
 
     def new_sampler(
         self, trainer: Trainer, *, tensor_parallel: int | None = None, tokenizer: Tokenizer | None = None
@@ -132,6 +133,7 @@ class WholeModelSampler(TorchSampler):
         if self._has_copy:
             module = frozen_copy(model.module, compute_dtype, share=not own_lane)
             model = model.with_module(module, compute_dtype=compute_dtype)
+        self._whole_nbytes = model.weights_nbytes()
         super().__init__(model, **options)
         self._lean: LeanModel | None = None
         if can_be_lean(model, compute_dtype):
@@ -169,8 +171,11 @@ class WholeModelSampler(TorchSampler):
         self.loaded_state = staged.state
 
     def nbytes(self) -> int:
+        """Bytes of the copies. A sampler with its own lane counts the next weights, too, which are staged beside them.
+        """
         packed = 0 if self._lean is None else self._lean.nbytes
-        return packed + (self.model.weights_nbytes() if self._has_copy else 0)
+        staged = self._whole_nbytes if self.independent else 0
+        return packed + staged + (self.model.weights_nbytes() if self._has_copy else 0)
 
 
 class _LoraSampler(TorchSampler):

@@ -90,7 +90,7 @@ class VllmSamplers:
 
     @property
     def actors(self) -> ActorCount:
-        # A copy of the values, because the compute thread may add a runtime meanwhile.
+        # A copy of the values, because another thread may add a runtime meanwhile.
         counts = [shared.actors for shared in list(self._runtimes.values())]
         return ActorCount(
             wanted=sum(count.wanted for count in counts),

@@ -12,8 +12,8 @@ The engine counts as working while the run waits for samples, logprobs or a grad
 last step of a run are left out. There is no Prefect server; bench/prefect_overhead.py measures that.
 
 With --lanes, one vLLM replica samples (torch with `own_lane` if there is no .venv-vllm), grades and writes take no
-extra time, and max_staleness is 0 or 1. The time of a step with max_staleness 1 is divided by the longer of the two parts
-with max_staleness 0: the time in which a `generate` call was open, and that of a scoring or step call.
+extra time, and max_staleness is 0 or 1. The time of a step with max_staleness 1 is divided by the longer of two parts
+of a step with max_staleness 0: the time in which a `generate` call was open, and that of a scoring or step call.
 """
 
 from __future__ import annotations

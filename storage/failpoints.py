@@ -28,6 +28,9 @@ FAILPOINTS: frozenset[str] = frozenset(
         "step.mid_gradient",
         "step.before_commit",
         "step.after_commit",
+        # the way of a policy's weights to the sampler lane
+        "publish.staged",
+        "publish.loaded",
         # checkpoints and rebases
         "checkpoint.mid_upload",
         "checkpoint.before_manifest",

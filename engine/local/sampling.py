@@ -19,6 +19,7 @@ from engine.backends.protocol import Sampler, StagedWeights, Trainer
 from engine.errors import TransientEngineError
 from engine.local.queue import FairQueue
 from storage.chain.records import PolicyRef, RebaseMark
+from storage.failpoints import failpoint
 from storage.worklog import log_work
 
 
@@ -79,6 +80,7 @@ class LaneSampler:
             self._names[policy] = weights
             if staged is not None and not self._closed:
                 self._staged[weights], staged = staged, None
+        failpoint("publish.staged")
         if staged is not None:
             staged.close()
 
@@ -117,6 +119,7 @@ class LaneSampler:
             kept = {weights, *self._staged}
             self._names = {name: known for name, known in self._names.items() if known in kept}
         log_work("sync", policy=policy.uri, step=policy.step)
+        failpoint("publish.loaded")
 
     def close(self) -> None:
         """Frees the staged weights, and closes the sampler when its last call has ended."""

@@ -374,9 +374,9 @@ class SamplerMemory:
 def torch_sampler(spec: LocalEngineSpec, work: Workload, machine: Machine, setup: TrainingSetup) -> SamplerMemory:
     """Returns the memory of the embedded sampler.
 
-    It uses the trainer's own weights, or a copy of them where the precision, the process or the lane differs. On a CPU it packs
-    the linear layers and the head, except for adapters and float64. In 2 bytes, the packed ones have a second form for
-    single rows.
+    It uses the trainer's own weights, or a copy of them where the precision, the process or the lane differs. On a CPU
+    it packs the linear layers and the head, except for adapters and float64. In 2 bytes, the packed ones have a second
+    form for single rows.
     """
     # The sampler needs weights in the compute dtype. It uses those of the trainer where they are such.
     shape, compute = work.shape, setup.compute_bytes

@@ -1,4 +1,4 @@
-"""Tests of the two lanes: sampling goes on while a gradient step is taken, from exactly the weights that were asked for.
+"""Tests of the two lanes: sampling goes on while a gradient step is taken, from the weights that were asked for.
 
 The tests order events with gates, not with the clock.
 """

@@ -276,11 +276,10 @@ def _importance_cap(verl: Verl, key: str, value: Any) -> Any:
     if limits is None:
         raise NoCounterpart("expected a number, or two as in '0.5_4.0'")
     low, high = float(limits[1]), float(limits[2])
-    difference = (
-        f"verl leaves out the tokens whose weight is below {low} or above {high}; here a weight below {low} counts as "
-        f"it is, and one above {high} as {high}"
-    )
-    return Approximate(high, difference)
+    if not low <= 1 <= high:
+        raise NoCounterpart(f"limits {low} and {high} leave out tokens with equal probabilities; expected 1 between them")
+    mask = {"kind": "token_ratio", "low": low, "high": high}
+    return PathValues({"regularisation.importance_mask": mask})
 
 
 def _bypass(verl: Verl, key: str, value: Any) -> Any:

@@ -43,7 +43,7 @@ ROLLOUTS = EVERY | {
 }  # fmt: skip
 POLICY_GRADIENT = ROLLOUTS | {
     "lr", "clip_range_high", "dual_clip", "loss_norm", "advantage_estimator", "kl_estimator", "entropy_coef",
-    "importance_cap", "policy_loss", "dynamic_sampling", "mask_truncated", "overlong_buffer", "overlong_penalty",
+    "importance_cap", "importance_mask", "policy_loss", "dynamic_sampling", "mask_truncated", "overlong_buffer", "overlong_penalty",
     "max_staleness", "kl_in", "kl_controller", "kl_target", "kl_horizon",
 }  # fmt: skip
 CRITIC = (POLICY_GRADIENT - {"lr"}) | {

@@ -124,7 +124,7 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
     importance_cap: Positive | None = None
     """Upper bound of the truncated importance weights min(exp(o - sampler), cap), which multiply the policy's part of
     the loss, without gradient. They correct for the distribution that was sampled from
-    (fengyao.notion.site/off-policy-rl). None: the weights have no bound if there is an `importance_mask`; otherwise
+    (fengyao.notion.site/off-policy-rl). None: with an `importance_mask`, the bound is e^MAX_LOG_RATIO; without one,
     there are no weights."""
     importance_mask: ImportanceMask | None = Field(None, exclude_if=lambda mask: mask is None)
     """Tokens whose policy part of the loss is 0. The other tokens have importance weights. The mask does not change
@@ -152,7 +152,7 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
         return self.kl_beta == 0 and not self.needs_entropy
 
     def _add_terms(self, values_N: Tensor, ratio_N: Tensor, sums: dict[str, Tensor], inputs: LossInputs) -> TokenLoss:
-        """Adds to the policy's loss: importance weights and the mask on it, then the KL term, then the entropy bonus."""
+        """Weighs and masks the policy's loss, then adds the KL term, then the entropy bonus."""
         logprobs_N = inputs.require("logprobs_N")
         values_N = self._weigh(values_N, ratio_N.detach(), sums, inputs)
 

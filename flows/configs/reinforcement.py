@@ -194,13 +194,13 @@ class Regularisation(Frozen):
             return
         if mask.kind != "probability" and old_logprobs == "sampler":
             raise ValueError(
-                f"importance_mask of kind {mask.kind!r} has no effect with old_logprobs='sampler': it looks at {ratio}; "
-                "take the kind 'probability', or use old_logprobs='trainer'"
+                f"importance_mask of kind {mask.kind!r} has no effect with old_logprobs='sampler': it looks at {ratio}; take "
+                "the kind 'probability', or use old_logprobs='trainer'"
             )
         if mask.kind == "token_ratio" and cap is not None and cap >= mask.high:
             raise ValueError(
-                f"importance_cap={cap} has no effect with importance_mask.high={mask.high}, which leaves out the tokens "
-                "with larger weights; leave the cap out, or give one below it"
+                f"importance_cap={cap} has no effect with importance_mask.high={mask.high}, which leaves out the "
+                "tokens with larger weights; leave the cap out, or give one below it"
             )
 
     def _check_sampler_logprobs(

@@ -277,7 +277,7 @@ def _importance_cap(verl: Verl, key: str, value: Any) -> Any:
         raise NoCounterpart("expected a number, or two as in '0.5_4.0'")
     low, high = float(limits[1]), float(limits[2])
     if not low <= 1 <= high:
-        raise NoCounterpart(f"limits {low} and {high} leave out tokens with equal probabilities; expected 1 between them")
+        raise NoCounterpart(f"limits {low} and {high} leave out tokens of equal probability; expected 1 between them")
     mask = {"kind": "token_ratio", "low": low, "high": high}
     return PathValues({"regularisation.importance_mask": mask})
 

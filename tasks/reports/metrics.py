@@ -80,9 +80,9 @@ class StepMetrics(Frozen):
     masked_token_fraction: float | None = Field(None, exclude_if=lambda fraction: fraction is None)
     """Fraction of the tokens of the forward pass that importance_mask left out of the policy's loss."""
     effective_sample_size: float | None = Field(None, exclude_if=lambda size: size is None)
-    """Effective sample size of the tokens of the forward pass, as a fraction of their number N: (Σw)² / (N Σw²) with the
-    importance weight w of each token, 0 for a masked one (Kish's; 1 if all weights are equal). None if the loss has no
-    such weights."""
+    """Effective sample size (Kish's) of the N tokens of the forward pass, as a fraction of N: (Σw)² / (N Σw²) with the
+    importance weight w of each token, 0 for a masked one. 1 if all weights are equal. None if the loss has no such
+    weights."""
     tokens_per_second: float = 0.0
     seconds: dict[str, float] = {}
     """Seconds per activity (`ACTIVITIES`); a missing activity took 0 s."""

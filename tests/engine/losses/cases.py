@@ -34,7 +34,7 @@ from engine.models.samples import Sample
 
 _CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.0}
 
-_SEQUENCES = SequenceRatioMask(low=0.9, high=1.3)
+_SEQUENCES = SequenceRatioMask(low=0.9, high=1.45)
 _PROBABILITIES = ProbabilityMask(low=1e-3, high=1e-3)
 
 VARIANTS: dict[str, dict[str, LossSpec]] = {

@@ -429,9 +429,9 @@ def test_the_sums_of_the_effective_sample_size() -> None:
 @pytest.mark.parametrize(
     "bounds",
     [
-        {"kind": "token_ratio", "low": 1.1}, {"kind": "token_ratio", "high": 0.9}, {"kind": "sequence_ratio", "low": -1},
-        {"kind": "probability", "low": 0}, {"kind": "probability", "high": 1.1}, {"kind": "token_ratio", "other": 1},
-        {"kind": "icepop"}, {"low": 0.5},
+        {"kind": "token_ratio", "low": 1.1}, {"kind": "token_ratio", "high": 0.9},
+        {"kind": "sequence_ratio", "low": -1}, {"kind": "probability", "low": 0}, {"kind": "probability", "high": 1.1},
+        {"kind": "token_ratio", "other": 1}, {"kind": "icepop"}, {"low": 0.5},
     ],
 )  # fmt: skip
 def test_a_mask_with_other_settings_is_refused(bounds: dict[str, Any]) -> None:

@@ -87,7 +87,10 @@ def refusal(model: type[FlowConfig], config: dict[str, Any], tmp_path: Path) -> 
             {"regularisation__importance_mask": {"kind": "token_ratio", "low": 1.5}},
             ["regularisation.importance_mask.low", "less than or equal to 1", "1.5"],
         ),
-        ({"regularisation__importance_mask": {"kind": "icepop"}}, ["kind='icepop'", "token_ratio, sequence_ratio, prob"]),
+        (
+            {"regularisation__importance_mask": {"kind": "icepop"}},
+            ["kind='icepop'", "give one of token_ratio, sequence_ratio, probability"],
+        ),
         ({"sampling__temperature": 0.0}, ["sampling.temperature=0", "use"]),
         ({"sampling__temperature": -1.0}, ["sampling.temperature", "greater than or equal to 0", "-1.0"]),
         ({"optimizer__lr": "fast"}, ["optimizer.lr", "number", "'fast'"]),

@@ -199,7 +199,7 @@ def test_importance_weights_with_two_limits_are_a_mask(tmp_path: Path) -> None:
     regularisation = GRPOConfig.model_validate(result.config).regularisation
     assert (regularisation.importance_cap, regularisation.importance_mask) == (None, TokenRatioMask(low=0.5, high=4.0))
     assert CORRECTION + "rollout_is_threshold" not in {line.key for line in result.approximate}
-    for threshold, message in (("high", "expected a number, or two as in '0.5_4.0'"), ("1.5_4.0", "expected 1 between")):
+    for threshold, message in (("high", "expected a number, or two as in '0.5_4.0'"), ("1.5_4.0", "expected 1 betw")):
         with pytest.raises(VerlError, match=message):
             made(tmp_path, "ppo_trainer", [words[0], CORRECTION + f"rollout_is_threshold={threshold}"])
 

@@ -194,8 +194,8 @@ class Regularisation(Frozen):
             return
         if mask.kind != "probability" and old_logprobs == "sampler":
             raise ValueError(
-                f"importance_mask of kind {mask.kind!r} has no effect with old_logprobs='sampler': it looks at {ratio}; take "
-                "the kind 'probability', or use old_logprobs='trainer'"
+                f"importance_mask of kind {mask.kind!r} has no effect with old_logprobs='sampler': it looks at "
+                f"{ratio}; take the kind 'probability', or use old_logprobs='trainer'"
             )
         if mask.kind == "token_ratio" and cap is not None and cap >= mask.high:
             raise ValueError(

@@ -70,7 +70,7 @@ VARIANTS: dict[str, dict[str, LossSpec]] = {
         "all": CISPOSpec(**_CLIP | {"kl_beta": 0.3}, entropy_coef=0.5, importance_cap=2.0, norm="sequence_mean"),
     },
     "gmpo": {
-        "token_mask": GMPOSpec(kl_beta=0.3, importance_mask=TokenRatioMask(low=0.8, high=2.0)),
+        "token_mask": GMPOSpec(**_CLIP, importance_mask=TokenRatioMask(low=0.8, high=2.0)),
         "kl": GMPOSpec(clip_low=0.2, clip_high=0.28, kl_beta=0.3),
         "all": GMPOSpec(**_CLIP | {"kl_beta": 0.3}, entropy_coef=0.5, importance_cap=2.0, norm="token_mean"),
     },

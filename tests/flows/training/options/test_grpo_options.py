@@ -133,8 +133,8 @@ def test_the_weights_of_stale_completions_are_those_of_the_policy_that_sampled(r
 
 
 def test_a_mask_leaves_out_the_stale_tokens_that_are_too_far(runs: FlowRuns) -> None:
-    """IcePop: o of the policy before the step, s of the policy before the step before, exp(o - s) in [0.98, 1.02]."""
-    mask = {"kind": "token_ratio", "low": 0.98, "high": 1.02}
+    """IcePop: o of the policy before the step, s of the policy before the step before, exp(o - s) in [0.8, 1.25]."""
+    mask = {"kind": "token_ratio", "low": 0.8, "high": 1.25}
     _, stale = runs.train(
         "masked", algorithm__steps=2, algorithm__samples_per_mini_batch=8, rules={"max_staleness": 1},
         regularisation={"importance_mask": mask},
@@ -144,15 +144,15 @@ def test_a_mask_leaves_out_the_stale_tokens_that_are_too_far(runs: FlowRuns) -> 
     rows = runs.rows(stale.request.batch)
     old, sampler = (np.concatenate([row[name] for row in rows]) for name in ("old_logprobs", "sampler_logprobs"))
     ratios = np.exp(old - sampler)
-    kept = (ratios >= 0.98) & (ratios <= 1.02)
+    kept = (ratios >= 0.8) & (ratios <= 1.25)
     assert 0.1 < kept.mean() < 0.9
     assert stale.metrics["importance_weight_mean"] == pytest.approx((ratios * kept).mean(), rel=1e-5)
     first, second = runs.metrics("masked")
     assert (first["lag_mean"], first["lag_max"]) == (0, 0)
     assert (second["lag_mean"], second["lag_max"]) == (1, 1)
     assert second["masked_token_fraction"] == pytest.approx(1 - kept.mean(), rel=1e-5)
-    # the second update's ratios differ from 1 a little
-    assert second["effective_sample_size"] == pytest.approx(kept.mean(), rel=0.05)
+    # at most the share of the tokens that are kept, by Cauchy and Schwarz; their weights are not far from each other
+    assert 0.5 * kept.mean() < second["effective_sample_size"] < kept.mean()
 
 
 def test_the_clips_act_on_the_ratio_to_the_policy_that_sampled(runs: FlowRuns) -> None:

@@ -270,7 +270,7 @@ def _importance(verl: Verl, key: str, value: Any) -> Any:
 
 def _importance_cap(verl: Verl, key: str, value: Any) -> Any:
     if not isinstance(value, str):
-        return value
+        return PathValues({"regularisation.importance_cap": value})
     # "low_high" of August 2026 (trainer/ppo/rollout_corr_helper.py, compute_rollout_correction_weights)
     limits = re.fullmatch(r"([\d.]+)_([\d.]+)", value)
     if limits is None:

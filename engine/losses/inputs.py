@@ -44,6 +44,8 @@ class LossInputs:
     """Trained tokens of each sequence; they add up to N."""
     old_N: Tensor | None = None
     """Logprobs under the old policy, which the ratio of a policy gradient divides by."""
+    old_is_sampler: bool = False
+    """Whether `old_N` are the logprobs under the distribution that the tokens were sampled from."""
     reference_N: Tensor | None = None
     """Logprobs under the reference policy of the KL term."""
     sampler_N: Tensor | None = None

@@ -13,18 +13,97 @@ from __future__ import annotations
 
 from functools import cache
 from inspect import isabstract, isclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from math import exp
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
 from engine import import_paths
 from engine.losses.base import KL_ESTIMATORS, KLEstimator, LossNorm, NormalisedLossSpec, TermsNorm, TokenLoss
-from storage.serialization import MAX_COEFFICIENT, Coefficient, Positive
+from storage.serialization import MAX_COEFFICIENT, Coefficient, Frozen, Positive
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.losses.inputs import LossInputs
+
+
+MAX_LOG_RATIO = 20.0
+"""Bound of the logarithm of SAPO's ratio, beyond which the gate is flat, and of importance weights without a cap. It
+keeps the exponentials finite."""
+
+
+LowestRatio = Annotated[float, Field(ge=0, le=1)]
+HighestRatio = Annotated[float, Field(ge=1, le=MAX_COEFFICIENT, allow_inf_nan=False)]
+
+
+class _RatioMask(Frozen):
+    """Base class of masks by the ratio k = exp(o - sampler) of the old policy and the one that sampled. A ratio of 1
+    is always within the bounds."""
+
+    low: LowestRatio
+    high: HighestRatio
+
+    def _log_ratio(self, inputs: LossInputs) -> Tensor:
+        return inputs.require("old_N") - inputs.require("sampler_N")
+
+    def _in_bounds(self, ratio: Tensor) -> Tensor:
+        return (ratio >= self.low) & (ratio <= self.high)
+
+
+class TokenRatioMask(_RatioMask):
+    """Masks the tokens whose ratio k is outside [low, high] (IcePop, arXiv:2510.18855). k is the probability under the
+    policy before the step divided by the probability under the policy that sampled."""
+
+    kind: Literal["token_ratio"] = "token_ratio"
+    low: LowestRatio = 0.5
+    """Smallest ratio of a token that is trained."""
+    high: HighestRatio = 5.0
+    """Largest ratio of a token that is trained."""
+
+    def kept(self, inputs: LossInputs) -> Tensor:
+        """Bool (N,): low <= exp(o - sampler) <= high."""
+        return self._in_bounds(self._log_ratio(inputs).exp())
+
+
+class SequenceRatioMask(_RatioMask):
+    """Masks the completions for which the geometric mean of their tokens' ratios k is outside [low, high]
+    (richardli.xyz/rl-collapse). k is as in token_ratio. The mean does not depend on the length of a completion."""
+
+    kind: Literal["sequence_ratio"] = "sequence_ratio"
+    low: LowestRatio = 0.999
+    """Smallest geometric mean of the ratios of a completion that is trained."""
+    high: HighestRatio = 1.002
+    """Largest geometric mean of the ratios of a completion that is trained."""
+
+    def kept(self, inputs: LossInputs) -> Tensor:
+        """Bool (N,): low <= exp(mean_t(o - sampler)) <= high, for each token of the sequence."""
+        mean_S = inputs.mean_by_sequence(self._log_ratio(inputs))
+        return inputs.spread(self._in_bounds(mean_S.exp()))
+
+
+class ProbabilityMask(Frozen):
+    """Masks the tokens whose probability has already moved far in the direction of their advantage: with an advantage
+    above 0 by more than `high` above the probability under the policy that sampled, with one below 0 by more than `low`
+    below it (DPPO with the binary total variation, arXiv:2602.04879)."""
+
+    kind: Literal["probability"] = "probability"
+    low: float = Field(0.2, gt=0, le=1)
+    """Largest decrease of a token's probability with which it is trained, for tokens with an advantage below 0."""
+    high: float = Field(0.2, gt=0, le=1)
+    """Largest increase of a token's probability with which it is trained, for tokens with an advantage above 0."""
+
+    def kept(self, inputs: LossInputs) -> Tensor:
+        """Bool (N,), with p = exp(l) - exp(sampler): p <= high where A > 0, p >= -low where A < 0."""
+        advantages_N = inputs.require("advantages_N")
+        moved_N = inputs.require("logprobs_N").detach().exp() - inputs.require("sampler_N").exp()
+        too_high_N = (advantages_N > 0) & (moved_N > self.high)
+        too_low_N = (advantages_N < 0) & (moved_N < -self.low)
+        return ~(too_high_N | too_low_N)
+
+
+ImportanceMask = Annotated[TokenRatioMask | SequenceRatioMask | ProbabilityMask, Field(discriminator="kind")]
+"""Which tokens the policy's part of the loss leaves out, by how far the policy is from the one that sampled them."""
 
 
 class BasePolicyGradientSpec(NormalisedLossSpec):
@@ -45,7 +124,11 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
     importance_cap: Positive | None = None
     """Upper bound of the truncated importance weights min(exp(o - sampler), cap), which multiply the policy's part of
     the loss, without gradient. They correct for the distribution that was sampled from
-    (fengyao.notion.site/off-policy-rl). None: no such weights."""
+    (fengyao.notion.site/off-policy-rl). None: with an `importance_mask`, the bound is e^MAX_LOG_RATIO; without one,
+    there are no weights."""
+    importance_mask: ImportanceMask | None = Field(None, exclude_if=lambda mask: mask is None)
+    """Tokens whose policy part of the loss is 0. The other tokens have importance weights. The mask does not change
+    what the loss is normalised by. None: all tokens are kept."""
 
     @model_validator(mode="after")
     def _importance_goes_with_a_kl_term(self) -> Self:
@@ -69,15 +152,9 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
         return self.kl_beta == 0 and not self.needs_entropy
 
     def _add_terms(self, values_N: Tensor, ratio_N: Tensor, sums: dict[str, Tensor], inputs: LossInputs) -> TokenLoss:
-        """Adds to the policy's loss: truncated importance weights on it, then the KL term, then the entropy bonus."""
+        """Weighs and masks the policy's loss, then adds the KL term, then the entropy bonus."""
         logprobs_N = inputs.require("logprobs_N")
-
-        # Truncated importance weights, on the policy's part only.
-        if self.importance_cap is not None:
-            log_weight_N = inputs.require("old_N") - inputs.require("sampler_N")
-            weight_N = log_weight_N.exp().clamp(max=self.importance_cap)
-            values_N = values_N * weight_N
-            sums["importance_weight_sum"] = weight_N.sum()
+        values_N = self._weigh(values_N, ratio_N.detach(), sums, inputs)
 
         # The terms are added to the policy's part, or kept apart if they have a norm of their own.
         terms_N = values_N
@@ -100,6 +177,28 @@ class BasePolicyGradientSpec(NormalisedLossSpec):
         if self.terms_norm is None:
             return TokenLoss(terms_N, sums)
         return TokenLoss(values_N, sums, (terms_N, self.terms_norm))
+
+    def _weigh(self, values_N: Tensor, ratio_N: Tensor, sums: dict[str, Tensor], inputs: LossInputs) -> Tensor:
+        """The policy's loss of each token times its importance weight, and 0 for a masked token. Adds to `sums` the
+        weights, the masked tokens, and the sums of which the effective sample size follows."""
+        if self.importance_cap is not None or self.importance_mask is not None:
+            log_weight_N = inputs.require("old_N") - inputs.require("sampler_N")
+            cap = exp(MAX_LOG_RATIO) if self.importance_cap is None else self.importance_cap
+            weight_N = log_weight_N.exp().clamp(max=cap)
+            values_N = values_N * weight_N
+            if self.importance_mask is not None:
+                masked_N = ~self.importance_mask.kept(inputs)
+                values_N, weight_N = values_N.masked_fill(masked_N, 0.0), weight_N.masked_fill(masked_N, 0.0)
+                sums["masked_fraction_sum"] = masked_N.sum()
+            sums["importance_weight_sum"] = weight_N.sum()
+            ratio_N = ratio_N * weight_N
+        elif not inputs.old_is_sampler:
+            return values_N
+
+        # Weights of tokens with respect to the policy that sampled. Their squares need more range than float32 has.
+        sums["effective_weight_sum"] = ratio_N.double().sum()
+        sums["effective_weight_square_sum"] = ratio_N.double().square().sum()
+        return values_N
 
 
 class ClippedPolicyGradientSpec(BasePolicyGradientSpec):
@@ -223,10 +322,6 @@ class GMPOSpec(ClippedPolicyGradientSpec):
         clipped_N = worse_N != log_ratio_N
         sums = {"clip_fraction_sum": clipped_N.sum(), "ratio_sum": ratio_N.detach().sum()}
         return self._add_terms(-ratio_N * advantages_N, ratio_N, sums, inputs)
-
-
-MAX_LOG_RATIO = 20.0
-"""Bound of the logarithm of SAPO's ratio, beyond which the gate is flat. It keeps the exponential finite."""
 
 
 class SAPOSpec(BasePolicyGradientSpec):

@@ -102,8 +102,8 @@ class EpisodeRules(RunRules):
 
     max_staleness: int = Field(default_of(BatchRules, "max_staleness"), ge=0)
     """Age in steps of the policy that episodes are sampled from. Above 0, episodes are played while earlier steps
-    train, and the loss must correct for their age: it needs regularisation.importance_cap, or
-    algorithm.old_logprobs=sampler."""
+    train, and the loss corrects for their age: by regularisation.importance_cap or importance_mask, or by
+    algorithm.old_logprobs=sampler. Without any of them, importance_cap is 2."""
 
 
 class ENVGRPOConfig(RolloutConfig):

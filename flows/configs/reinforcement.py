@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from engine import import_paths
 from engine.losses.base import TermsNorm
-from engine.losses.policy_gradient import POLICY_LOSSES, GRPOSpec, PolicyLoss, SAPOSpec
+from engine.losses.policy_gradient import POLICY_LOSSES, GRPOSpec, ImportanceMask, PolicyLoss, SAPOSpec
 from engine.protocol import SamplingParams
 from storage.chain.records import OldLogprobs, StepOldLogprobs
 from storage.serialization import Coefficient, Divisor, Frozen, Positive, default_of
@@ -45,8 +45,8 @@ class BatchRules(RunRules):
     run fails."""
     max_staleness: int = Field(0, ge=0)
     """Age in steps of the policy that completions are sampled from. Above 0, completions are sampled while earlier
-    steps train, and the loss must correct for their age: it needs regularisation.importance_cap, or
-    algorithm.old_logprobs=sampler."""
+    steps train, and the loss corrects for their age: by regularisation.importance_cap or importance_mask, or by
+    algorithm.old_logprobs=sampler. Without any of them, importance_cap is 2."""
     mask_truncated: bool = False
     """Leave completions that were cut at max_new_tokens out of the loss."""
     overlong_buffer: int | None = Field(None, ge=1)
@@ -71,6 +71,9 @@ class BatchRules(RunRules):
 
 TAU_POSITIVE, TAU_NEGATIVE = default_of(SAPOSpec, "tau_positive"), default_of(SAPOSpec, "tau_negative")
 
+STALE_IMPORTANCE_CAP = 2.0
+"""`importance_cap` of runs with max_staleness above 0 and no correction of their own."""
+
 
 class Regularisation(Frozen):
     """Further terms and variants of the policy loss."""
@@ -93,7 +96,14 @@ class Regularisation(Frozen):
     importance_cap: Positive | None = None
     """Upper bound of importance weights that correct for differences between the probabilities of the policy before the
     step, as the trainer computes them, and those of the policy that sampled, as the sampler reported them (truncated
-    importance weights). None: no such weights."""
+    importance weights). None: 2 with rules.max_staleness above 0, unless there is an importance_mask, whose weights
+    then have no bound of their own, or algorithm.old_logprobs=sampler; no weights with max_staleness=0."""
+    importance_mask: ImportanceMask | None = Field(None, exclude_if=lambda mask: mask is None)
+    """Which tokens are left out of the policy's part of the loss because the policy is too far from the one that
+    sampled them. The other tokens have importance weights. token_ratio: tokens whose ratio of the two probabilities is
+    outside [low, high] (IcePop, arXiv:2510.18855). sequence_ratio: completions for which the geometric mean of these
+    ratios is outside [low, high]. probability: tokens whose probability has moved by more than low or high in the
+    direction of their advantage (DPPO, arXiv:2602.04879). None: none."""
     norm_constant: Divisor | None = None
     """Tokens per completion that loss_norm=constant divides by. None: sampling.max_new_tokens."""
     kl_in: KLPlace = "loss"
@@ -145,9 +155,8 @@ class Regularisation(Frozen):
         clips = _changed(algorithm, "clip_range", "clip_range_high")
         if clips and self.policy_loss == "sapo":
             raise ValueError(f"{clips} have no effect with policy_loss='sapo', which does not clip; leave them out")
-        check_importance(self.importance_cap, algorithm.old_logprobs)
-        check_sampler_logprobs(self.importance_cap, algorithm.old_logprobs, sampling)
-        check_staleness(self.importance_cap, algorithm.old_logprobs, max_staleness)
+        self._check_importance(algorithm.old_logprobs)
+        self._check_sampler_logprobs(algorithm.old_logprobs, sampling, max_staleness)
         if self.gamma != 1 and algorithm.advantage_estimator != "reinforce_plus_plus":
             raise ValueError(
                 f"regularisation.gamma={self.gamma} acts only with algorithm.advantage_estimator='reinforce_plus_plus',"
@@ -162,6 +171,61 @@ class Regularisation(Frozen):
                 f"that is {loss_norm!r}; set it, or leave the constant out"
             )
 
+    def corrected(self, old_logprobs: OldLogprobs, max_staleness: int) -> Self:
+        """These settings, with the importance weights of decoupled PPO (arXiv:2110.00641) if completions of an older
+        policy would otherwise be trained as if the policy before the step had sampled them."""
+        if max_staleness == 0 or old_logprobs == "sampler":
+            return self
+        if self.importance_cap is not None or self.importance_mask is not None:
+            return self
+        return self.model_copy(update={"importance_cap": STALE_IMPORTANCE_CAP})
+
+    def _check_importance(self, old_logprobs: OldLogprobs) -> None:
+        """Raises ValueError for a cap on importance weights that are all 1 or below it, and for a mask that keeps every
+        token."""
+        cap, mask = self.importance_cap, self.importance_mask
+        ratio = "the ratio of the trainer's and the sampler's probability, and then both are the sampler's"
+        if cap is not None and old_logprobs == "sampler":
+            raise ValueError(
+                f"importance_cap={cap} has no effect with old_logprobs='sampler': it bounds {ratio}; leave it out, or "
+                "use old_logprobs='trainer'"
+            )
+        if mask is None:
+            return
+        if mask.kind != "probability" and old_logprobs == "sampler":
+            raise ValueError(
+                f"importance_mask of kind {mask.kind!r} has no effect with old_logprobs='sampler': it looks at "
+                f"{ratio}; take the kind 'probability', or use old_logprobs='trainer'"
+            )
+        if mask.kind == "token_ratio" and cap is not None and cap >= mask.high:
+            raise ValueError(
+                f"importance_cap={cap} has no effect with importance_mask.high={mask.high}, which leaves out the "
+                "tokens with larger weights; leave the cap out, or give one below it"
+            )
+
+    def _check_sampler_logprobs(
+        self, old_logprobs: OldLogprobs, sampling: SamplingParams, max_staleness: int
+    ) -> None:
+        """Raises ValueError if the loss compares the trainer's logprobs, which are of the whole vocabulary, with those
+        of a sampler that draws from a part of it."""
+        names = _changed(sampling, "top_p", "top_k", "json_schema")
+        truncation = [f"{name}={getattr(sampling, name)!s:.40}" for name in names]
+        used_by = None
+        if old_logprobs == "sampler":
+            used_by = "old_logprobs='sampler'"
+        elif self.importance_cap is not None:
+            used_by = f"importance_cap={self.importance_cap}"
+        elif self.importance_mask is not None:
+            used_by = f"importance_mask of kind {self.importance_mask.kind!r}"
+        elif max_staleness > 0:
+            used_by = f"the correction for max_staleness={max_staleness}"
+        if truncation and used_by is not None:
+            raise ValueError(
+                f"{used_by} compares the trainer's probabilities with the sampler's, which {' and '.join(truncation)} "
+                "raise: the ratios would be wrong; leave top_p and top_k out of the sampling (and json_schema), or use "
+                "old_logprobs='trainer' with max_staleness=0, without importance_cap and importance_mask"
+            )
+
 
 def old_logprobs_of_step(algorithm: GRPOAlgorithm, regularisation: Regularisation) -> StepOldLogprobs:
     """Where a step takes the old logprobs from. The trainer's are those of the policy before the step, also where an
@@ -173,40 +237,6 @@ def old_logprobs_of_step(algorithm: GRPOAlgorithm, regularisation: Regularisatio
     one_update = one_update and algorithm.mini_epochs_per_batch == 1
     needed_before = regularisation.kl_in == "reward" and algorithm.kl_beta > 0
     return "forward" if one_update and not needed_before else "trainer"
-
-
-def check_importance(cap: float | None, old_logprobs: OldLogprobs) -> None:
-    """Raises ValueError for a cap on importance weights that are all 1."""
-    if cap is not None and old_logprobs == "sampler":
-        raise ValueError(
-            f"importance_cap={cap} has no effect with old_logprobs='sampler': it bounds the ratio of the trainer's and "
-            "the sampler's probability, and then both are the sampler's; leave it out, or use old_logprobs='trainer'"
-        )
-
-
-def check_sampler_logprobs(cap: float | None, old_logprobs: OldLogprobs, sampling: SamplingParams) -> None:
-    """Raises ValueError if the loss compares the trainer's logprobs, which are of the whole vocabulary, with those of a
-    sampler that draws from a part of it."""
-    names = _changed(sampling, "top_p", "top_k", "json_schema")
-    truncation = [f"{name}={getattr(sampling, name)!s:.40}" for name in names]
-    used_by = "old_logprobs='sampler'" if old_logprobs == "sampler" else f"importance_cap={cap}"
-    if truncation and (cap is not None or old_logprobs == "sampler"):
-        raise ValueError(
-            f"{used_by} divides the trainer's probabilities by the sampler's, which {' and '.join(truncation)} raise: "
-            "the ratios would be wrong; leave top_p and top_k out of the sampling (and json_schema), or use "
-            "old_logprobs='trainer' without importance_cap"
-        )
-
-
-def check_staleness(cap: float | None, old_logprobs: OldLogprobs, max_staleness: int) -> None:
-    """Raises ValueError if completions of an older policy would be trained as if they were the trained policy's."""
-    if max_staleness > 0 and old_logprobs == "trainer" and cap is None:
-        raise ValueError(
-            f"max_staleness={max_staleness} trains on completions of an older policy, and old_logprobs='trainer' are "
-            "those of the policy before the step, so nothing would correct for their age; set importance_cap, for "
-            "example to 2.0 (weights for the policy that sampled: decoupled PPO), or old_logprobs='sampler' (the clips "
-            "act on the ratio to the policy that sampled)"
-        )
 
 
 def _changed(group: Frozen, *names: str) -> list[str]:

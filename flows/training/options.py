@@ -15,7 +15,7 @@ from typing import Any, TypedDict, TypeVar
 from pydantic import JsonValue, ValidationError
 
 from engine.losses.base import KLEstimator, LossNorm, TermsNorm
-from engine.losses.policy_gradient import PolicyLoss
+from engine.losses.policy_gradient import ImportanceMask, PolicyLoss
 from flows.callbacks import Callback
 from flows.configs.common import GRPOAlgorithm, SFTAlgorithm
 from flows.configs.optimizer import OptimizerConfig
@@ -110,6 +110,7 @@ class RegularisationOptions(TypedDict, total=False):
     tau_negative: Positive
     entropy_coef: Coefficient
     importance_cap: Positive | None
+    importance_mask: ImportanceMask | None
     norm_constant: Divisor | None
     kl_in: KLPlace
     kl_importance: bool
@@ -221,7 +222,7 @@ def read_options(
         raise TypeError(f"a {type(group).__name__} was given as a group of settings; give a {config_type.__name__}")
     try:
         if group is not None:
-            return group.model_copy(update=named)
+            return type(group).model_validate(dict(group) | named)
         return config_type.model_validate(named)
     except ValidationError as error:
         raise ConfigError(describe_validation(error, config_type, named)) from None

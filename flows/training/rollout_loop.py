@@ -94,6 +94,7 @@ class RolloutLoop(TrainingLoop):
         self.truncation = options.get("truncation", default_of(PromptDataConfig, "truncation"))
         algorithm = self.algorithm
         self.regularisation.check(algorithm, model.sampling, max_staleness=self.rules.max_staleness)
+        self.regularisation = self.regularisation.corrected(algorithm.old_logprobs, self.rules.max_staleness)
         # what follows from them
         self.samples_per_batch = algorithm.samples_per_batch
         self.prompts_per_batch = algorithm.samples_per_batch // algorithm.completions_per_sample

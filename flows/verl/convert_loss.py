@@ -270,17 +270,16 @@ def _importance(verl: Verl, key: str, value: Any) -> Any:
 
 def _importance_cap(verl: Verl, key: str, value: Any) -> Any:
     if not isinstance(value, str):
-        return value
+        return PathValues({"regularisation.importance_cap": value})
     # "low_high" of August 2026 (trainer/ppo/rollout_corr_helper.py, compute_rollout_correction_weights)
     limits = re.fullmatch(r"([\d.]+)_([\d.]+)", value)
     if limits is None:
         raise NoCounterpart("expected a number, or two as in '0.5_4.0'")
     low, high = float(limits[1]), float(limits[2])
-    difference = (
-        f"verl leaves out the tokens whose weight is below {low} or above {high}; here a weight below {low} counts as "
-        f"it is, and one above {high} as {high}"
-    )
-    return Approximate(high, difference)
+    if not low <= 1 <= high:
+        raise NoCounterpart(f"limits {low} and {high} leave out tokens of equal probability; expected 1 between them")
+    mask = {"kind": "token_ratio", "low": low, "high": high}
+    return PathValues({"regularisation.importance_mask": mask})
 
 
 def _bypass(verl: Verl, key: str, value: Any) -> Any:

@@ -12,9 +12,10 @@ under any run key.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 from uuid import uuid4
 
 from pydantic import Field, FiniteFloat, JsonValue, ValidationError
@@ -55,6 +56,15 @@ class PolicyRef(Frozen):
     @property
     def uri(self) -> str:
         return f"policy:{self.run}/{self.stage}/{self.model}@{self.step}#{self.state}"
+
+    @classmethod
+    def from_uri(cls, uri: str) -> Self:
+        """The policy that `uri` names. Raises ValueError for other text."""
+        parts = re.fullmatch(r"policy:([^/]+)/([^/]+)/([^/@]+)@(\d+)#(.+)", uri)
+        if parts is None:
+            raise ValueError(f"{uri!r:.200} names no policy; expected policy:run/stage/model@step#state")
+        run, stage, model, step, state = parts.groups()
+        return cls(run=run, stage=stage, model=model, step=int(step), state=state)
 
 
 class OptimizerSpec(Frozen):

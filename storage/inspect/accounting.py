@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from storage.chain.records import Chain, CommitRecord
+from storage.chain.records import Chain, CommitRecord, PolicyRef
 from storage.errors import CorruptArtifact, SchemaMismatch, StorageError
 from storage.serialization import Frozen
 from storage.store.artifacts import ArtifactRef, Manifest, read_manifest
@@ -168,18 +168,16 @@ class _Accounting:
         It is the parent of the step, or the policy `max_staleness` steps before. For the step of a value model, it is
         the policy that the batch was made for.
         """
-        # a policy's URI ends with …/model@step#state
         parent = self.record.request.parent
         batch_parents = read_manifest(self.store, self.inputs.batch.key).parents
         policy_uri = next((uri for uri in batch_parents if uri.startswith("policy:")), parent.uri)
-        model = policy_uri.partition("@")[0].rpartition("/")[2]
-        state = policy_uri.rpartition("#")[2]
+        policy = PolicyRef.from_uri(policy_uri)
 
         staleness = int(self._rules().get("max_staleness", 0))
         if staleness:
-            chain = Chain(self.store, parent.run, parent.stage, model)
+            chain = Chain(self.store, parent.run, parent.stage, policy.model)
             return chain.policy(max(0, parent.step - staleness)).state
-        return parent.state if model == parent.model else state
+        return parent.state if policy.model == parent.model else policy.state
 
     def _check_trained(self, expected: Counter[CompletionId]) -> None:
         # compare with multiplicity: a completion may be neither missing nor doubled

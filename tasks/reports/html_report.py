@@ -124,6 +124,9 @@ _MEASURES: tuple[tuple[str, str, Callable[[StepMetrics], float | None]], ...] = 
         "mean |difference of log-probability| per token, nats",
         lambda step: step.logprob_gap,
     ),
+    ("Lag of the policy that sampled", "mean per token, steps", lambda step: step.lag_mean),
+    ("Masked tokens", "share of the tokens of the forward pass", lambda step: step.masked_token_fraction),
+    ("Effective sample size", "share of the tokens of the forward pass", lambda step: step.effective_sample_size),
 )
 """(title, note, value of a step) of each chart, in the order of the page."""
 

@@ -73,6 +73,16 @@ class StepMetrics(Frozen):
     """Mean |sampler - trainer| log-probability per token, nats, over the completions that the trainer scored: all of
     them, or those with a gradient where the update's own forward pass gives the old log-probabilities. None if none
     was scored. A large gap means that their weights differ."""
+    lag_mean: float | None = Field(None, exclude_if=lambda lag: lag is None)
+    """Age in steps of the policy that sampled, as a mean over the sampled tokens. None without max_staleness."""
+    lag_max: int | None = Field(None, exclude_if=lambda lag: lag is None)
+    """Largest age in steps of a policy that sampled for this step. None without max_staleness."""
+    masked_token_fraction: float | None = Field(None, exclude_if=lambda fraction: fraction is None)
+    """Fraction of the tokens of the forward pass that importance_mask left out of the policy's loss."""
+    effective_sample_size: float | None = Field(None, exclude_if=lambda size: size is None)
+    """Effective sample size (Kish's) of the N tokens of the forward pass, as a fraction of N: (Σw)² / (N Σw²) with the
+    importance weight w of each token, 0 for a masked one. 1 if all weights are equal. None if the loss has no such
+    weights."""
     tokens_per_second: float = 0.0
     seconds: dict[str, float] = {}
     """Seconds per activity (`ACTIVITIES`); a missing activity took 0 s."""

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import pyarrow.compute as pc
+from pydantic import JsonValue
 
 from storage.chain.records import CommitRecord, PolicyRef
 from storage.errors import ObjectNotFound
@@ -51,7 +52,10 @@ def measure_step(
     completions = sum(shard.completions for shard in shards)
     tokens = sum(shard.tokens for shard in shards) if rollouts else int(record.metrics.get("tokens", 0))
     # The batch, which may have fewer rows than were sampled.
-    prompts, gap, dropped_rows = _batch_counts(store, record.request.batch)
+    batch = record.request.batch
+    extra = read_manifest(store, batch.key).extra
+    prompts, gap, dropped_rows = _batch_counts(store, batch, extra)
+    lag_mean, lag_max = _lag(record, shards, extra)
     wall_seconds = sum(seconds.values())
     return StepMetrics(
         step=record.request.parent.step,
@@ -76,6 +80,10 @@ def measure_step(
         skipped_reasons=tuple(f"{update} (batch {record.request.batch.key})" for update in record.skipped_updates),
         skipped=bool(rollouts) and record.request.batch.rows == 0,
         logprob_gap=record.metrics.get("logprob_gap_mean", gap),
+        lag_mean=lag_mean,
+        lag_max=lag_max,
+        masked_token_fraction=record.metrics.get("masked_fraction_mean"),
+        effective_sample_size=_effective_sample_size(record.metrics),
         tokens_per_second=tokens / wall_seconds if wall_seconds else 0.0,
         seconds=seconds,
     )
@@ -101,6 +109,28 @@ def _margin(metrics: Mapping[str, float]) -> float | None:
     return chosen - rejected
 
 
+def _lag(
+    record: CommitRecord, shards: Sequence[_ShardCounts], extra: Mapping[str, JsonValue]
+) -> tuple[float | None, int | None]:
+    """(mean over the sampled tokens, largest) age in steps of the policies that sampled, if the rules of the batch let
+    them be older than the trained policy. `extra` is that of the batch's manifest."""
+    rules = extra.get("rules")
+    if not isinstance(rules, dict) or not rules.get("max_staleness") or not shards:
+        return None, None
+    lags = [record.request.parent.step - PolicyRef.from_uri(shard.policy_uri).step for shard in shards]
+    tokens = sum(shard.tokens for shard in shards)
+    weighted = sum(lag * shard.tokens for lag, shard in zip(lags, shards, strict=True))
+    return weighted / tokens if tokens else None, max(lags)
+
+
+def _effective_sample_size(metrics: Mapping[str, float]) -> float | None:
+    """(Σw)² / (N Σw²), from the means of the weights and of their squares."""
+    mean, mean_of_squares = metrics.get("effective_weight_mean"), metrics.get("effective_weight_square_mean")
+    if mean is None or mean_of_squares is None:
+        return None
+    return mean**2 / mean_of_squares if mean_of_squares > 0 else 0.0
+
+
 def _sums_by_source(store: ObjectStore, graded: ArtifactRef) -> dict[str, list[float]]:
     """Data source -> [sum of the rewards, number of rewards] of a shard, from its manifest. Empty for episodes."""
     if graded.kind != "graded":
@@ -116,23 +146,29 @@ class _ShardCounts(NamedTuple):
     """Completions, or episodes."""
     dropped: int
     """Prompts that were dropped for their length."""
+    policy_uri: str
+    """The policy that sampled."""
 
 
 def _shard_counts(store: ObjectStore, rollouts: ArtifactRef) -> _ShardCounts:
     # The counts are in the manifest. The rows need not be read, which would take as long as reading all tokens.
-    extra = read_manifest(store, rollouts.key).extra
+    manifest = read_manifest(store, rollouts.key)
+    extra = manifest.extra
     # An episode may have several rows, so its shard has a count of episodes.
     completions = extra.get("episodes", rollouts.rows)
     return _ShardCounts(
         tokens=int(extra["completion_tokens"]),  # type: ignore[arg-type]
         completions=int(completions),  # type: ignore[arg-type]
         dropped=int(extra["dropped"]),  # type: ignore[arg-type]
+        policy_uri=manifest.parents[0],
     )
 
 
-def _batch_counts(store: ObjectStore, batch: ArtifactRef) -> tuple[int, float | None, int]:
-    """(prompts, mean |sampler - trainer| logprob in nats per token, rows dropped for their length) of a batch."""
-    extra = read_manifest(store, batch.key).extra
+def _batch_counts(
+    store: ObjectStore, batch: ArtifactRef, extra: Mapping[str, JsonValue]
+) -> tuple[int, float | None, int]:
+    """(prompts, mean |sampler - trainer| logprob in nats per token, rows dropped for their length) of a batch. `extra`
+    is that of its manifest."""
     if "prompts" in extra:
         # `dropped` is only in the manifest if a row was dropped.
         return extra["prompts"], extra.get("logprob_gap"), extra.get("dropped", 0)  # type: ignore[return-value]

@@ -193,6 +193,7 @@ def _loss_inputs(outputs: Outputs, samples: Sequence[Sample], objective: Objecti
         outputs=outputs,
         lengths_S=tuple(sample.trained for sample in samples),
         old_N=old_N,
+        old_is_sampler=objective.old_logprobs == "sampler",
         reference_N=column("reference_logprobs"),
         sampler_N=column("sampler_logprobs"),
         advantages_N=column("advantages"),

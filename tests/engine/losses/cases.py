@@ -18,12 +18,24 @@ from engine.backends.torch.updates import count_totals, micro_batch_loss
 from engine.losses.inputs import Outputs
 from engine.losses.likelihood import CrossEntropySpec, TangentsSpec
 from engine.losses.pairs import DPOSpec, RankingSpec, SimPOSpec
-from engine.losses.policy_gradient import CISPOSpec, GMPOSpec, GRPOSpec, GSPOSpec, SAPOSpec
+from engine.losses.policy_gradient import (
+    CISPOSpec,
+    GMPOSpec,
+    GRPOSpec,
+    GSPOSpec,
+    ProbabilityMask,
+    SAPOSpec,
+    SequenceRatioMask,
+    TokenRatioMask,
+)
 from engine.losses.spec import LossSpec
 from engine.losses.values import MSESpec, TrustRegionMSESpec
 from engine.models.samples import Sample
 
 _CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.0}
+
+_SEQUENCES = SequenceRatioMask(low=0.9, high=1.45)
+_PROBABILITIES = ProbabilityMask(low=1e-3, high=1e-3)
 
 VARIANTS: dict[str, dict[str, LossSpec]] = {
     "cross_entropy": {
@@ -40,19 +52,25 @@ VARIANTS: dict[str, dict[str, LossSpec]] = {
         "kl_importance": GRPOSpec(**_CLIP | {"kl_beta": 0.3}, kl_importance=True),
         "entropy": GRPOSpec(**_CLIP, entropy_coef=0.5),
         "importance": GRPOSpec(**_CLIP, importance_cap=2.0),
+        "token_mask": GRPOSpec(**_CLIP, importance_mask=TokenRatioMask(low=0.8, high=2.0)),
+        "sequence_mask": GRPOSpec(**_CLIP, importance_mask=_SEQUENCES, norm="sequence_mean"),
+        "probability_mask": GRPOSpec(**_CLIP | {"kl_beta": 0.3}, importance_mask=_PROBABILITIES, importance_cap=2.0),
         "all": GRPOSpec(**_CLIP | {"kl_beta": 0.3}, dual_clip=3.0, entropy_coef=0.5, importance_cap=2.0),
     },
     "gspo": {
         "kl": GSPOSpec(clip_low=0.1, clip_high=0.1, kl_beta=0.3),
         "kl_importance": GSPOSpec(clip_low=0.1, clip_high=0.1, kl_beta=0.3, kl_importance=True),
         "token_mean": GSPOSpec(**_CLIP, norm="token_mean"),
+        "sequence_mask": GSPOSpec(**_CLIP, importance_mask=_SEQUENCES),
         "all": GSPOSpec(**_CLIP | {"kl_beta": 0.3}, entropy_coef=0.5, importance_cap=2.0),
     },
     "cispo": {
+        "probability_mask": CISPOSpec(**_CLIP, importance_mask=_PROBABILITIES),
         "kl": CISPOSpec(clip_low=0.2, clip_high=0.2, kl_beta=0.3),
         "all": CISPOSpec(**_CLIP | {"kl_beta": 0.3}, entropy_coef=0.5, importance_cap=2.0, norm="sequence_mean"),
     },
     "gmpo": {
+        "token_mask": GMPOSpec(**_CLIP, importance_mask=TokenRatioMask(low=0.8, high=2.0)),
         "kl": GMPOSpec(clip_low=0.2, clip_high=0.28, kl_beta=0.3),
         "all": GMPOSpec(**_CLIP | {"kl_beta": 0.3}, entropy_coef=0.5, importance_cap=2.0, norm="token_mean"),
     },

@@ -145,6 +145,19 @@ def _bounded(spec: Any, gap: Tensor, advantage: float) -> Tensor:
     return gap if gap > -spec.clip_low else torch.full_like(gap, -spec.clip_low)
 
 
+def _is_kept(mask: Any, s: Any, i: int, logprob: float) -> bool:
+    """Whether a token is trained, from the definitions of the masks."""
+    logs = [old - sampler for old, sampler in zip(s.old_logprobs, s.sampler_logprobs, strict=True)]
+    if mask.kind == "token_ratio":
+        return bool(mask.low <= math.exp(logs[i]) <= mask.high)
+    if mask.kind == "sequence_ratio":
+        return bool(mask.low <= math.prod(map(math.exp, logs)) ** (1 / len(logs)) <= mask.high)
+    change = math.exp(logprob) - math.exp(s.sampler_logprobs[i])
+    if s.advantages[i] > 0:
+        return bool(change <= mask.high)
+    return bool(s.advantages[i] == 0 or change >= -mask.low)
+
+
 def _policy(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
     values = []
     for s, out in zip(samples, outs, strict=True):
@@ -164,8 +177,10 @@ def _policy(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor
             else:
                 weight = min(max(math.exp(gaps[i].item()), 1 - spec.clip_low), 1 + spec.clip_high)
                 gained = weight * s.advantages[i] * logprob
-            if spec.importance_cap:
-                gained = gained * min(math.exp(s.old_logprobs[i] - s.sampler_logprobs[i]), spec.importance_cap)
+            if spec.importance_cap or spec.importance_mask:
+                weight = math.exp(s.old_logprobs[i] - s.sampler_logprobs[i])
+                kept = spec.importance_mask is None or _is_kept(spec.importance_mask, s, i, logprob.item())
+                gained = gained * (min(weight, spec.importance_cap or math.inf) if kept else 0)
             kl = _kl(spec, logprob, s.reference_logprobs[i])
             if spec.kl_importance:
                 kl = kl * torch.exp(sum(gaps) / len(gaps) if spec.kind == "gspo" else gaps[i])

@@ -11,13 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from engine.backends.torch.updates import token_weights
 from engine.errors import BadSpec
 from engine.losses.base import KL_ESTIMATORS, TokenLoss
 from engine.losses.inputs import LossInputs, Outputs
-from engine.losses.policy_gradient import CISPOSpec, GRPOSpec, GSPOSpec
+from engine.losses.policy_gradient import (
+    CISPOSpec,
+    GRPOSpec,
+    GSPOSpec,
+    ImportanceMask,
+    ProbabilityMask,
+    SequenceRatioMask,
+    TokenRatioMask,
+)
 from tests.engine.losses.cases import SPECS
 
 
@@ -284,6 +293,150 @@ def test_truncated_importance_weights(spec: PolicySpec, value: list[float], grad
     assert token.values_N.tolist() == pytest.approx(value, rel=1e-12)
     assert logprobs_N.grad.tolist() == pytest.approx(gradient, rel=1e-12)
     assert token.sums["importance_weight_sum"].item() == pytest.approx(1.5 + 3)
+
+
+def masked(spec: PolicySpec, ratios: Tensor, lengths: tuple[int, ...], advantages: Tensor) -> tuple[TokenLoss, Tensor]:
+    """The loss and the gradient of tokens with l = o = -1 and these ratios exp(o - sampler)."""
+    logprobs_N = torch.full_like(ratios, -1.0).requires_grad_()
+    inputs = LossInputs(
+        Outputs(logprobs_N),
+        lengths,
+        old_N=logprobs_N.detach(),
+        sampler_N=-1 - ratios.log(),
+        advantages_N=advantages,
+    )
+    token = token_loss(inputs, spec)
+    token.values_N.sum().backward()
+    return token, logprobs_N.grad
+
+
+@pytest.mark.parametrize(
+    ("cap", "weights"),
+    [
+        # IcePop: M(k) = k in [0.5, 5], else 0
+        (None, [0, 0.51, 4.9, 0]),
+        (3.0, [0, 0.51, 3.0, 0]),
+    ],
+)
+def test_the_mask_of_tokens_by_their_ratio(cap: float | None, weights: list[float]) -> None:
+    spec = GRPOSpec(kl_beta=0.0, importance_cap=cap, importance_mask=TokenRatioMask())
+    token, gradient = masked(spec, f64(0.49, 0.51, 4.9, 5.1), (1, 3), f64(2, 2, -2, -2))
+    expected = [0, -2 * weights[1], 2 * weights[2], 0]
+    assert token.values_N.tolist() == pytest.approx(expected, rel=1e-12)
+    assert gradient.tolist() == pytest.approx(expected, rel=1e-12)
+    assert token.sums["masked_fraction_sum"] == 2
+    assert token.sums["importance_weight_sum"].item() == pytest.approx(sum(weights))
+
+
+def test_the_mask_of_sequences_by_the_geometric_mean_of_their_ratios() -> None:
+    """Means: (4 · 0.25)^(1/2) = 1; 1.01^(1/3) = 1.0033 > 1.002; 0.99^(1/2) = 0.99499 < 0.999; 1.001."""
+    spec = GRPOSpec(kl_beta=0.0, importance_mask=SequenceRatioMask())
+    ratios = f64(4, 0.25, 1.01, 1, 1, 0.99, 1, 1.001)
+    token, gradient = masked(spec, ratios, (2, 3, 2, 1), torch.full_like(ratios, 2.0))
+    expected = [-8, -0.5, 0, 0, 0, 0, 0, -2.002]
+    assert token.values_N.tolist() == pytest.approx(expected, rel=1e-12)
+    assert gradient.tolist() == pytest.approx(expected, rel=1e-12)
+    assert token.sums["masked_fraction_sum"] == 5
+
+
+def test_the_mask_of_tokens_by_the_change_of_their_probability() -> None:
+    """DPPO: a token is masked if its probability went up by more than 0.2 with A > 0, or down by more with A < 0."""
+    now, advantages = f64(0.71, 0.69, 0.71, 0.29, 0.31, 0.29, 0.29), f64(1, 1, -1, -1, -1, 1, 0)
+    logprobs_N = now.log().requires_grad_()
+    inputs = LossInputs(
+        Outputs(logprobs_N), (7,), old_N=now.log(), sampler_N=torch.full_like(now, 0.5).log(), advantages_N=advantages
+    )
+    token = token_loss(inputs, GRPOSpec(kl_beta=0.0, importance_mask=ProbabilityMask()))
+    token.values_N.sum().backward()
+    # the weight is now / 0.5, the ratio 1
+    expected = [0, -1.38, 1.42, 0, 0.62, -0.58, 0]
+    assert token.values_N.tolist() == pytest.approx(expected, rel=1e-12)
+    assert logprobs_N.grad.tolist() == pytest.approx(expected, rel=1e-12)
+    assert token.sums["masked_fraction_sum"] == 2
+
+
+def test_the_probability_mask_follows_the_weights_in_training() -> None:
+    """DPPO bounds the policy in training: with several updates the ratio masks look at the policy before the step."""
+    inputs = LossInputs(
+        Outputs(f64(0.8).log()), (1,), old_N=f64(0.5).log(), sampler_N=f64(0.5).log(), advantages_N=f64(1.0)
+    )
+    for mask, masked_tokens in ((ProbabilityMask(), 1), (TokenRatioMask(high=1.5), 0)):
+        loss = token_loss(inputs, GRPOSpec(kl_beta=0.0, importance_mask=mask))
+        assert loss.sums["masked_fraction_sum"] == masked_tokens
+
+
+def test_a_masked_token_of_gspo_still_counts_in_the_ratio_of_its_sequence() -> None:
+    """s = 1; the loss of token 0 is -s·A·1.5 and has gradient through both tokens, that of token 1 is 0."""
+    spec = GSPOSpec(kl_beta=0.0, importance_mask=TokenRatioMask())
+    token, gradient = masked(spec, f64(1.5, 6), (2,), f64(2, 2))
+    assert token.values_N.tolist() == pytest.approx([-3, 0])
+    assert gradient.tolist() == pytest.approx([-1.5, -1.5])
+
+
+@pytest.mark.parametrize("mask", [TokenRatioMask(), SequenceRatioMask(), ProbabilityMask()], ids=lambda m: m.kind)
+def test_without_a_token_that_is_kept_loss_and_gradient_are_zero(mask: ImportanceMask) -> None:
+    spec = GRPOSpec(kl_beta=0.0, importance_mask=mask)
+    logprobs_N = f64(-0.1, -0.1).requires_grad_()
+    inputs = LossInputs(
+        Outputs(logprobs_N), (2,), old_N=f64(-0.1, -0.1), sampler_N=f64(-900, -900), advantages_N=f64(1, 1)
+    )
+    token = token_loss(inputs, spec)
+    token.values_N.sum().backward()
+    assert token.values_N.tolist() == [0, 0] and logprobs_N.grad.tolist() == [0, 0]
+    numbers = {name: value.item() for name, value in token.sums.items()}
+    assert numbers["masked_fraction_sum"] == 2
+    assert numbers["effective_weight_sum"] == numbers["effective_weight_square_sum"] == 0
+
+
+def test_a_masked_token_keeps_its_kl_term_and_counts_in_the_mean() -> None:
+    """k2 of l - q = 0.5 is 0.125. The mean over both tokens is that of -2·1 + 0.0125 and 0 + 0.0125."""
+    inputs = LossInputs(
+        Outputs(f64(-1, -1)),
+        (2,),
+        old_N=f64(-1, -1),
+        reference_N=f64(-1.5, -1.5),
+        sampler_N=-1 - f64(1, 6).log(),
+        advantages_N=f64(2, 2),
+    )
+    spec = GRPOSpec(kl_beta=0.1, kl_estimator="k2", importance_mask=TokenRatioMask())
+    token = token_loss(inputs, spec)
+    assert token.values_N.tolist() == pytest.approx([-1.9875, 0.0125])
+    weights_N = token_weights((2,), norm="token_mean", total_tokens=2, total_sequences=1)
+    assert (token.values_N * weights_N).sum().item() == pytest.approx(-0.9875)
+
+
+def test_the_sums_of_the_effective_sample_size() -> None:
+    """The weights 1, 3 and 0 (masked) times the ratios 2, 1 and 1: (2 + 3)² / (4 + 9) = 1.923 of 3 tokens."""
+    inputs = LossInputs(
+        Outputs(f64(-1, -1, -1)),
+        (3,),
+        old_N=f64(-1, -1, -1) - f64(2, 1, 1).log(),
+        sampler_N=f64(-1, -1, -1) - f64(2, 1, 1).log() - f64(1, 4, 6).log(),
+        advantages_N=f64(1, 1, 1),
+    )
+    capped = token_loss(inputs, GRPOSpec(kl_beta=0.0, importance_cap=3, importance_mask=TokenRatioMask())).sums
+    assert capped["effective_weight_sum"].item() == pytest.approx(5)
+    assert capped["effective_weight_square_sum"].item() == pytest.approx(13)
+    # with the sampler's logprobs as the old ones, the ratio is the weight
+    inputs = replace(inputs, sampler_N=inputs.old_N, old_is_sampler=True)
+    ratios = token_loss(inputs, GRPOSpec(kl_beta=0.0)).sums
+    assert ratios["effective_weight_sum"].item() == pytest.approx(4)
+    assert ratios["effective_weight_square_sum"].item() == pytest.approx(6)
+    plain = token_loss(replace(inputs, old_is_sampler=False), GRPOSpec(kl_beta=0.0)).sums
+    assert "effective_weight_sum" not in plain
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"kind": "token_ratio", "low": 1.1}, {"kind": "token_ratio", "high": 0.9},
+        {"kind": "sequence_ratio", "low": -1}, {"kind": "probability", "low": 0}, {"kind": "probability", "high": 1.1},
+        {"kind": "token_ratio", "other": 1}, {"kind": "icepop"}, {"low": 0.5},
+    ],
+)  # fmt: skip
+def test_a_mask_with_other_settings_is_refused(bounds: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        GRPOSpec(importance_mask=bounds)  # type: ignore[arg-type]
 
 
 def test_entropy_is_taken_off_the_loss() -> None:

@@ -56,7 +56,8 @@ def test_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("make", [GRPOSpec, GSPOSpec, CISPOSpec])
-def test_requests_of_before_there_was_a_kl_term_under_the_ratio_are_the_same(make: type[GRPOSpec]) -> None:
+def test_requests_of_before_there_were_masks_and_a_kl_term_under_the_ratio_are_the_same(make: type[GRPOSpec]) -> None:
+    assert "importance_mask" not in json.loads(canonical_json(make()))
     assert "kl_importance" not in make().model_dump() and "kl_importance" not in json.loads(canonical_json(make()))
     assert make(kl_importance=True).model_dump()["kl_importance"] is True
     with pytest.raises(ValidationError, match="has none with kl_beta=0"):

@@ -68,16 +68,28 @@ def refusal(model: type[FlowConfig], config: dict[str, Any], tmp_path: Path) -> 
             ["importance_cap=2.0 has no effect", "old_logprobs='sampler'", "leave it out"],
         ),
         (
-            {"rules__max_staleness": 1},
-            ["max_staleness=1 trains on completions of an older policy", "set importance_cap", "'sampler'"],
+            {"rules__max_staleness": 1, "sampling__top_p": 0.9},
+            ["the correction for max_staleness=1 compares", "top_p=0.9", "leave top_p and top_k out"],
         ),
         (
             {"sampling__top_p": 0.9, "regularisation__importance_cap": 2.0},
-            ["importance_cap=2.0 divides", "top_p=0.9", "leave top_p and top_k out"],
+            ["importance_cap=2.0 compares", "top_p=0.9", "leave top_p and top_k out"],
         ),
         (
             {"sampling__json_schema": '{"type": "object"}', "regularisation__importance_cap": 2.0},
-            ["importance_cap=2.0 divides", "json_schema={", "leave top_p and top_k out"],
+            ["importance_cap=2.0 compares", "json_schema={", "leave top_p and top_k out"],
+        ),
+        (
+            {"algorithm__old_logprobs": "sampler", "regularisation__importance_mask": {"kind": "token_ratio"}},
+            ["importance_mask of kind 'token_ratio' has no effect", "'probability'", "old_logprobs='trainer'"],
+        ),
+        (
+            {"regularisation__importance_mask": {"kind": "token_ratio", "low": 1.5}},
+            ["regularisation.importance_mask.low", "less than or equal to 1", "1.5"],
+        ),
+        (
+            {"regularisation__importance_mask": {"kind": "icepop"}},
+            ["kind='icepop'", "give one of token_ratio, sequence_ratio, probability"],
         ),
         ({"sampling__temperature": 0.0}, ["sampling.temperature=0", "use"]),
         ({"sampling__temperature": -1.0}, ["sampling.temperature", "greater than or equal to 0", "-1.0"]),

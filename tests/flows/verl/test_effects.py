@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from engine.losses.policy_gradient import TokenRatioMask
 from flows.configs.common import GRPOConfig, SFTConfig
 from flows.configs.ppo import PPOConfig
 from flows.verl.keys import Mapped, key_tables
@@ -191,15 +192,16 @@ def test_a_bypassed_trainer_needs_no_importance_weights(tmp_path: Path) -> None:
     assert (weighted.algorithm.old_logprobs, weighted.regularisation.importance_cap) == ("trainer", 3.0)
 
 
-def test_importance_weights_with_two_limits_are_approximate(tmp_path: Path) -> None:
+def test_importance_weights_with_two_limits_are_a_mask(tmp_path: Path) -> None:
     """verl sets weights outside the limits to 0 (August 2026, trainer/ppo/rollout_corr_helper.py)."""
     words = [CORRECTION + "rollout_is=token", CORRECTION + "rollout_is_threshold=0.5_4.0"]
     result = made(tmp_path, "ppo_trainer", words)
-    assert result.config["regularisation"]["importance_cap"] == 4.0
-    (line,) = [line for line in result.approximate if line.key == CORRECTION + "rollout_is_threshold"]
-    assert "below 0.5 or above 4.0" in line.difference
-    with pytest.raises(VerlError, match="expected a number, or two as in '0.5_4.0'"):
-        made(tmp_path, "ppo_trainer", [words[0], CORRECTION + "rollout_is_threshold=high"])
+    regularisation = GRPOConfig.model_validate(result.config).regularisation
+    assert (regularisation.importance_cap, regularisation.importance_mask) == (None, TokenRatioMask(low=0.5, high=4.0))
+    assert CORRECTION + "rollout_is_threshold" not in {line.key for line in result.approximate}
+    for threshold, message in (("high", "expected a number, or two as in '0.5_4.0'"), ("1.5_4.0", "expected 1 betw")):
+        with pytest.raises(VerlError, match=message):
+            made(tmp_path, "ppo_trainer", [words[0], CORRECTION + f"rollout_is_threshold={threshold}"])
 
 
 @pytest.mark.parametrize("several", ["ppo_mini_batch_size=2", "ppo_epochs=2"])
@@ -265,7 +267,7 @@ def test_kl_estimators_by_verls_names(tmp_path: Path, verls: str, ours: str) -> 
 
 WITHOUT_COUNTERPART = [
     ("algorithm.rollout_correction.rollout_is", "sequence", "per token"),
-    ("algorithm.rollout_correction.rollout_rs", "token", "truncated"),
+    ("algorithm.rollout_correction.rollout_rs", "token_k1", "regularisation.importance_mask"),
     ("data.truncation", "middle", "middle"),
     ("data.train_files", "hdfs://cluster/x.parquet", "HDFS"),
     ("data.train_files", "[a.parquet, 3]", "expected a path, not int"),

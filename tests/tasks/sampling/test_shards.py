@@ -261,3 +261,48 @@ async def test_metrics_are_the_same_from_manifests_and_from_tables(store: Object
     # the gap of the step's own forward pass, where the record has it
     record = record.model_copy(update={"metrics": {"logprob_gap_mean": 0.5}})
     assert measure_step(store, record, refs, grades, total_steps=1, seconds={}).logprob_gap == 0.5
+
+
+def test_the_lag_of_a_step_counts_every_sampled_token(store: ObjectStore) -> None:
+    """A step after policy 5 with 3 tokens of policy 5 and 6 tokens of policy 3: (3 · 0 + 6 · 2) / 9 steps."""
+    refs = []
+    for shard, (policy, tokens) in enumerate([(5, 3), (3, 6)]):
+        rows = read_table(store, rollouts(store, 10 + shard, ["p"])).to_pylist()
+        extra = {"prompts": 1, "dropped": 0, "completion_tokens": tokens}
+        uri = POLICY.model_copy(update={"step": policy}).uri
+        refs.append(commit(store, "rollouts", shard, rows, parents=(uri,), extra=extra))
+    for step, rules, expected in ((5, {"max_staleness": 2}, (4 / 3, 2)), (6, {}, (None, None))):
+        metrics = measure_step(store, record_after(store, step, rules), refs, [], total_steps=9, seconds={})
+        assert (metrics.lag_mean, metrics.lag_max) == expected
+        assert ("lag_mean" in metrics.model_dump()) == bool(rules)
+
+
+@pytest.mark.parametrize(
+    ("weights", "size"),
+    [
+        # (1 + 3 + 0)² / (3 · (1 + 9)) = 16 / 30
+        ({"effective_weight_mean": 4 / 3, "effective_weight_square_mean": 10 / 3}, 16 / 30),
+        ({"effective_weight_mean": 0.7, "effective_weight_square_mean": 0.49}, 1.0),
+        # every token is masked
+        ({"effective_weight_mean": 0.0, "effective_weight_square_mean": 0.0}, 0.0),
+        ({}, None),
+    ],
+)
+def test_the_effective_sample_size_is_that_of_kish(
+    store: ObjectStore, weights: dict[str, float], size: float | None
+) -> None:
+    record = record_after(store, 0, {}).model_copy(update={"metrics": weights | {"masked_fraction_mean": 0.25}})
+    metrics = measure_step(store, record, [], [], total_steps=1, seconds={})
+    assert metrics.effective_sample_size == (None if size is None else pytest.approx(size))
+    assert metrics.masked_token_fraction == 0.25
+
+
+def record_after(store: ObjectStore, step: int, rules: dict[str, Any]) -> CommitRecord:
+    """A step after the policy of that number, on a batch with these rules."""
+    extra = {"prompts": 1, "logprob_gap": None} | ({"rules": rules} if rules else {})
+    rows = [{"group": "p", "completion": 0, "segment": 0, "token_ids": [1, 2], "loss_mask": [False, True]}]
+    batch = commit(store, "batch", step, rows, extra=extra)
+    parent = POLICY.model_copy(update={"step": step})
+    request = StepRequest(parent=parent, batch=batch, loss={"kind": "grpo"}, optimizer=OptimizerSpec(lr=1.0))
+    numerics = Numerics(backend="x", device="x", compute_dtype="x", threads=1, max_tokens=1)
+    return CommitRecord(request=request, state=request.next_state(), updates=1, numerics=numerics, weights_digest="0")

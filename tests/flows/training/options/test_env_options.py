@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from engine.handles import TrainingModel
+from engine.losses.policy_gradient import ProbabilityMask, SequenceRatioMask, TokenRatioMask
 from engine.protocol import SamplingParams
 from engine.text.threads import StringThread
 from flows.configs.common import GRPOAlgorithm
@@ -114,17 +115,39 @@ def test_a_cap_on_weights_that_are_all_1_is_refused(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [grpo, gspo, ppo, env_grpo, env_gspo, env_ppo])
-def test_completions_of_an_older_policy_need_a_correction(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"max_staleness=1 trains on .* importance_cap, .* or old_logprobs='sampler'"):
-        make(max_staleness=1)
-    assert make(max_staleness=1, importance_cap=2.0).rules.max_staleness == 1
-    assert make(max_staleness=1, old_logprobs="sampler").rules.max_staleness == 1
+def test_completions_of_an_older_policy_have_a_correction(make: Any) -> None:
+    """Decoupled PPO, unless another correction was given."""
+    assert (make().loss.importance_cap, make().loss.importance_mask) == (None, None)
+    assert make(max_staleness=1).loss.importance_cap == 2.0
+    assert make(max_staleness=1, importance_cap=3.0).loss.importance_cap == 3.0
+    assert make(max_staleness=1, old_logprobs="sampler").loss.importance_cap is None
+    masked = make(max_staleness=1, importance_mask=TokenRatioMask(high=2.0)).loss
+    assert (masked.importance_cap, masked.importance_mask) == (None, TokenRatioMask(low=0.5, high=2.0))
+    grouped = make(max_staleness=1, regularisation=make().regularisation, importance_mask={"kind": "probability"}).loss
+    assert grouped.importance_mask == ProbabilityMask(low=0.2, high=0.2)
+
+
+@pytest.mark.parametrize("make", [grpo, gspo, ppo, env_grpo, env_gspo, env_ppo])
+def test_a_mask_that_keeps_every_token_is_refused(make: Any) -> None:
+    for mask in (TokenRatioMask(), SequenceRatioMask()):
+        with pytest.raises(ValueError, match=f"kind '{mask.kind}' has no effect with old_logprobs='sampler'.* take"):
+            make(importance_mask=mask, old_logprobs="sampler")
+    with pytest.raises(ValueError, match=r"importance_cap=5.0 has no effect with importance_mask.high=5.0.* leave"):
+        make(importance_mask=TokenRatioMask(), importance_cap=5.0)
+    assert make(importance_mask=TokenRatioMask(), importance_cap=4.9).loss.importance_cap == 4.9
+    assert make(importance_mask=ProbabilityMask(), old_logprobs="sampler").loss.importance_mask == ProbabilityMask()
 
 
 @pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}])
-@pytest.mark.parametrize("option", [{"importance_cap": 2.0}, {"old_logprobs": "sampler"}])
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [
+        ("regularisation", {"importance_cap": 2.0}), ("algorithm", {"old_logprobs": "sampler"}),
+        ("regularisation", {"importance_mask": ProbabilityMask()}), ("rules", {"max_staleness": 1}),
+    ],
+)  # fmt: skip
 def test_probabilities_of_a_part_of_the_vocabulary_are_not_divided_by_those_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, float], option: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, float], group: str, option: dict[str, Any]
 ) -> None:
     (name, value) = next(iter(setting.items()))
     for make in (grpo, gspo, ppo, env_grpo, env_gspo, env_ppo):
@@ -133,7 +156,6 @@ def test_probabilities_of_a_part_of_the_vocabulary_are_not_divided_by_those_of_a
             with pytest.raises(ValueError, match=f"which {name}={value} raise.*leave top_p and top_k out"):
                 make(**option)
             assert make().rules.max_staleness == 0  # the trainer's logprobs are of all tokens
-    group = "regularisation" if "importance_cap" in option else "algorithm"
     with pytest.raises(ValueError, match=f"which {name}={value} raise.*leave top_p and top_k out"):
         config_of(ENVGRPOConfig, tmp_path, sampling=setting, **{group: option})
 

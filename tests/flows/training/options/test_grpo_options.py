@@ -110,7 +110,7 @@ def test_advantages_over_the_whole_batch_have_mean_0_and_variance_1_over_its_tok
 
 @pytest.mark.slow
 def test_rollouts_come_from_the_policy_that_the_staleness_says(runs: FlowRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {"rules": {"max_staleness": 2}, "regularisation": {"importance_cap": 2.0}}
+    changes = {"rules": {"max_staleness": 2}}
     records = runs.train("stale", algorithm__steps=4, **changes)
     states = [records[0].request.parent.state, *(record.state for record in records)]
     for step in range(4):
@@ -130,6 +130,29 @@ def test_the_weights_of_stale_completions_are_those_of_the_policy_that_sampled(r
     weights = np.minimum(np.exp(old - sampler), 1.1)
     assert stale.metrics["importance_weight_mean"] == pytest.approx(weights.mean(), rel=1e-5)
     assert weights.std() > 0.02 and (weights == 1.1).any()
+
+
+def test_a_mask_leaves_out_the_stale_tokens_that_are_too_far(runs: FlowRuns) -> None:
+    """IcePop: o of the policy before the step, s of the policy before the step before, exp(o - s) in [0.8, 1.25]."""
+    mask = {"kind": "token_ratio", "low": 0.8, "high": 1.25}
+    _, stale = runs.train(
+        "masked", algorithm__steps=2, algorithm__samples_per_mini_batch=8, rules={"max_staleness": 1},
+        regularisation={"importance_mask": mask},
+    )  # fmt: skip
+    loss = stale.request.loss
+    assert (loss["importance_cap"], loss["importance_mask"]) == (None, mask)
+    rows = runs.rows(stale.request.batch)
+    old, sampler = (np.concatenate([row[name] for row in rows]) for name in ("old_logprobs", "sampler_logprobs"))
+    ratios = np.exp(old - sampler)
+    kept = (ratios >= 0.8) & (ratios <= 1.25)
+    assert 0.1 < kept.mean() < 0.9
+    assert stale.metrics["importance_weight_mean"] == pytest.approx((ratios * kept).mean(), rel=1e-5)
+    first, second = runs.metrics("masked")
+    assert (first["lag_mean"], first["lag_max"]) == (0, 0)
+    assert (second["lag_mean"], second["lag_max"]) == (1, 1)
+    assert second["masked_token_fraction"] == pytest.approx(1 - kept.mean(), rel=1e-5)
+    # at most the share of the tokens that are kept, by Cauchy and Schwarz; their weights are not far from each other
+    assert 0.5 * kept.mean() < second["effective_sample_size"] < kept.mean()
 
 
 def test_the_clips_act_on_the_ratio_to_the_policy_that_sampled(runs: FlowRuns) -> None:
@@ -203,9 +226,9 @@ def test_a_penalty_on_length_moves_the_group_and_not_the_reward(runs: FlowRuns) 
 def test_whatever_the_rules_leave_out_every_prompt_is_accounted_for(runs: FlowRuns) -> None:
     records = runs.train(
         "rules", algorithm__steps=3, grader__path="tests.fixtures.grading:only_even_prompts", sampling=OFTEN_SHORT,
-        regularisation={"importance_cap": 2.0},
         rules={"max_staleness": 1, "mask_truncated": True, "dynamic_sampling": True, "overlong_buffer": 2},
     )  # fmt: skip
+    assert [record.request.loss["importance_cap"] for record in records] == [2.0] * 3  # by default
     assert [check_accounting(runs.store, record) for record in records] == [[], [], []]
     for step, record in enumerate(records):
         assert len(rollouts(runs, "rules", step)) > len(runs.rows(record.request.batch))

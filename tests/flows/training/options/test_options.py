@@ -43,8 +43,8 @@ ROLLOUTS = EVERY | {
 }  # fmt: skip
 POLICY_GRADIENT = ROLLOUTS | {
     "lr", "clip_range_high", "dual_clip", "loss_norm", "advantage_estimator", "kl_estimator", "entropy_coef",
-    "importance_cap", "policy_loss", "dynamic_sampling", "mask_truncated", "overlong_buffer", "overlong_penalty",
-    "max_staleness", "kl_in", "kl_controller", "kl_target", "kl_horizon",
+    "importance_cap", "importance_mask", "policy_loss", "dynamic_sampling", "mask_truncated", "overlong_buffer",
+    "overlong_penalty", "max_staleness", "kl_in", "kl_controller", "kl_target", "kl_horizon",
 }  # fmt: skip
 CRITIC = (POLICY_GRADIENT - {"lr"}) | {
     "max_num_ppo_steps", "value_model", "value_only_fraction", "lr_policy", "lr_value", "gae_lambda", "gae_gamma",

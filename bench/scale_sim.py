@@ -48,6 +48,7 @@ from tasks.datasets.order import DataCursor, repetitions, shuffled
 from tasks.datasets.spec import FileDataset
 from tasks.graders.spec import grader_spec
 from tasks.plans import BatchPlan, Grading, PromptShard
+from tasks.reports.clock import NO_TIME
 from tasks.reports.step_metrics import measure_step, write_metrics
 from tasks.task_runs import work_of
 
@@ -161,7 +162,7 @@ class Simulation:
             record = asyncio.run(self.workspace.connect().take_gradient_step(request))
         with self._phase("metrics", phases):
             metrics = measure_step(
-                self.world.store, record, done.rollouts, done.graded, total_steps=self.size.steps, seconds={}
+                self.world.store, record, done.rollouts, done.graded, total_steps=self.size.steps, lap=NO_TIME
             )
             write_metrics(self.world.store, record.policy, metrics)
         self.policy, self.cursor = record.policy, cursor_out

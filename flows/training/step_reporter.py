@@ -34,7 +34,7 @@ from tasks.datasets.order import DataCursor
 from tasks.evaluation.validation_curve import Validation, describe_size, read_validations, validation_of
 from tasks.loggers.base import LoggedRun, SentLog, Table
 from tasks.loggers.stage_loggers import Loggers
-from tasks.reports.clock import StepClock
+from tasks.reports.clock import Lap, StepClock
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.step_metrics import measure_step, write_metrics
 from tasks.reports.table_cells import table_cells
@@ -112,13 +112,13 @@ class StepReporter:
         return record
 
     def _measure(
-        self, policy: PolicyRef, rollouts: list[ArtifactRef], graded: list[ArtifactRef], seconds: dict[str, float]
+        self, policy: PolicyRef, rollouts: list[ArtifactRef], graded: list[ArtifactRef], lap: Lap
     ) -> tuple[CommitRecord, StepMetrics]:
         """Returns the record and the metrics of the step that made `policy`, and stores the metrics: nothing is shown
         that a crash could lose."""
         record = self.chain.committed_record(policy.step)
         metrics = measure_step(
-            self.store, record, rollouts, graded, total_steps=self.total_steps, seconds=seconds, parts=self.parts
+            self.store, record, rollouts, graded, total_steps=self.total_steps, lap=lap, parts=self.parts
         ).model_copy(update={"resumed": self._resumed})
         write_metrics(self.store, policy, metrics)
         return record, metrics

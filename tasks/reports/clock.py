@@ -7,8 +7,26 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 from tasks.reports.metrics import ACTIVITIES
+
+
+class Lap(NamedTuple):
+    """The time of one step, by activity."""
+
+    seconds: dict[str, float]
+    """Seconds of each activity. They add up to the wall time: activities that are open together share it."""
+    open_seconds: dict[str, float]
+    """Seconds in which each activity was open, also beside others."""
+
+    def idle(self, activity: str) -> float | None:
+        """Share of the wall time in which the activity was not open. None for a lap without duration."""
+        wall = sum(self.seconds.values())
+        return 1 - self.open_seconds.get(activity, 0.0) / wall if wall else None
+
+
+NO_TIME = Lap({}, {})
 
 
 class StepClock:
@@ -20,6 +38,8 @@ class StepClock:
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._open_seconds: defaultdict[str, float] = defaultdict(float)
+        """Seconds in which each activity was open, not divided."""
         self._open_tasks: Counter[str] = Counter()
         self._last_change = time.perf_counter()
         # Tasks that are started from now on inherit the variable, and with it this clock.
@@ -33,13 +53,17 @@ class StepClock:
         self._advance()
         self._open_tasks[activity] -= 1
 
-    def lap(self) -> dict[str, float]:
-        """Seconds per activity since the last lap."""
+    def lap(self) -> Lap:
+        """The time since the last lap."""
         # An activity that is still open is divided here. Its rest counts in the next lap.
         self._advance()
-        seconds = {activity: self._seconds[activity] for activity in ACTIVITIES}
+        lap = Lap(
+            {activity: self._seconds[activity] for activity in ACTIVITIES},
+            {activity: self._open_seconds[activity] for activity in ACTIVITIES},
+        )
         self._seconds.clear()
-        return seconds
+        self._open_seconds.clear()
+        return lap
 
     def _advance(self) -> None:
         """Divides the time since the last change among the activities that were open."""
@@ -50,6 +74,7 @@ class StepClock:
         # Equal parts: the activities of a step must add up to its wall time.
         for activity in open_activities:
             self._seconds[activity] += (now - self._last_change) / len(open_activities)
+            self._open_seconds[activity] += now - self._last_change
         self._last_change = now
 
 

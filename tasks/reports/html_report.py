@@ -125,6 +125,8 @@ _MEASURES: tuple[tuple[str, str, Callable[[StepMetrics], float | None]], ...] = 
         lambda step: step.logprob_gap,
     ),
     ("Lag of the policy that sampled", "mean per token, steps", lambda step: step.lag_mean),
+    ("Idle sampler", "share of the step's time", lambda step: step.sampler_idle),
+    ("Idle trainer", "share of the step's time", lambda step: step.trainer_idle),
     ("Masked tokens", "share of the tokens of the forward pass", lambda step: step.masked_token_fraction),
     ("Effective sample size", "share of the tokens of the forward pass", lambda step: step.effective_sample_size),
 )

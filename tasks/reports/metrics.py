@@ -83,6 +83,10 @@ class StepMetrics(Frozen):
     """Effective sample size (Kish's) of the N tokens of the forward pass, as a fraction of N: (Σw)² / (N Σw²) with the
     importance weight w of each token, 0 for a masked one. 1 if all weights are equal. None if the loss has no such
     weights."""
+    sampler_idle: float | None = Field(None, exclude_if=lambda share: share is None)
+    """Share of the step's time in which no completion was sampled. None without max_staleness."""
+    trainer_idle: float | None = Field(None, exclude_if=lambda share: share is None)
+    """Share of the step's time in which no gradient step was taken. None without max_staleness."""
     tokens_per_second: float = 0.0
     seconds: dict[str, float] = {}
     """Seconds per activity (`ACTIVITIES`); a missing activity took 0 s."""

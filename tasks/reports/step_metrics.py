@@ -19,6 +19,7 @@ from storage.store.tables import AHEAD, read_step_table
 from tasks.batches.columns import LogprobGap, read_grades
 from tasks.datasets.load import LoadedPart
 from tasks.evaluation.validation_curve import means_by_source
+from tasks.reports.clock import Lap
 from tasks.reports.metrics import PartMetrics, StepMetrics
 
 Item = TypeVar("Item")
@@ -32,11 +33,11 @@ def measure_step(
     graded: list[ArtifactRef],
     *,
     total_steps: int | None,
-    seconds: dict[str, float],
+    lap: Lap,
     parts: Sequence[LoadedPart] = (),
 ) -> StepMetrics:
     """The metrics of a step. Without rollouts (SFT) the fields of reinforcement learning are None. `parts`: those of
-    the mixture that the step took its rows from."""
+    the mixture that the step took its rows from. `lap`: the time of the step."""
     # The rewards: one per completion, or one per episode.
     rewards: list[float] = []
     masked = 0
@@ -56,7 +57,7 @@ def measure_step(
     extra = read_manifest(store, batch.key).extra
     prompts, gap, dropped_rows = _batch_counts(store, batch, extra)
     lag_mean, lag_max = _lag(record, shards, extra)
-    wall_seconds = sum(seconds.values())
+    wall_seconds = sum(lap.seconds.values())
     return StepMetrics(
         step=record.request.parent.step,
         total_steps=total_steps,
@@ -84,8 +85,10 @@ def measure_step(
         lag_max=lag_max,
         masked_token_fraction=record.metrics.get("masked_fraction_mean"),
         effective_sample_size=_effective_sample_size(record.metrics),
+        sampler_idle=None if lag_mean is None else lap.idle("rollout"),
+        trainer_idle=None if lag_mean is None else lap.idle("train"),
         tokens_per_second=tokens / wall_seconds if wall_seconds else 0.0,
-        seconds=seconds,
+        seconds=lap.seconds,
     )
 
 

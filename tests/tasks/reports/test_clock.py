@@ -26,10 +26,15 @@ def test_the_parts_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> N
     now[0] = 10.0
     second.close()
     now[0] = 11.0
-    split = clock.lap()
-    assert split == {"rollout": 8.0, "grade": 0, "train": 0, "sync": 0, "storage": 1.0, "orchestration": 2.0}
+    lap = clock.lap()
+    assert lap.seconds == {"rollout": 8.0, "grade": 0, "train": 0, "sync": 0, "storage": 1.0, "orchestration": 2.0}
+    # the rollouts were open for 9 of the 11 seconds, the storage for 2 of them, and the trainer not at all
+    assert lap.idle("rollout") == pytest.approx(2 / 11)
+    assert lap.idle("storage") == pytest.approx(9 / 11)
+    assert lap.idle("train") == 1.0
     now[0] = 12.0
-    assert sum(clock.lap().values()) == 1.0
+    assert sum(clock.lap().seconds.values()) == 1.0
+    assert clock.lap().idle("train") is None
 
 
 def test_a_step_without_a_finite_loss_is_read_back_as_it_was_written() -> None:

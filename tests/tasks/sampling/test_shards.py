@@ -27,6 +27,7 @@ from tasks.batches.advantages import RewardKL
 from tasks.batches.rl import prepare_batch
 from tasks.committed import commit_once
 from tasks.plans import BatchPlan, ValuePlan
+from tasks.reports.clock import NO_TIME, Lap
 from tasks.reports.step_metrics import measure_step
 from tasks.task_runs import work_of
 
@@ -251,7 +252,7 @@ async def test_metrics_are_the_same_from_manifests_and_from_tables(store: Object
     request = StepRequest(parent=POLICY, batch=batch, loss={"kind": "grpo"}, optimizer=OptimizerSpec(lr=1.0))
     numerics = Numerics(backend="x", device="x", compute_dtype="x", threads=1, max_tokens=1)
     record = CommitRecord(request=request, state=request.next_state(), updates=1, numerics=numerics, weights_digest="0")
-    metrics = measure_step(store, record, refs, grades, total_steps=1, seconds={"rollout": 2.0})
+    metrics = measure_step(store, record, refs, grades, total_steps=1, lap=Lap({"rollout": 2.0}, {"rollout": 2.0}))
     assert (metrics.completions, metrics.completion_tokens, metrics.completion_length_mean) == (8, 12, 1.5)
     assert (metrics.prompts, metrics.masked, metrics.dropped, metrics.tokens_per_second) == (4, 2, 2, 6.0)
     assert metrics.reward_mean == pytest.approx(4 / 3)
@@ -260,7 +261,7 @@ async def test_metrics_are_the_same_from_manifests_and_from_tables(store: Object
     assert metrics.logprob_gap == pytest.approx(9.8)
     # the gap of the step's own forward pass, where the record has it
     record = record.model_copy(update={"metrics": {"logprob_gap_mean": 0.5}})
-    assert measure_step(store, record, refs, grades, total_steps=1, seconds={}).logprob_gap == 0.5
+    assert measure_step(store, record, refs, grades, total_steps=1, lap=NO_TIME).logprob_gap == 0.5
 
 
 def test_the_lag_of_a_step_counts_every_sampled_token(store: ObjectStore) -> None:
@@ -272,7 +273,7 @@ def test_the_lag_of_a_step_counts_every_sampled_token(store: ObjectStore) -> Non
         uri = POLICY.model_copy(update={"step": policy}).uri
         refs.append(commit(store, "rollouts", shard, rows, parents=(uri,), extra=extra))
     for step, rules, expected in ((5, {"max_staleness": 2}, (4 / 3, 2)), (6, {}, (None, None))):
-        metrics = measure_step(store, record_after(store, step, rules), refs, [], total_steps=9, seconds={})
+        metrics = measure_step(store, record_after(store, step, rules), refs, [], total_steps=9, lap=NO_TIME)
         assert (metrics.lag_mean, metrics.lag_max) == expected
         assert ("lag_mean" in metrics.model_dump()) == bool(rules)
 
@@ -292,7 +293,7 @@ def test_the_effective_sample_size_is_that_of_kish(
     store: ObjectStore, weights: dict[str, float], size: float | None
 ) -> None:
     record = record_after(store, 0, {}).model_copy(update={"metrics": weights | {"masked_fraction_mean": 0.25}})
-    metrics = measure_step(store, record, [], [], total_steps=1, seconds={})
+    metrics = measure_step(store, record, [], [], total_steps=1, lap=NO_TIME)
     assert metrics.effective_sample_size == (None if size is None else pytest.approx(size))
     assert metrics.masked_token_fraction == 0.25
 

@@ -29,9 +29,8 @@ from tests.fixtures.stores.s3 import KEY, SECRET
 
 pytest.importorskip("deepspeed")
 
-TWO_RANKS = LocalEngineSpec(
-    compute_dtype="float32", threads=1, trainer=DeepSpeedSpec(zero_stage=3, ranks=2, start_seconds=240, hang_seconds=120)
-)
+RANKS = DeepSpeedSpec(zero_stage=3, ranks=2, start_seconds=240, hang_seconds=120)
+TWO_RANKS = LocalEngineSpec(compute_dtype="float32", threads=1, trainer=RANKS)
 FILES_OF_RANK = {
     0: {"optimizer-00001-of-00002.safetensors", "weights-00001-of-00002.safetensors"},
     1: {"optimizer-00002-of-00002.safetensors", "weights-00002-of-00002.safetensors"},

@@ -6,26 +6,31 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
 import psutil
 import pytest
 
+from engine.backends.deepspeed.transfers import RankStore
+from engine.backends.weight_files.pieces import WEIGHTS, part_file
 from engine.local.engine import LocalEngine
 from engine.local.loaded_policies import LoadedPolicy
 from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 from storage.chain.records import Chain, CommitRecord, PolicyRef
+from storage.errors import StorageUnavailable
 from storage.inspect.audit import audit_store
-from storage.serialization import digest_file
-from storage.store.artifacts import ArtifactRef, read_manifest
+from storage.serialization import FileDigest, digest_file
+from storage.store.artifacts import ArtifactRef, commit_files, read_manifest
+from storage.store.backends.s3 import S3Backend
 from storage.store.download import materialise_files
-from storage.store.objects import open_store
+from storage.store.objects import ObjectStore, open_store
+from storage.store.retry import RetryPolicy
 from tests.engine.deepspeed.conftest import torch_trainer
 from tests.fixtures.engines import PROVENANCE, commit_batch, new_policy, request_after
-from tests.fixtures.stores.faults import Fault, FaultProxy
-from tests.fixtures.stores.s3 import KEY, SECRET
+from tests.fixtures.stores.faults import Answer, Fault, FaultProxy
+from tests.fixtures.stores.s3 import KEY, SECRET, s3_options
 
 pytest.importorskip("deepspeed")
 
@@ -67,6 +72,41 @@ class ProcessProxy(FaultProxy):
             if requested == method and f"/{ref.key}/" in path and path.endswith(".safetensors"):
                 files.setdefault(pid, set()).add(Path(path).name)
         return files
+
+
+def test_the_engine_continues_the_torn_upload_of_a_rank(
+    faulty: FaultProxy, moto_bucket: str, tmp_path: Path
+) -> None:
+    backend = S3Backend(moto_bucket, "p", s3_options(faulty.url))
+    backend.part_bytes = part = 5 << 20  # the smallest that S3 accepts
+    backend.part_retry = quick = RetryPolicy(attempts=2, first_seconds=0.001)
+    store = ObjectStore(backend, retry=quick)
+    rank = RankStore(1, 2)
+    rank._stores[store.url] = store
+
+    # A file of rank 0, and one of rank 1 with four parts.
+    files = {part_file(WEIGHTS, number, 2): tmp_path / str(number) for number in (0, 1)}
+    theirs, own = files.values()
+    theirs.write_bytes(b"of rank 0")
+    own.write_bytes(os.urandom(4 * part))
+    before = {name: digest_file(path) for name, path in files.items()}
+
+    def upload(places: Mapping[str, tuple[str, Path]]) -> dict[str, FileDigest]:
+        """Rank 1 cannot send the last two parts of its file."""
+        faulty.only = lambda method, path: "partNumber=3" in path or "partNumber=4" in path
+        faulty.at_random(1.0, [Answer(503)])
+        with pytest.raises(StorageUnavailable):
+            rank.upload(store.url, places)
+        faulty.heal()
+        faulty.only = lambda method, path: True
+        faulty.requests.clear()
+        return {}
+
+    commit_files(store, "c", files, kind="checkpoint", provenance=PROVENANCE, upload=upload)
+    sent = sorted(path.partition("partNumber=")[2][0] for _, path in faulty.requests if "partNumber=" in path)
+    assert sent == ["3", "4"]
+    back = materialise_files(store, "c", tmp_path / "back")
+    assert {name: digest_file(path) for name, path in back.items()} == before
 
 
 @pytest.fixture

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -18,19 +21,19 @@ from engine.backends.weight_files.pieces import WEIGHTS, part_file
 from engine.local.engine import LocalEngine
 from engine.local.loaded_policies import LoadedPolicy
 from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
-from storage.chain.records import Chain, CommitRecord, PolicyRef
+from storage.chain.records import CommitRecord, PolicyRef
 from storage.errors import StorageUnavailable
 from storage.inspect.audit import audit_store
 from storage.serialization import FileDigest, digest_file
 from storage.store.artifacts import ArtifactRef, commit_files, read_manifest
 from storage.store.backends.s3 import S3Backend
 from storage.store.download import materialise_files
-from storage.store.objects import ObjectStore, open_store
+from storage.store.objects import ObjectStore
 from storage.store.retry import RetryPolicy
 from tests.engine.deepspeed.conftest import torch_trainer
 from tests.fixtures.engines import PROVENANCE, commit_batch, new_policy, request_after
 from tests.fixtures.stores.faults import Answer, Fault, FaultProxy
-from tests.fixtures.stores.s3 import KEY, SECRET, s3_options
+from tests.fixtures.stores.s3 import KEY, SECRET, make_bucket, s3_options
 
 pytest.importorskip("deepspeed")
 
@@ -109,87 +112,87 @@ def test_the_engine_continues_the_torn_upload_of_a_rank(
     assert {name: digest_file(path) for name, path in back.items()} == before
 
 
-@pytest.fixture
-def proxy(moto_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessProxy]:
-    with ProcessProxy(int(moto_endpoint.rpartition(":")[2])) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        yield proxy
+@dataclass
+class OnS3:
+    """An engine with two ranks whose store is on S3."""
+
+    engine: LocalEngine
+    proxy: ProcessProxy
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The processes of the ranks, by rank."""
+        pids: dict[int, int] = self.engine.backend.group.pids  # type: ignore[attr-defined]
+        return pids
+
+    async def step(self, parent: PolicyRef) -> CommitRecord:
+        batch = commit_batch(self.engine.store, parent)
+        return await self.engine.take_gradient_step(request_after(parent, batch, lr=0.01))
+
+    async def load(self, policy: PolicyRef) -> LoadedPolicy:
+        return await self.engine._compute(policy.run, lambda: self.engine.materialiser.for_training(policy))
+
+    async def restore(self, policy: PolicyRef) -> LoadedPolicy:
+        """Loads the policy from its checkpoint, as an engine that has just started does."""
+        await self.engine._compute(policy.run, lambda: self.engine.loaded_policies.drop(policy))
+        return await self.load(policy)
 
 
-async def step(engine: LocalEngine, parent: PolicyRef) -> CommitRecord:
-    return await engine.take_gradient_step(request_after(parent, commit_batch(engine.store, parent), lr=0.01))
-
-
-async def load(engine: LocalEngine, policy: PolicyRef) -> LoadedPolicy:
-    return await engine._compute(policy.run, lambda: engine.materialiser.for_training(policy))
-
-
-def pids_of(engine: LocalEngine) -> dict[int, int]:
-    pids: dict[int, int] = engine.backend.group.pids  # type: ignore[attr-defined]
-    return pids
-
-
-@pytest.mark.slow
-async def test_each_rank_transfers_its_own_part(
-    proxy: ProcessProxy, moto_bucket: str, tiny_folder: Path, tmp_path: Path
-) -> None:
-    url = f"s3://{moto_bucket}/p"
-    engine = LocalEngine(url, TWO_RANKS)
-    try:
-        first = await step(engine, await new_policy(engine, tiny_folder))
-        ref = await engine.save_checkpoint(first.policy, provenance=PROVENANCE)
-        assert proxy.files_of("PUT", ref) == {pid: FILES_OF_RANK[rank] for rank, pid in pids_of(engine).items()}
-
-        # The bytes are those that the ranks write, and nothing is left on the disk.
-        loaded = await load(engine, first.policy)
-        written = loaded.trainer.write_checkpoint(tmp_path / "again")
-        entries = read_manifest(engine.store, ref.key).files
-        assert {entry.name: entry.sha256 for entry in entries} == {
-            name: digest_file(path).sha256 for name, path in written.items()
-        }
-    finally:
-        await engine.close(checkpoint=False)
-
-    # Another engine restores the checkpoint. No step is redone, and its own process reads the manifest only.
-    engine = LocalEngine(url, TWO_RANKS)
-    try:
-        restored = await load(engine, first.policy)
-        assert restored.saved_step == 1
-        assert restored.trainer.weights_digest()[0] == first.weights_digest
-        assert proxy.files_of("GET", ref) == {pid: FILES_OF_RANK[rank] for rank, pid in pids_of(engine).items()}
-    finally:
-        await engine.close(checkpoint=False)
+@pytest.fixture(scope="module")
+def on_s3(moto_endpoint: str) -> Iterator[OnS3]:
+    bucket = f"bucket-{uuid4().hex[:12]}"
+    make_bucket(moto_endpoint, bucket)
+    with (
+        ProcessProxy(int(moto_endpoint.rpartition(":")[2])) as proxy,
+        pytest.MonkeyPatch.context() as environment,
+    ):
+        environment.setenv("AWS_ENDPOINT_URL", proxy.url)
+        environment.setenv("AWS_ACCESS_KEY_ID", KEY)
+        environment.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        engine = LocalEngine(f"s3://{bucket}/p", TWO_RANKS)
+        yield OnS3(engine, proxy)
+        asyncio.run(engine.close(checkpoint=False))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-async def test_a_rank_is_killed_during_its_upload(
-    killed: int, proxy: ProcessProxy, moto_bucket: str, tiny_folder: Path, tmp_path: Path
-) -> None:
-    url = f"s3://{moto_bucket}/p"
-    engine = LocalEngine(url, TWO_RANKS)
-    try:
-        first = await step(engine, await new_policy(engine, tiny_folder))
-        victim = pids_of(engine)[killed]
+async def test_each_rank_transfers_its_own_part(on_s3: OnS3, tiny_folder: Path, tmp_path: Path) -> None:
+    store, proxy = on_s3.engine.store, on_s3.proxy
+    first = await on_s3.step(await new_policy(on_s3.engine, tiny_folder, run="own"))
+    ref = await on_s3.engine.save_checkpoint(first.policy, provenance=PROVENANCE)
+    own_files = {pid: FILES_OF_RANK[rank] for rank, pid in on_s3.pids.items()}
+    assert proxy.files_of("PUT", ref) == own_files  # and none by the process of the engine
 
-        def kill(pid: int, method: str, path: str) -> None:
-            if (pid, method) == (victim, "PUT"):
-                os.kill(victim, signal.SIGKILL)
+    # The stored bytes are those that the ranks write.
+    written = (await on_s3.load(first.policy)).trainer.write_checkpoint(tmp_path)
+    stored = {entry.name: entry.sha256 for entry in read_manifest(store, ref.key).files}
+    assert stored == {name: digest_file(path).sha256 for name, path in written.items()}
 
-        proxy.on_request = kill
-        ref = await engine.save_checkpoint(first.policy, provenance=PROVENANCE)
-        assert FILES_OF_RANK[killed] <= proxy.files_of("PUT", ref)[os.getpid()]  # the engine uploaded these
+    # A restore redoes no step. The ranks read the files; the process of the engine reads the manifest only.
+    restored = await on_s3.restore(first.policy)
+    assert restored.saved_step == 1
+    assert restored.trainer.weights_digest()[0] == first.weights_digest
+    assert proxy.files_of("GET", ref) == own_files
 
-        # The checkpoint has the committed weights, and training goes on from it.
-        reference = torch_trainer(tiny_folder)
-        reference.read_checkpoint(materialise_files(open_store(url), ref.key, tmp_path), optimizer=True)
-        assert reference.weights_digest()[0] == first.weights_digest
-        second = await step(engine, first.policy)
-        assert second.policy.step == 2 and victim not in pids_of(engine).values()
-        assert audit_store(engine.store).problems == ()
-        assert Chain.of(engine.store, second.policy).record(2) == second
-    finally:
-        await engine.close(checkpoint=False)
+
+@pytest.mark.slow
+async def test_a_rank_is_killed_during_its_upload(on_s3: OnS3, tiny_folder: Path, tmp_path: Path) -> None:
+    store, proxy = on_s3.engine.store, on_s3.proxy
+    first = await on_s3.step(await new_policy(on_s3.engine, tiny_folder, run="killed"))
+    victim = on_s3.pids[1]
+
+    def kill(pid: int, method: str, path: str) -> None:
+        if (pid, method) == (victim, "PUT"):
+            os.kill(victim, signal.SIGKILL)
+
+    proxy.on_request = kill
+    ref = await on_s3.engine.save_checkpoint(first.policy, provenance=PROVENANCE)
+    assert FILES_OF_RANK[1] <= proxy.files_of("PUT", ref)[os.getpid()]  # the engine's process completed the upload
+
+    # The checkpoint has the committed weights, and training goes on from it.
+    reference = torch_trainer(tiny_folder)
+    reference.read_checkpoint(materialise_files(store, ref.key, tmp_path), optimizer=True)
+    assert reference.weights_digest()[0] == first.weights_digest
+    second = await on_s3.step(first.policy)
+    assert second.policy.step == 2 and victim not in on_s3.pids.values()
+    assert audit_store(store).problems == ()

@@ -8,27 +8,30 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 from uuid import uuid4
 
 import psutil
 import pytest
 
-from engine.backends.deepspeed.transfers import RankStore
+from engine.backends.deepspeed.transfers import RankStore, RankTransfers
 from engine.backends.weight_files.pieces import WEIGHTS, part_file
+from engine.errors import WorkerDied
 from engine.local.engine import LocalEngine
 from engine.local.loaded_policies import LoadedPolicy
+from engine.local.saving import Saver, Snapshot, checkpoint_files, checkpoint_key
 from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 from storage.chain.records import CommitRecord, PolicyRef
 from storage.errors import StorageUnavailable
 from storage.inspect.audit import audit_store
 from storage.serialization import FileDigest, digest_file
-from storage.store.artifacts import ArtifactRef, commit_files, read_manifest
+from storage.store.artifacts import ArtifactRef, commit_files, find_artifact, read_manifest
 from storage.store.backends.s3 import S3Backend
 from storage.store.download import materialise_files
-from storage.store.objects import ObjectStore
+from storage.store.objects import ObjectStore, open_store
 from storage.store.retry import RetryPolicy
 from tests.engine.deepspeed.conftest import torch_trainer
 from tests.fixtures.engines import PROVENANCE, commit_batch, new_policy, request_after
@@ -43,6 +46,98 @@ FILES_OF_RANK = {
     0: {"optimizer-00001-of-00002.safetensors", "weights-00001-of-00002.safetensors"},
     1: {"optimizer-00002-of-00002.safetensors", "weights-00002-of-00002.safetensors"},
 }
+
+
+class ThreadGroup:
+    """Two ranks of a `RankGroup` in this process. A rank that is `gone` does not reply."""
+
+    def __init__(self) -> None:
+        self.ranks = [RankStore(rank, 2) for rank in (0, 1)]
+        self.alive, self.gone = True, set[int]()
+
+    def start(self) -> int:
+        return 1
+
+    def call_beside(self, method: str, *args: Any) -> dict[int, Any]:
+        if method == "discard":
+            return {}
+        return {rank: getattr(store, method)(*args) for rank, store in enumerate(self.ranks) if rank not in self.gone}
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Snapshot:
+    """A checkpoint of two ranks."""
+    (tmp_path / "snapshot").mkdir()
+    files = {name: tmp_path / "snapshot" / name for name in sorted(FILES_OF_RANK[0] | FILES_OF_RANK[1])}
+    for name, path in files.items():
+        path.write_text(name)
+    policy = PolicyRef(run="r", stage="0-s", model="policy", step=1, state="0" * 64)
+    key = checkpoint_key(policy)
+    return Snapshot(policy, tmp_path / "snapshot", files, None, "0" * 64, key, None)
+
+
+def test_the_process_of_the_engine_transfers_what_ranks_leave(
+    moto_endpoint: str, moto_bucket: str, snapshot: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, store = ThreadGroup(), open_store(f"s3://{moto_bucket}/p", s3_options(moto_endpoint))
+    for rank in group.ranks:
+        rank._stores[store.url] = open_store(store.url, s3_options(moto_endpoint))
+    own = {"put": set[str](), "fetch": set[str]()}
+    put_file, fetch = store.put_file, store.fetch
+
+    def counted_put(key: str, path: Path, **options: Any) -> FileDigest | None:
+        own["put"].add(path.name)
+        return put_file(key, path, **options)
+
+    def counted_fetch(key: str, to: Path) -> FileDigest:
+        own["fetch"].add(to.name)
+        return fetch(key, to)
+
+    monkeypatch.setattr(store, "put_file", counted_put)
+    monkeypatch.setattr(store, "fetch", counted_fetch)
+    transfers = RankTransfers(group)  # type: ignore[arg-type]
+    saver = Saver(store, transfers)
+
+    # Both ranks reply.
+    saver.submit(snapshot, PROVENANCE).result()
+    manifest = read_manifest(store, snapshot.key)
+    assert not snapshot.folder.exists()
+    back = checkpoint_files(store, transfers, manifest, tmp_path / "a")
+    assert {name: path.read_text() for name, path in back.items()} == {name: name for name in snapshot.files}
+    assert own == {"put": set(), "fetch": set()}
+
+    # Rank 1 does not.
+    group.gone = {1}
+    snapshot.folder.mkdir()
+    for name, path in snapshot.files.items():
+        path.write_text(name)
+    saver.submit(replace(snapshot, key=f"{snapshot.key}-2"), PROVENANCE).result()
+    back = checkpoint_files(store, transfers, read_manifest(store, f"{snapshot.key}-2"), tmp_path / "b")
+    assert {name: path.read_text() for name, path in back.items()} == {name: name for name in snapshot.files}
+    assert own == {"put": FILES_OF_RANK[1], "fetch": FILES_OF_RANK[1]}
+
+    # It was on another machine, and its files with it: nothing is committed, and the call may be made again.
+    with pytest.raises(WorkerDied):
+        saver.submit(replace(snapshot, key=f"{snapshot.key}-3"), PROVENANCE).result()
+    assert find_artifact(store, f"{snapshot.key}-3") is None
+    group.alive = False
+    with pytest.raises(WorkerDied):
+        checkpoint_files(store, transfers, manifest, tmp_path / "c")
+    saver.close()
+
+
+@pytest.mark.parametrize("url", ["file", "memory"])
+def test_other_stores_are_not_used_by_ranks(url: str, snapshot: Snapshot, tmp_path: Path) -> None:
+    """A store in memory would be another one in each rank. The files of a folder are linked."""
+    group = ThreadGroup()
+    group.call_beside = None  # type: ignore[assignment, method-assign]
+    store = open_store(f"memory://{uuid4().hex}" if url == "memory" else str(tmp_path / "store"))
+    transfers = RankTransfers(group)  # type: ignore[arg-type]
+    saver = Saver(store, transfers)
+    saver.submit(snapshot, PROVENANCE).result()
+    back = checkpoint_files(store, transfers, read_manifest(store, snapshot.key), tmp_path / "back")
+    assert {name: path.read_text() for name, path in back.items()} == {name: name for name in snapshot.files}
+    saver.close()
 
 
 class ProcessProxy(FaultProxy):

@@ -29,7 +29,7 @@ TRAINER_BYTES = 18
 """Bytes per parameter in a trainer's memory: bf16 weights and float32 gradients (2 + 4), and the 12 above."""
 UPLOAD_BYTES_PER_SECOND, DOWNLOAD_BYTES_PER_SECOND = 0.33e9, 0.37e9
 """Rates of one process to and from object storage, which its one event loop limits, measured by bench/transfers.py
-(docs/scaling.md). The engine's process transfers the checkpoint of all ranks."""
+(docs/scaling.md). Each rank transfers its part of a checkpoint. It is assumed that the ranks do not slow each other."""
 FOLDER_BYTES_PER_SECOND = 1e9
 """Assumed throughput of a shared folder."""
 COORDINATOR_SECONDS_PER_ROLLOUT = 16e-6
@@ -213,17 +213,17 @@ def gpu_hours(split: Split, cluster: Cluster, steps: int = 1000) -> float:
     return split.total * steps * cluster.gpus / 3600
 
 
-def checkpoint_seconds(shape: Shape) -> float:
-    """Returns the time in which the engine's process uploads a checkpoint."""
-    return STATE_BYTES * shape.parameters / UPLOAD_BYTES_PER_SECOND
+def checkpoint_seconds(shape: Shape, cluster: Cluster) -> float:
+    """Returns the time in which the ranks, one per GPU that trains, upload a checkpoint."""
+    return STATE_BYTES * shape.parameters / (cluster.train * UPLOAD_BYTES_PER_SECOND)
 
 
-def recovery_seconds(shape: Shape) -> float:
+def recovery_seconds(shape: Shape, cluster: Cluster) -> float:
     """Returns the longest time until the policy is restored after `kill -9` of the trainer: the start, the download of
     the checkpoint, and the redo of the steps that were taken since it began. The next checkpoint begins when the last
     one is uploaded and `REDO_SECONDS` have passed."""
-    download = STATE_BYTES * shape.parameters / DOWNLOAD_BYTES_PER_SECOND
-    return START_SECONDS + download + REDO_SECONDS + 2 * checkpoint_seconds(shape)
+    download = STATE_BYTES * shape.parameters / (cluster.train * DOWNLOAD_BYTES_PER_SECOND)
+    return START_SECONDS + download + REDO_SECONDS + 2 * checkpoint_seconds(shape, cluster)
 
 
 def trainer_gigabytes(shape: Shape, cluster: Cluster) -> float:
@@ -280,8 +280,8 @@ def machines_table() -> str:
             f"| {shape.name}, {cluster.title} "
             f"| {trainer_gigabytes(shape, cluster):.0f} | {rows} "
             f"| {1e3 * decode_seconds(shape, cluster, work, rows):.1f} | {syncs} "
-            f"| {STATE_BYTES * shape.parameters / 1e9:,.0f}, {checkpoint_seconds(shape):,.0f} "
-            f"| {recovery_seconds(shape):,.0f} |"
+            f"| {STATE_BYTES * shape.parameters / 1e9:,.0f}, {checkpoint_seconds(shape, cluster):,.0f} "
+            f"| {recovery_seconds(shape, cluster):,.0f} |"
         )
     return "\n".join(lines)
 

@@ -6,7 +6,7 @@ samples with samplers that are `independent` in its sampler lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, Tok
 from engine.specs.adapters import Head, LoraSpec
 from engine.text.tokenizers import Tokenizer
 from storage.chain.records import Numerics, OptimizerSpec, StepOldLogprobs
+from storage.serialization import FileDigest
 
 UPDATE_REFUSED = "the frozen base of adapters cannot be updated; train an adapter on it instead"
 
@@ -251,6 +252,28 @@ def sync(sampler: Sampler, trainer: Trainer, state: str) -> None:
         sampler.load(staged)
 
 
+class Transfers(Protocol):
+    """Transfers the files of checkpoints to and from a store in the processes that hold the weights."""
+
+    def upload(self, url: str, files: Mapping[str, tuple[str, Path]]) -> dict[str, FileDigest]:
+        """Uploads files of `Trainer.write_checkpoint`, given as (key, path) by name, each from the process that wrote
+        it, while the trainers may compute. May be called in any thread.
+
+        Returns the digests of the uploaded files, by name. The caller uploads the others: those of processes that are
+        gone or that cannot use the store, and all files of a store that other processes need not or cannot use."""
+        ...
+
+    def download(self, url: str, key: str, names: Sequence[str], folder: Path) -> bool:
+        """Downloads the files of an artifact to `folder`, with checked digests, several processes at a time. Returns
+        whether all of them are there. If not, the caller downloads the missing ones. Raises WorkerDied."""
+        ...
+
+    def discard(self, url: str, folder: Path) -> None:
+        """Removes the folder of `Trainer.write_checkpoint` on the machines of the processes that upload to the store.
+        May be called in any thread."""
+        ...
+
+
 class TrainerBackend(Protocol):
     """Creates the trainers of an engine, as `engine.trainer` in its config asks for them."""
 
@@ -258,6 +281,8 @@ class TrainerBackend(Protocol):
     device: torch.device
     compute_dtype: torch.dtype
     master_dtype: torch.dtype
+    transfers: Transfers | None
+    """Transfers checkpoints in the processes of the trainers. None if there are no such processes."""
 
     @property
     def devices(self) -> int:

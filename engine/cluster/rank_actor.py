@@ -1,7 +1,8 @@
 """One rank as a Ray actor: it joins torch.distributed, builds the target's object, and runs the calls of its group.
 
-A thread of its own does the computation. Meanwhile the concurrency group "watch" replies to polls of the progress. The
-concurrency group "life" holds one call that ends when the actor does, which tells the group that the actor is dead.
+A thread of its own does the computation. Meanwhile the concurrency group "watch" replies to polls of the progress, and
+the concurrency group "transfers" runs calls that exchange nothing with other ranks, such as uploads. The concurrency
+group "life" holds one call that ends when the actor does, which tells the group that the actor is dead.
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ class RankOutcome:
     """How a call ended on one rank: with a result or a failure."""
 
     result: Any = None
-    """The result of rank 0. None on the other ranks, and if the call failed."""
+    """What the method returned. None if the call failed, and for `Rank.run` on all ranks but rank 0."""
     failure: RankFailure | None = None
 
 
 class Rank:
-    """The class of the actor. Its methods run one at a time, except those in the groups "watch" and "life"."""
+    """The class of the actor. Its methods run one at a time, except those in the other concurrency groups."""
 
     def __init__(self, launch: RankLaunch) -> None:
         end_with_parent()
@@ -119,6 +120,11 @@ class Rank:
         """Calls the `close` method of the target's object, if it has one."""
         if hasattr(self._target, "close"):
             self._thread.submit(self._target.close).result()
+
+    @ray.method(concurrency_group="transfers")
+    def run_beside(self, method: str, arguments: tuple[Any, ...]) -> RankOutcome:
+        """Calls a method of the target's object while `run` may compute. Every rank returns its own result."""
+        return self._attempt(lambda: getattr(self._target, method)(*arguments))
 
     @ray.method(concurrency_group="watch")
     def activity(self) -> tuple[int, RankPhase]:
@@ -195,7 +201,7 @@ class Rank:
             return RankOutcome(failure=failure_from_error(error, self._launch.rank))
 
 
-RankActor = ray.remote(concurrency_groups={"watch": 2, "life": 1})(Rank)  # type: ignore[call-overload]
+RankActor = ray.remote(concurrency_groups={"watch": 2, "transfers": 2, "life": 1})(Rank)  # type: ignore[call-overload]
 """The actor class. `ray.remote` is not used as a decorator: Ray copies a decorated class into the actor by value,
 together with the module's global objects, and REPORTER would then not be the object that `report_progress` changes."""
 

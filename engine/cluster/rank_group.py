@@ -10,6 +10,7 @@ Methods that take long call `rank_progress.report_progress()` regularly.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,8 @@ from engine.cluster.rank_processes import GroupSettings, RankProcesses, StartFai
 from engine.errors import EngineError, PermanentEngineError, WorkerDied
 from engine.protocol import ActorCount
 from engine.specs.engine import ClusterSpec
+
+log = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
 """Number of failed starts in a row after which the error is permanent."""
@@ -42,7 +45,8 @@ class PartialFailure:
 
 
 class RankGroup:
-    """N ranks behind one object. One thread at a time may call it; any thread may use `alive` and `close`."""
+    """N ranks behind one object. One thread at a time may call it; any thread may use `call_beside`, `alive` and
+    `close`."""
 
     def __init__(  # noqa: PLR0913 - a constructor like a config
         self,
@@ -159,6 +163,23 @@ class RankGroup:
                 reason = _failure_reason(current, start_number)
                 raise WorkerDied(f"the ranks of start {start_number} are gone, and their state with them{reason}")
             return self._run(current, method, args, kwargs)
+
+    def call_beside(self, method: str, *args: Any) -> dict[int, Any]:
+        """Runs a method on every rank while another call may compute. The method must exchange nothing with other
+        ranks. Starts no ranks.
+
+        Returns the results by rank. Ranks that died, failed or do not run are left out; failures are logged. If a rank
+        dies or hangs, all ranks end, as in `call`."""
+        current = self._current
+        results: dict[int, Any] = {}
+        if current is None:
+            return results
+        for rank, outcome in current.call_beside(method, args).items():
+            if outcome.failure is None:
+                results[rank] = outcome.result
+            else:
+                log.warning("%s failed on rank %d: %s", method, rank, outcome.failure.message)
+        return results
 
     def start(self) -> int:
         """Starts the ranks if they do not run. Returns the number of their start. Raises as `call`."""

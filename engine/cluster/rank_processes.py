@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.cluster.actors import ProcessLocation
 from engine.cluster.placement import Placement
-from engine.cluster.rank_progress import HangDetector, HungRank
+from engine.cluster.rank_progress import HangDetector, HungRank, RankPhase
 from engine.errors import EngineError, WorkerDied
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,8 @@ class StartFailure(Exception):
 
 
 class RankProcesses:
-    """The actors of one start. Any thread may call `fail` and read `alive`; only the thread that calls the group may
-    use the rest."""
+    """The actors of one start. Any thread may call `call_beside` and `fail`, and read `alive`; only the thread that
+    calls the group may use the rest."""
 
     def __init__(self, number: int, settings: GroupSettings, placement: Placement, clock: Callable[[], float]) -> None:
         self.number = number
@@ -84,6 +84,7 @@ class RankProcesses:
         self._settings = settings
         self._placement = placement
         self._actors: list[Any] = []
+        self._clock = clock
         self._detector = HangDetector(settings.ranks, settings.hang_seconds, clock)
         self._poller = _ProgressPoller(self._actors, self._detector)
         self._lock = threading.Lock()
@@ -289,6 +290,35 @@ class RankProcesses:
             raise WorkerDied(f"{self.failure}\nduring {method}; the next call starts the ranks again")
         if listener is not None and not listener_called:
             listener()  # the call finished before the first poll
+        return outcomes
+
+    def call_beside(self, method: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
+        """Runs a method on every rank while they may compute. Returns the RankOutcome of each rank whose call ended.
+
+        If a rank dies or its process does not reply for `hang_seconds`, all ranks are ended, and the outcomes so far
+        are returned."""
+        import ray
+
+        if not self.alive:
+            return {}
+        detector = HangDetector(self._settings.ranks, self._settings.hang_seconds, self._clock)
+        for rank in range(self._settings.ranks):  # all of them have replied before, when they started
+            detector.record_reply(rank, 0, RankPhase.IDLE)
+        poller = _ProgressPoller(self._actors, detector)
+        pending = {call: rank for rank, call in enumerate(self._call_all("run_beside", method, arguments))}
+        outcomes: dict[int, Any] = {}
+        while pending and self.alive:
+            done, _ = ray.wait(list(pending), timeout=self._settings.poll_interval)
+            for call in done:
+                rank = pending.pop(call)
+                outcome = self._outcome(rank, call)
+                if outcome is not None:
+                    outcomes[rank] = outcome
+            poller.poll_rank_0_progressed()
+            if silent := detector.silent_ranks():
+                self._fail_by_hang(silent)
+        if self.failure is not None:
+            self.wait_until_ended()  # no rank writes anything any more
         return outcomes
 
     def _outcome(self, rank: int, call: Any) -> Any:

@@ -86,7 +86,7 @@ class LocalEngine:
         self.backend = create_trainer_backend(self.spec)
         self.samplers = create_sampler_backend(self.spec, self.backend)
         self.devices = max(self.backend.devices, self.samplers.devices)
-        self.saver = Saver(self.store)
+        self.saver = Saver(self.store, self.backend.transfers)
         self.loaded_policies = LoadedPolicies(
             budget=self.backend.memory_bytes(),
             protection_seconds=self.spec.residency_seconds,

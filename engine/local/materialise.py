@@ -18,7 +18,7 @@ from engine.local.closeness import Judgement, Redo, judge_redo
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy
 from engine.local.rebase import Rebaser
 from engine.local.sampling import LaneSampler, SamplerLane
-from engine.local.saving import scratch
+from engine.local.saving import checkpoint_files, scratch
 from engine.models.folder import base_nbytes, parameter_count
 from engine.models.scores import check_head
 from engine.protocol import PolicySpec
@@ -238,7 +238,7 @@ class Materialiser:
     ) -> Trainer:
         """Reads a checkpoint into a trainer: `into` if it is given, else a new one."""
         with scratch(self.store) as folder:
-            files = materialise_files(self.store, manifest.key, folder)
+            files = checkpoint_files(self.store, self.backend.transfers, manifest, folder)
             trainer = into or self._new_trainer(chain, with_moments=with_moments)
             trainer.read_checkpoint(files, optimizer=with_moments)
         return trainer

@@ -24,7 +24,7 @@ from engine.backends.protocol import TrainerBackend
 from engine.errors import ReplayDiverged
 from engine.local.closeness import Judgement, Redo
 from engine.local.loaded_policies import LoadedPolicy
-from engine.local.saving import Saver, batch_provenance, checkpoint_key, scratch, scratch_folder
+from engine.local.saving import Saver, batch_provenance, checkpoint_files, checkpoint_key, scratch, scratch_folder
 from engine.specs.engine import LocalEngineSpec
 from storage.chain.rebase import (
     Rebase,
@@ -39,7 +39,6 @@ from storage.chain.records import Chain, CommitRecord, RebaseMark
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Attempt, find_artifact, read_manifest
-from storage.store.download import materialise_files
 from storage.store.objects import ObjectStore
 from storage.worklog import log_work
 
@@ -208,7 +207,7 @@ class Rebaser:
     def _load_checkpoint_of(self, rebase: Rebase, loaded: LoadedPolicy) -> None:
         manifest = rebase_manifest(Chain.of(self.store, loaded.policy), rebase)
         with scratch(self.store) as folder:
-            files = materialise_files(self.store, manifest.key, folder)
+            files = checkpoint_files(self.store, self.backend.transfers, manifest, folder)
             loaded.trainer.read_checkpoint(files, optimizer=loaded.training)
         loaded.drop_sampler()  # it may hold other weights of the same state
 

@@ -18,6 +18,7 @@ from engine.backends.factory import create_trainer_backend
 from engine.backends.protocol import Trainer, TrainerBackend
 from engine.errors import UnknownPolicy
 from engine.local.apply import StepEffect, apply_request
+from engine.local.saving import checkpoint_files
 from engine.specs.adapters import LoraSpec, parse_trainable
 from engine.specs.engine import LocalEngineSpec, TorchTrainerSpec, TrainerSpec, spec_of_layout
 from storage.chain.rebase import (
@@ -166,7 +167,8 @@ class PolicyRebuilder:
     def _read_checkpoint(self, chain: Chain, manifest: Manifest) -> Trainer:
         trainer = fresh_trainer(self.store, self.backend, base_root(chain))
         with tempfile.TemporaryDirectory(prefix="redo-", dir=process_folder()) as folder:
-            trainer.read_checkpoint(materialise_files(self.store, manifest.key, Path(folder)), optimizer=True)
+            files = checkpoint_files(self.store, self.backend.transfers, manifest, Path(folder))
+            trainer.read_checkpoint(files, optimizer=True)
         return trainer
 
 

@@ -1,7 +1,7 @@
 """Writes checkpoints and uploads them to the store, and publishes policies as Hugging Face folders.
 
 The trainer lane writes the files to a local folder and then goes on with the next step. A thread of the `Saver`
-commits them. The manifest is the last file that it writes.
+commits them. Ranks write and upload their files themselves. The manifest is the last file, and the engine writes it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from engine.backends.protocol import Trainer
+from engine.backends.protocol import Trainer, Transfers
 from engine.backends.weight_files.tensor_files import DISK_FULL
+from engine.errors import WorkerDied
 from engine.local.loaded_policies import LoadedPolicy
 from engine.text.tokenizers import TOKENIZER_FILES
 from storage.chain.rebase import checkpoint_extra, is_in_effect, rebase_at
@@ -28,6 +29,7 @@ from storage.serialization import canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import (
     ArtifactRef,
+    Manifest,
     Provenance,
     commit_files,
     digest_of,
@@ -90,8 +92,9 @@ def batch_provenance(store: ObjectStore, policy: PolicyRef) -> Provenance:
 class Saver:
     """Writes snapshots and commits them in one upload thread, in the order in which they were written."""
 
-    def __init__(self, store: ObjectStore) -> None:
-        self.store = store
+    def __init__(self, store: ObjectStore, transfers: Transfers | None = None) -> None:
+        """`transfers` uploads files in the processes that wrote them."""
+        self.store, self._transfers = store, transfers
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ostinato-upload")
         self._uploads: dict[str, Future[ArtifactRef]] = {}
         """Uploads that have not ended, by the checkpoint's key. Equal states of two runs are two checkpoints."""
@@ -164,7 +167,7 @@ class Saver:
             log.warning("the checkpoint of %s failed: %s", snapshot.policy.uri, error)
 
     def _commit(self, snapshot: Snapshot, provenance: Provenance) -> ArtifactRef:
-        policy = snapshot.policy
+        policy, url, transfers = snapshot.policy, self.store.url, self._transfers
         extra = checkpoint_extra(policy, snapshot.rebase, snapshot.weights_digest)
         try:
             return commit_files(
@@ -175,9 +178,30 @@ class Saver:
                 parents=(policy.uri,),
                 provenance=provenance,
                 extra={**extra, "name": snapshot.name},
+                upload=None if transfers is None else partial(transfers.upload, url),
             )
+        except FileNotFoundError as error:
+            raise WorkerDied(
+                f"a rank on another machine ended before its part of the checkpoint of {policy.uri} was in the store; "
+                "the next call writes the checkpoint again"
+            ) from error
         finally:
             shutil.rmtree(snapshot.folder, ignore_errors=True)
+            if transfers is not None:
+                transfers.discard(url, snapshot.folder)
+
+
+def checkpoint_files(
+    store: ObjectStore, transfers: Transfers | None, manifest: Manifest, folder: Path
+) -> dict[str, Path]:
+    """Returns the files of a checkpoint by name, with checked digests, for `Trainer.read_checkpoint`. Files of a store
+    on another machine are downloaded to `folder`, by the processes of `transfers` if there are any.
+
+    Raises ObjectNotFound, CorruptArtifact, WorkerDied."""
+    names = [entry.name for entry in manifest.files]
+    if transfers is not None and transfers.download(store.url, manifest.key, names, folder):
+        return {name: folder / name for name in names}
+    return materialise_files(store, manifest.key, folder)
 
 
 def publish_policy(

@@ -31,6 +31,8 @@ from storage.store import keys
 from storage.store.key_patterns import manifest_keys
 from storage.store.objects import ObjectStore
 
+UploadFiles = Callable[[Mapping[str, tuple[str, Path]]], Mapping[str, FileDigest]]
+"""Uploads some of the files, given as (key, path) by name, in other processes. Returns their digests, by name."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -192,12 +194,16 @@ def commit_files(  # noqa: PLR0913 - one field of the manifest each
     provenance: Provenance,
     extra: Mapping[str, JsonValue] | None = None,
     move: bool = True,
+    upload: UploadFiles | None = None,
 ) -> ArtifactRef:
-    """Commits a folder of files, given by name. With `move` the files may be moved instead of copied."""
+    """Commits a folder of files, given by name. With `move` the files may be moved instead of copied.
+
+    `upload` is called first; this process uploads the files that it leaves. Raises FileNotFoundError for a file that is
+    neither uploaded nor on this machine."""
     attempt = Attempt(store)
     _check_names(files)
     _reach_failpoint(kind, "before_data")
-    entries = _store_attempt(store, files, lambda name: f"{key}/{attempt.id}/{name}", kind, move=move)
+    entries = _store_attempt(store, files, lambda name: f"{key}/{attempt.id}/{name}", kind, move=move, upload=upload)
     draft = _draft(key, entries, attempt, kind=kind, rows=rows, parents=parents, provenance=provenance, extra=extra)
     return _commit(store, keys.manifest_of_files(key), draft, attempt).ref
 
@@ -336,7 +342,13 @@ def _entry(name: str, key_of: Callable[[str], str], sha256: str, size: int) -> F
 
 
 def _store_attempt(
-    store: ObjectStore, files: Mapping[str, Path], key_of: Callable[[str], str], kind: str, *, move: bool
+    store: ObjectStore,
+    files: Mapping[str, Path],
+    key_of: Callable[[str], str],
+    kind: str,
+    *,
+    move: bool,
+    upload: UploadFiles | None = None,
 ) -> list[FileEntry]:
     """Writes the files of an attempt to its keys. Returns their entries, sorted by name.
 
@@ -347,8 +359,17 @@ def _store_attempt(
         entries = file_entries(files, key_of)
         _put_files(store, paths, kind, move=move)
         return entries
-    stored = _put_files(store, paths, kind, move=move)
-    return [_entry(name, key_of, *(of_file or digest_file(files[name]))) for name, of_file in stored.items()]
+    stored: dict[str, FileDigest | None] = {}
+    if upload is not None:
+        # Another process may use other credentials, and so another store. Only what this store has counts.
+        uploaded = upload(paths)
+        stored |= {name: of_file for name, of_file in uploaded.items() if store.exists(paths[name][0])}
+        if stored:
+            _reach_failpoint(kind, "mid_upload")
+    left = {name: place for name, place in paths.items() if name not in stored}
+    if left:
+        stored |= _put_files(store, left, kind, move=move)
+    return [_entry(name, key_of, *(stored[name] or digest_file(files[name]))) for name in paths]
 
 
 def _put_files(

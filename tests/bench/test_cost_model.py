@@ -72,11 +72,13 @@ def test_a_sync_moves_the_weights_once() -> None:
     assert sync_seconds(TEN, Cluster(ROUND, 8, 8), bytes_per_second=1e9) == pytest.approx(20)
 
 
-def test_a_checkpoint_is_transferred_by_one_process() -> None:
+def test_a_checkpoint_is_transferred_by_all_ranks() -> None:
     assert STATE_BYTES == 12
-    assert checkpoint_seconds(TEN) == pytest.approx(120 / 0.33)
+    # 120 GB over four ranks
+    four = Cluster(ROUND, 4, 4)
+    assert checkpoint_seconds(TEN, four) == pytest.approx(30 / 0.33)
     # a start of 60 s, the download, an interval of 300 s between two uploads
-    assert recovery_seconds(TEN) == pytest.approx(60 + 120 / 0.37 + 300 + 2 * 120 / 0.33)
+    assert recovery_seconds(TEN, four) == pytest.approx(60 + 30 / 0.37 + 300 + 2 * 30 / 0.33)
 
 
 def test_gpu_hours() -> None:

@@ -16,6 +16,7 @@ from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
 from engine.backends.deepspeed.memory import adapter_bytes, state_bytes
 from engine.backends.deepspeed.meta_model import open_meta_model, streamed_weights
 from engine.backends.deepspeed.options import RankOptions
+from engine.backends.deepspeed.transfers import RankTransfers
 from engine.backends.protocol import Objective, ReadOnlyPolicy, UpdateReport
 from engine.backends.torch.backend import TorchBackend, available_cores, memory_bytes
 from engine.backends.torch.loading import check_has_language_head
@@ -64,6 +65,7 @@ class DeepSpeedBackend:
             )
         self.threads = _threads_per_rank(spec, self.ranks)
         self.group = self._new_group(spec.trainer)
+        self.transfers = RankTransfers(self.group)
         self._numbers = itertools.count(1)
         # The garbage collector drops trainers in any thread. The thread that calls the ranks frees them there.
         self._dropped: list[tuple[int, int]] = []
@@ -306,7 +308,7 @@ class DeepSpeedTrainer:
         self._call("add_rounding_noise", relative, seed)
 
     def write_checkpoint(self, folder: Path) -> dict[str, Path]:
-        """All ranks write into `folder`, so all nodes must have access to it."""
+        """Each rank writes its files into the folder of this name on its machine."""
         return {name: folder / name for name in self._call("write_checkpoint", folder)}
 
     def read_checkpoint(self, files: dict[str, Path], *, optimizer: bool) -> None:

@@ -1,4 +1,5 @@
-"""The object that every rank process creates: it holds this rank's part of the group's trainers, by number.
+"""The object that every rank process creates: it holds this rank's part of the group's trainers, by number, and
+transfers the files of their checkpoints.
 
 Only rank processes import this module.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 
 from engine.backends.deepspeed.options import RankOptions
 from engine.backends.deepspeed.rank_model import SequenceGroup, gather
+from engine.backends.deepspeed.transfers import RankStore
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.determinism import repeats_sums, use_deterministic_kernels
 from engine.backends.torch.scalar_lm import is_scalar
@@ -25,11 +28,13 @@ from engine.models.samples import FloatArray, Sample
 from engine.protocol import TokenSequence
 from engine.specs.adapters import Head, LoraSpec
 from storage.chain.records import OptimizerSpec
+from storage.serialization import FileDigest
 
 
 class RankTrainers:
     """The trainers and the frozen bases of a group, on one rank. Each method is called on all ranks at once
-    (engine.cluster.rank_group). All ranks must have access to the paths."""
+    (engine.cluster.rank_group): `upload`, `download` and `discard` by `RankGroup.call_beside`, the others by
+    `RankGroup.call`. All ranks must have access to the paths, except those of `upload` and `discard`."""
 
     def __init__(self, options: Mapping[str, Any], rank: int, world_size: int) -> None:
         """`options` is a RankOptions as JSON. torch.distributed must be initialised."""
@@ -42,6 +47,7 @@ class RankTrainers:
         _prepare_deepspeed(self._options.device)
         self._trainers: dict[int, Any] = {}
         self._sequences: dict[int, SequenceGroup] = {}
+        self._store = RankStore(rank, world_size)
 
     def load(self, number: int, folder: Path, head: Head = "lm", init_seed: int = 0) -> dict[str, Any]:
         """Loads a model as trainer `number`; returns the facts that `DeepSpeedTrainer` keeps about it."""
@@ -153,6 +159,16 @@ class RankTrainers:
 
     def read_checkpoint(self, number: int, files: Mapping[str, Path], optimizer: bool) -> None:
         self.trainer(number).read_checkpoint(files, optimizer=optimizer)
+
+    def upload(self, url: str, files: Mapping[str, tuple[str, Path]]) -> dict[str, FileDigest]:
+        return self._store.upload(url, files)
+
+    def download(self, url: str, key: str, names: Sequence[str], folder: Path) -> list[str]:
+        return self._store.download(url, key, names, folder)
+
+    def discard(self, folder: Path) -> None:
+        """Removes the files of a checkpoint from the disk of this rank's machine."""
+        shutil.rmtree(folder, ignore_errors=True)
 
     def export(self, number: int, folder: Path) -> list[str]:
         return self.trainer(number).export(folder)

@@ -41,6 +41,8 @@ _SIDE = {"cpu": 512, "cuda": 8192}
 class TorchBackend:
     """Implements engine.backends.protocol.TrainerBackend."""
 
+    transfers = None
+
     def __init__(self, spec: LocalEngineSpec) -> None:
         self.spec = spec
         self.threads = cpu_threads(fixed=spec.deterministic) if spec.threads == "auto" else spec.threads

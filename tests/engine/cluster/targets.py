@@ -79,6 +79,16 @@ class CountingTarget:
         (Path(folder) / f"rank-{self.rank}").write_text(str(os.getpid()))
         time.sleep(seconds)
 
+    def mark_and_wait_for_file(self, folder: str) -> None:
+        """Writes a file that shows that the call runs, and computes until another file is there."""
+        (Path(folder) / f"rank-{self.rank}").write_text(str(os.getpid()))
+        while not (Path(folder) / f"go-on-{self.rank}").exists():
+            time.sleep(0.01)
+
+    def exit_alone(self, on: int) -> None:
+        if self.rank == on:
+            os._exit(7)
+
     def stop_self(self, on: int) -> None:
         """Hangs the group: one rank is stopped, and the others wait for it in a collective."""
         if self.rank == on:

@@ -100,3 +100,27 @@ def test_a_killed_rank_ends_all_and_the_next_call_restarts_them(group: RankGroup
     assert group.call("count", "new") == ("new", 2)  # ranks that have counted nothing yet
     assert group.alive and group.start_number == 2
     assert group.call_unless_restarted(2, "count", "again") == ("again", 4)
+
+
+def test_a_call_beside_the_computation_returns_the_results_of_all_ranks(group: RankGroup, tmp_path: Path) -> None:
+    beside: list[dict[int, tuple[int, int, int]]] = []
+
+    def call(pids: dict[int, int]) -> None:
+        beside.append(group.call_beside("who"))
+        beside.append(group.call_beside("fail", [1], "value"))
+        for rank in pids:
+            (tmp_path / f"go-on-{rank}").touch()
+
+    thread = when_all_compute(tmp_path, 2, call)
+    group.call("mark_and_wait_for_file", str(tmp_path))
+    thread.join()
+    assert beside == [{rank: (rank, 2, group.pids[rank]) for rank in (0, 1)}, {0: "fine"}]
+
+
+def test_a_rank_that_dies_beside_the_computation_ends_the_group() -> None:
+    with rank_group() as group:
+        assert group.call_beside("who") == {}  # nothing runs, and nothing is started
+        group.start()
+        assert 1 not in group.call_beside("exit_alone", 1)
+        assert not group.alive
+        assert group.call("who")[:2] == (0, 2)

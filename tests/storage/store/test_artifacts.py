@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
@@ -21,7 +22,7 @@ from storage.errors import (
     StorageUnavailable,
 )
 from storage.registry.models import find_model, publish_model, resolve_alias
-from storage.serialization import canonical_json, digest
+from storage.serialization import FileDigest, canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import (
     ArtifactRef,
@@ -92,6 +93,30 @@ def test_the_digest_of_a_folder_is_that_of_its_names_and_contents(store: ObjectS
     one_file = write_files(tmp_path / "b", a="1")
     ref_of_one_file = commit_files(store, "c/2", one_file, kind="checkpoint", provenance=PROVENANCE)
     assert ref_of_one_file.sha256 == digest(b"1")
+
+
+def test_other_processes_upload_some_of_the_files(memory: ObjectStore, tmp_path: Path) -> None:
+    files = write_files(tmp_path, a="1", b="22", c="333")
+
+    def upload(places: Mapping[str, tuple[str, Path]]) -> dict[str, FileDigest]:
+        """A process with the file `a` alone. It takes `b` to another store by mistake."""
+        key, path = places["a"]
+        memory.put(key, path.read_bytes())
+        path.unlink()
+        return {"a": FileDigest(digest(b"1"), 1), "b": FileDigest(digest(b"22"), 2)}
+
+    ref = commit_files(memory, "c", files, kind="checkpoint", provenance=PROVENANCE, upload=upload)
+    entries = read_manifest(memory, "c").files
+    assert [(entry.name, entry.sha256, entry.bytes) for entry in entries] == [
+        ("a", digest(b"1"), 1), ("b", digest(b"22"), 2), ("c", digest(b"333"), 3),
+    ]  # fmt: skip
+    assert [memory.get(entry.key) for entry in entries] == [b"1", b"22", b"333"]
+    assert ref.bytes == 6
+
+    # A file that nobody has: nothing is committed.
+    with pytest.raises(FileNotFoundError):
+        commit_files(memory, "d", files, kind="checkpoint", provenance=PROVENANCE, upload=lambda places: {})
+    assert find_artifact(memory, "d") is None
 
 
 def test_a_file_too_large_for_memory_is_committed_like_bytes(store: ObjectStore, tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ TRAINER_BYTES = 18
 UPLOAD_BYTES_PER_SECOND, DOWNLOAD_BYTES_PER_SECOND = 0.33e9, 0.37e9
 """Rates of one process to and from object storage, which its one event loop limits, measured by bench/transfers.py
 (docs/scaling.md). The engine's process transfers the checkpoint of all ranks."""
+DIGEST_BYTES_PER_SECOND, SKETCH_BYTES_PER_SECOND = 1.88e9, 1.83e9
+"""Bytes of weights that one thread of a host digests and sketches, measured by bench/weight_digests.py."""
 FOLDER_BYTES_PER_SECOND = 1e9
 """Assumed throughput of a shared folder."""
 COORDINATOR_SECONDS_PER_ROLLOUT = 16e-6

@@ -67,6 +67,8 @@ COMPLETIONS, NEW_TOKENS = 8, 16
 SENT, RECEIVED = "digests of synced weights, senders", "digests of synced weights, receivers"
 LOST = ("digests", "sketches", "weight syncs", SENT, RECEIVED, "copies of checkpoints", "last checkpoint")
 """The parts that are checkpoints, digests and syncs."""
+SHOWN_EVERY = 50
+"""Steps between two tables of what has passed so far."""
 UPLOAD_THREADS = ("ostinato-upload", "ostinato-files")
 
 
@@ -140,6 +142,7 @@ class Site:
         self.clock, self.seconds, self.rows, self.ranks = clock, seconds, rows, ranks
         self.parts: Counter[str] = Counter()
         """Virtual seconds of the engine's compute thread and of the loop."""
+        self.began, self.copies = 0.0, 0
         self.busy = 0.0
         """Virtual seconds in which the compute thread had a call."""
         self.kills: dict[int, float] = {}
@@ -379,6 +382,7 @@ class SimulatedTrainer:
         return sketch_of_tensors(self._tensors())
 
     def write_checkpoint(self, folder: Path) -> dict[str, Path]:
+        self._site.copies += 1
         self._site.spend("copies of checkpoints", self._site.seconds.copy)
         folder.mkdir(parents=True, exist_ok=True)
         files = {f"part-{rank:05d}": folder / f"part-{rank:05d}" for rank in range(self._site.ranks)}
@@ -461,8 +465,8 @@ class Silent(TerminalProgress):
 
     def step(self, metrics: Any, *, seconds_left: float | None = None) -> None:
         self.ends.append((self._site.clock.read(), self._site.busy))
-        if len(self.ends) % 100 == 0:
-            self._show(f"step {len(self.ends)}: {self.ends[-1][0]:,.0f} s")
+        if len(self.ends) % SHOWN_EVERY == 0:
+            self._show(table(_report(self._site, self.ends, self.ends[-1][0], [])))
 
 
 @dataclass
@@ -472,7 +476,8 @@ class Report:
     steps: int
     total: float
     parts: dict[str, float]
-    checkpoints: int
+    copies: int
+    """Checkpoints that were begun."""
     redone: int
     restarts: int
     requests: int
@@ -514,8 +519,8 @@ def _measured(site: Site) -> Iterator[None]:
         yield
 
 
-async def _train(site: Site, folder: Path, options: Options, progress: Silent) -> tuple[PolicyRef, float, float]:
-    """(the last policy, when the first step began, when the run ended)"""
+async def _train(site: Site, folder: Path, options: Options, progress: Silent) -> tuple[PolicyRef, float]:
+    """(the last policy, when the run ended)"""
     site.loop = asyncio.get_running_loop()
     site.start_engine()
     workspace = Workspace(store="memory://simulated", run="sim", provenance=PROVENANCE)
@@ -530,9 +535,9 @@ async def _train(site: Site, folder: Path, options: Options, progress: Silent) -
         completions_per_sample=COMPLETIONS, prompts_per_shard=max(1, options.real_prompts // 8), lr_scheduler=ConstantScheduler(1e-5), logger=progress,
         checkpoints=CheckpointSchedule(CheckpointConfig()),
     )  # fmt: skip
-    began = site.clock.read()
+    site.began, site.busy = site.clock.read(), 0.0
     policy = await loop.run()
-    return policy, began, site.clock.read()
+    return policy, site.clock.read()
 
 
 class _Context:
@@ -569,28 +574,24 @@ def simulate(options: Options, *, show: Callable[[str], None] = print) -> Report
         stack.enter_context(patch("engine.workspace.connect", lambda *_: Client(site)))
         stack.enter_context(_measured(site))
         progress = Silent(site, show)
-        policy, began, ended = run(clock, _train(site, Path(scratch), options, progress))
+        policy, ended = run(clock, _train(site, Path(scratch), options, progress))
         site.s3.quiet = True
         records = list(Chain.of(site.store, policy).records(after=0, until=policy.step))
-        checkpoints = sum(key.key.endswith("part-00000") for key in site.s3.list("runs/"))
-        return _report(site, options, progress, records, began, ended, checkpoints)
+        return _report(site, progress.ends, ended, [record.weights_digest for record in records])
 
 
-def _report(  # noqa: PLR0913 - what the run left
-    site: Site, options: Options, progress: Silent, records: list[Any], began: float, ended: float, checkpoints: int
-) -> Report:
+def _report(site: Site, ends: list[tuple[float, float]], ended: float, records: list[str]) -> Report:
+    """The report of a run whose steps have these `Silent.ends`, and which ended, or is now, at `ended`."""
     parts = dict(site.parts)
-    last_end, busy_until = progress.ends[-1]
+    last_end, busy_until = ends[-1]
     parts["last checkpoint"] = ended - last_end - (site.busy - busy_until)
     parts["engine: its store requests and CPU"] = site.busy - sum(site.parts.values())
-    waiting = ended - began - site.busy - parts["last checkpoint"]
-    parts["loop: store requests and CPU"] = waiting
-    parts["loop: rows that are not simulated"] = options.steps * options.seconds.rows
-    total = ended - began + parts["loop: rows that are not simulated"]
+    parts["loop: store requests and CPU"] = last_end - site.began - busy_until
+    parts["loop: rows that are not simulated"] = len(ends) * site.seconds.rows
     return Report(
-        steps=options.steps, total=total, parts=parts, checkpoints=checkpoints, redone=site.redone,
-        restarts=site.restarts, requests=sum(site.meter.requests.values()), jumps=site.clock.jumps, cpu=time.process_time(),
-        records=[record.weights_digest for record in records],
+        steps=len(ends), total=ended - site.began + parts["loop: rows that are not simulated"], parts=parts,
+        copies=site.copies, redone=site.redone, restarts=site.restarts, requests=sum(site.meter.requests.values()),
+        jumps=site.clock.jumps, cpu=time.process_time(), records=records,
     )  # fmt: skip
 
 
@@ -601,7 +602,7 @@ def table(report: Report) -> str:
         lines.append(f"| {part} | {seconds:,.0f} | {seconds / report.steps:,.2f} | {share:.2f} |")
     lines.append(f"| all | {report.total:,.0f} | {report.total / report.steps:,.2f} | 100 |")
     lines.append(
-        f"\ncheckpoints, digests and syncs: {100 * report.lost:.2f} %; {report.checkpoints} checkpoints left, "
+        f"\ncheckpoints, digests and syncs: {100 * report.lost:.2f} %; {report.copies} checkpoints, "
         f"{report.restarts} restarts, {report.redone} steps again, {report.requests:,} requests, {report.jumps:,} jumps, {report.cpu:,.0f} CPU-s"
     )
     return "\n".join(lines)

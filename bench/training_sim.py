@@ -97,7 +97,7 @@ class Seconds:
     """CPU seconds of the coordinator for the rows of a step."""
 
 
-def seconds_of(  # noqa: PLR0913 - one parameter of the table each
+def seconds_of(
     shape: model.Shape,
     cluster: model.Cluster,
     work: model.Work,
@@ -532,7 +532,8 @@ async def _train(site: Site, folder: Path, options: Options, progress: Silent) -
     loop = GRPO(
         data, built.temperature(1.0).max_gen_len(NEW_TOKENS), Coin("coin"),
         max_num_grpo_steps=options.steps, samples_per_batch=site.rows, samples_per_mini_batch=site.rows,
-        completions_per_sample=COMPLETIONS, prompts_per_shard=max(1, options.real_prompts // 8), lr_scheduler=ConstantScheduler(1e-5), logger=progress,
+        completions_per_sample=COMPLETIONS, prompts_per_shard=max(1, options.real_prompts // 8),
+        lr_scheduler=ConstantScheduler(1e-5), logger=progress,
         checkpoints=CheckpointSchedule(CheckpointConfig()),
     )  # fmt: skip
     site.began, site.busy = site.clock.read(), 0.0
@@ -603,7 +604,8 @@ def table(report: Report) -> str:
     lines.append(f"| all | {report.total:,.0f} | {report.total / report.steps:,.2f} | 100 |")
     lines.append(
         f"\ncheckpoints, digests and syncs: {100 * report.lost:.2f} %; {report.copies} checkpoints, "
-        f"{report.restarts} restarts, {report.redone} steps again, {report.requests:,} requests, {report.jumps:,} jumps, {report.cpu:,.0f} CPU-s"
+        f"{report.restarts} restarts, {report.redone} steps again, {report.requests:,} requests, "
+        f"{report.jumps:,} jumps, {report.cpu:,.0f} CPU-s"
     )
     return "\n".join(lines)
 
@@ -611,11 +613,11 @@ def table(report: Report) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--prompts", type=int, default=1024, help="prompts of a step, with 8 completions of 1,024 tokens")
+    parser.add_argument("--prompts", type=int, default=1024, help="prompts of a step, with 8 completions each")
     parser.add_argument("--real-prompts", type=int, default=16, help="of these, the ones that are simulated")
     parser.add_argument("--uploaders", type=int, default=1, help="processes that transfer a checkpoint")
-    parser.add_argument("--disk", type=float, default=8e9, help="bytes per second to the disks of all machines together")
-    parser.add_argument("--senders", type=int, default=32, help="processes that digest the weights of a sync")
+    parser.add_argument("--disk", type=float, default=8e9, help="bytes per second of all machines' disks together")
+    parser.add_argument("--senders", type=int, default=1, help="processes that digest the weights of a sync")
     parser.add_argument("--receiver-rate", type=float, default=model.DIGEST_BYTES_PER_SECOND)
     parser.add_argument("--folder-rate", type=float, help="bytes per second of the folder of the synced weights")
     parser.add_argument("--kills", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Tests of the simulated training run: its virtual clock, and the bookkeeping of a short run with and without a kill."""
+"""Tests of the simulated training run: its virtual clock, and the bookkeeping of a short run with and without kills."""
 
 from __future__ import annotations
 

@@ -30,10 +30,12 @@ TRAINER_BYTES = 18
 UPLOAD_BYTES_PER_SECOND, DOWNLOAD_BYTES_PER_SECOND = 0.33e9, 0.37e9
 """Rates of one process to and from object storage, which its one event loop limits, measured by bench/transfers.py
 (docs/scaling.md). Each rank transfers its part of a checkpoint. It is assumed that the ranks do not slow each other."""
+DIGEST_BYTES_PER_SECOND, SKETCH_BYTES_PER_SECOND = 1.88e9, 1.83e9
+"""Bytes of weights that one thread of a host digests and sketches, measured by bench/weight_digests.py."""
 FOLDER_BYTES_PER_SECOND = 1e9
 """Assumed throughput of a shared folder."""
-COORDINATOR_SECONDS_PER_ROLLOUT = 16e-6
-COORDINATOR_SECONDS_PER_TOKEN = 0.49e-6
+COORDINATOR_SECONDS_PER_ROLLOUT = 23e-6
+COORDINATOR_SECONDS_PER_TOKEN = 0.31e-6
 """CPU seconds of prepare_batch and metrics, measured by bench/scale_sim.py at 16 and 256 new tokens (docs/scaling.md).
 Only sampled tokens count; the first constant contains a prompt of 70 tokens."""
 START_SECONDS = 60.0

@@ -281,8 +281,11 @@ class TrainerBackend(Protocol):
     device: torch.device
     compute_dtype: torch.dtype
     master_dtype: torch.dtype
-    transfers: Transfers | None
-    """Transfers checkpoints in the processes of the trainers. None if there are no such processes."""
+
+    @property
+    def transfers(self) -> Transfers | None:
+        """Transfers checkpoints in the processes of the trainers. None if there are no such processes."""
+        ...
 
     @property
     def devices(self) -> int:

@@ -133,7 +133,8 @@ class Saver:
 
     def pending_uploads(self, run: str) -> list[Future[ArtifactRef]]:
         """The uploads of the run that have not ended."""
-        return self._uploads_under(keys.run_prefix(run))
+        # A copy, because the upload thread removes entries.
+        return [future for key, future in self._uploads.copy().items() if key.startswith(keys.run_prefix(run))]
 
     def submit(self, snapshot: Snapshot, provenance: Provenance) -> Future[ArtifactRef]:
         """Starts the upload of a snapshot, after waiting for an earlier one if too many are pending.
@@ -149,16 +150,21 @@ class Saver:
         return future
 
     def wait_for_chain(self, policy: PolicyRef) -> None:
-        """Waits for the uploads of the policy's chain. Reading a new checkpoint is faster than any redo."""
-        wait(self._uploads_under(keys.checkpoints_prefix(policy.run, policy.stage, policy.model)))
+        """Waits for the uploads of the policy's chain up to its step. Reading a new checkpoint is faster than any redo.
+
+        A later checkpoint cannot help: an old policy, such as a reference, must not wait for it."""
+        prefix = keys.checkpoints_prefix(policy.run, policy.stage, policy.model)
+        waited = []
+        # a copy, because the upload thread removes entries
+        for key, upload in self._uploads.copy().items():
+            step = keys.checkpoint_step(keys.manifest_of_files(key))
+            if key.startswith(prefix) and step is not None and step <= policy.step:
+                waited.append(upload)
+        wait(waited)
 
     def close(self) -> None:
         """Waits for all submitted uploads."""
         self._pool.shutdown()
-
-    def _uploads_under(self, prefix: str) -> list[Future[ArtifactRef]]:
-        # A copy, because the upload thread removes entries.
-        return [future for key, future in self._uploads.copy().items() if key.startswith(prefix)]
 
     def _on_upload_end(self, snapshot: Snapshot, upload: Future[ArtifactRef]) -> None:
         self._uploads.pop(snapshot.key, None)

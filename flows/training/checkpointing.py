@@ -36,8 +36,9 @@ MIN_SECONDS = 60.0
 """Shortest time between two checkpoints of which the second is one of a share of the run."""
 SAVES_BETWEEN = 10.0
 """The same, as a multiple of the time that the last checkpoint took to be saved."""
-MAX_COPY_SHARE = 0.05
-"""Largest share of the time for which recovery checkpoints stop the training: the engine copies the weights."""
+MAX_COPY_SHARE = 0.02
+"""Largest share of the time for which recovery checkpoints stop the training: the engine copies the weights. Digests
+and weight syncs take further shares; docs/scaling.md has the sum."""
 
 
 @dataclass(frozen=True)

@@ -366,9 +366,13 @@ def _table_of_rows(rows: Sequence[Mapping[str, Any]], kind: str) -> pa.Table:
 
 
 def _parquet_writer(where: Path | io.BytesIO, schema: pa.Schema) -> pq.ParquetWriter:
+    # Names repeat, so a dictionary makes them small. Tokens and numbers hardly do: their dictionaries take three
+    # quarters of the time of writing a batch, and make its file larger.
+    names = [field.name for field in schema if pa.types.is_string(field.type)]
     return pq.ParquetWriter(
-        where, schema, compression="zstd", compression_level=3, version="2.6", write_page_checksum=True
-    )
+        where, schema, compression="zstd", compression_level=3, version="2.6", write_page_checksum=True,
+        use_dictionary=names,
+    )  # fmt: skip
 
 
 def _write_groups(writer: pq.ParquetWriter, table: pa.Table) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,3 +172,27 @@ async def test_going_forward_redoes_only_the_steps_between(chain: Chain, store: 
     assert materialiser.for_training(chain.head()).trainer.weights_digest()[0] == committed_digest(chain, STEPS)
     assert (restored_steps(worklog), redone_steps(worklog)) == ([0], [1, 2, 3])
     assert materialiser.for_training(chain.policy(2)).trainer.weights_digest()[0] == committed_digest(chain, 2)
+
+
+async def test_an_old_policy_does_not_wait_for_the_upload_of_a_later_checkpoint(
+    engine: LocalEngine, chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reference of a 70B model waited 43 minutes for a checkpoint that it cannot use."""
+    saver, may_end = engine.saver, threading.Event()
+    commit = saver._commit
+
+    def slow_commit(*arguments: Any) -> Any:
+        may_end.wait()
+        return commit(*arguments)
+
+    monkeypatch.setattr(saver, "_commit", slow_commit)
+    await engine.begin_checkpoint(chain.head(), provenance=PROVENANCE)
+    threading.Timer(5.0, may_end.set).start()
+    try:
+        await engine.logprobs(LogprobsRequest(chain.policy(1), [SCORED]))
+        assert saver.pending_upload(chain.head()) is not None
+    finally:
+        may_end.set()
+    # the head, which the checkpoint leads to, waits for it
+    saver.wait_for_chain(chain.head())
+    assert saver.pending_upload(chain.head()) is None

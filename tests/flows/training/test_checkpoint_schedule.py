@@ -225,19 +225,19 @@ def test_recovery_checkpoints_that_take_longer_than_their_interval_do_not_stop_t
     assert ended == pytest.approx(max(trained, (57 * 102 + 7 * 5) + 585)), "the end waits for the last one"
 
 
-def test_copies_take_at_most_a_twentieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The copy takes 60 s, so that the next one is due 1,200 s after the last was committed, not 300 s.
+def test_copies_take_at_most_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The copy takes 60 s, so that the next one is due 3,000 s after the last was committed, not 300 s.
     world = SlowSaves(monkeypatch, copy=60.0, upload=40.0)
-    trained, _ = world.run(CheckpointConfig(frequency=None), 200, step_seconds=100.0)
-    assert trained == 200 * 100.0 + 60.0 * len(world.begun)
-    assert 60.0 * (len(world.begun) - 1) <= 0.05 * trained
+    trained, _ = world.run(CheckpointConfig(frequency=None), 500, step_seconds=100.0)
+    assert trained == 500 * 100.0 + 60.0 * len(world.begun)
+    assert 60.0 * (len(world.begun) - 1) <= 0.02 * trained
     assert len(world.begun) > 10
 
 
 def test_the_copies_of_two_models_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SlowSaves(monkeypatch, copy=60.0, upload=40.0)
-    trained, _ = world.run(CheckpointConfig(frequency=None), 200, step_seconds=100.0, models=2)
-    assert 60.0 * (len(world.begun) - 2) <= 0.05 * trained
+    trained, _ = world.run(CheckpointConfig(frequency=None), 500, step_seconds=100.0, models=2)
+    assert 60.0 * (len(world.begun) - 2) <= 0.02 * trained
     assert len(world.begun) > 10
 
 

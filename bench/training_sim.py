@@ -285,7 +285,7 @@ class OfEngine:
 class SimulatedBackend:
     """Implements engine.backends.protocol.TrainerBackend for models that are trained as a whole."""
 
-    threads, devices, actors = 1, 1, ActorCount()
+    threads, devices, actors, transfers = 1, 1, ActorCount(), None
     device, compute_dtype, master_dtype = torch.device("cpu"), torch.bfloat16, torch.float32
 
     def __init__(self, site: Site, generation: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.test_kill_nine import STEPS, Folder, make_folder
 
 ONE_STEP_OFF: dict[str, Any] = {"rules__max_staleness": 1, "regularisation__importance_cap": 2.0}
-TWO_LANES: dict[str, Any] = {**ONE_STEP_OFF, "engine__sampler__own_lane": True}
+TWO_LANES: dict[str, Any] = {**ONE_STEP_OFF, "engine__sampler": {"kind": "torch", "own_lane": True}}
 KILLS = (
     "publish.staged:1", "publish.staged:3", "publish.loaded:2", "step.before_commit:2", "step.after_commit:2",
     "rollout.before_data:5",
@@ -42,9 +42,10 @@ def test_two_lanes_end_with_the_same_bytes(
     status, output = folder.run()
     assert status == 0, output
     assert_same(folder, one_lane)
-    # the policies 0 to 2 were loaded once each, and none was restored to be sampled
+    # The policies 0 to 2 were loaded once each. Restored were the trained policy and the reference of the KL term, and
+    # none to be sampled.
     assert [event["step"] for event in folder.events("sync")] == list(range(STEPS - 1))
-    assert [event["step"] for event in folder.events("restore")] == [0]
+    assert [event["step"] for event in folder.events("restore")] == [0, 0]
 
 
 @pytest.mark.slow

@@ -157,9 +157,7 @@ class VllmSamplers:
             tokenizer.save(folder)
         nbytes = self._nbytes(trainer) if self._in_process else 0
         options = self._options(trainer, architecture, ranks)
-        transport_takes_tensors = self.spec.transport == "nccl" if self.spec.replicas else ranks == 1
-        accepts_tensors = transport_takes_tensors and self.spec.transport in ("memory", "ipc", "nccl")
-        self._runtimes[key] = SharedRuntime(architecture, options, folder, self._open, nbytes, accepts_tensors)
+        self._runtimes[key] = SharedRuntime(architecture, options, folder, self._open, nbytes)
         return self._runtimes[key]
 
     def _open(self, config_folder: Path, options: EngineOptions) -> Runtime:

@@ -130,7 +130,7 @@ class VllmSampler:
         staged = StagedForVllm(state, base, shared, on_base, probes, tolerance=tolerance)
         with ExitStack() as folders:
             # The weights of a base never change, so they are staged only if the runtime does not hold them.
-            if not (on_base and shared.is_open and shared.loaded == base):
+            if not (on_base and self._has_base(shared, base)):
                 staged.source, staged.manifest = self._stage_weights(trainer, shared, folders)
             if on_base and trainer.adapter is not None:
                 staged.adapter = self._stage_adapter(trainer, trainer.adapter, shared, folders)
@@ -170,6 +170,12 @@ class VllmSampler:
         self._load_number = shared.loads
         self.seconds["load all"] = time.perf_counter() - start
 
+    def _has_base(self, shared: SharedRuntime, base: str) -> bool:
+        """Whether `load` need not load the base, as far as can be told before its turn."""
+        if not self.independent:  # `load` follows at once
+            return self._holds_base(shared, base)
+        return shared.loaded == base and shared.is_open and not shared.ensure_running().needs_weights
+
     @staticmethod
     def _holds_base(shared: SharedRuntime, base: str) -> bool:
         """Whether the live weights are those of `base`. After a sleep all slices are read again, otherwise a few."""
@@ -200,7 +206,10 @@ class VllmSampler:
         dtype = DTYPES[shared.options.dtype]
         merges = trainer.base is not None and not is_sampled_on_base(trainer)
         local_trainer = trainer if isinstance(trainer, TorchTrainer) and not merges else None
-        if shared.accepts_tensors and local_trainer is not None:
+        # Replicas get tensors by a broadcast. In this process only an engine of one worker takes them.
+        transports = ("nccl",) if self.spec.replicas else ("memory", "ipc")
+        takes_tensors = self.spec.replicas > 0 or shared.options.tensor_parallel == 1
+        if takes_tensors and self.spec.transport in transports and local_trainer is not None:
             tensors: Mapping[str, Tensor] = _ConvertedWeights(local_trainer, dtype)
             if self.independent:  # the trainer may change its tensors before they are loaded
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -449,8 +458,6 @@ class SharedRuntime:
     """Starts a runtime from the config folder and the options."""
     nbytes: int
     """Bytes of the engine's memory that the runtime takes; 0 for replicas."""
-    accepts_tensors: bool = False
-    """Whether the runtime takes tensors of this process. Otherwise it needs files."""
     loaded: str | None = None
     """Name of the weights that the runtime was last proven to hold: a policy's state, or the digest of a base."""
     digest: str | None = None

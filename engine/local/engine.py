@@ -279,11 +279,13 @@ class LocalEngine:
         return None if all_devices else request.tensor_parallel
 
     async def stage_policy(self, policy: PolicyRef, *, epoch: int = 0) -> None:
-        if self.sampler_lane.holder_of(policy) is None:
-            await self._compute(policy.run, partial(self._stage_policy, policy, epoch))
+        await self._compute(policy.run, partial(self._stage_policy, policy, epoch))
 
     def _stage_policy(self, policy: PolicyRef, epoch: int) -> None:
         self._fence(policy.run, epoch)
+        check_committed(self.store, policy)
+        if self.sampler_lane.holder_of(policy) is not None:
+            return
         loaded = self.materialiser.for_reading(policy)
         # A chain from which nothing was sampled yet, or that is not sampled in the sampler lane, needs no copy.
         if loaded.sampler is not None and loaded.sampler.independent:

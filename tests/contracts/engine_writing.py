@@ -26,6 +26,7 @@ from tests.contracts.engine_fixtures import (
     close,
     draw,
     plain_folder,
+    same_draws,
     score,
 )
 from tests.fixtures.engines import PROVENANCE, commit_batch, hugging_face_logprobs, new_policy, request_after
@@ -150,7 +151,20 @@ class WritingContract(EngineFixtures):
             await engine.save_checkpoint(unknown, provenance=PROVENANCE)
         with pytest.raises(UnknownPolicy):
             await engine.export_model(unknown, "m", provenance=PROVENANCE)
+        with pytest.raises(UnknownPolicy):
+            await engine.stage_policy(unknown)
         assert Chain.of(store, unknown).record(unknown.step + 1) is None
+
+    async def test_a_staged_policy_is_sampled_as_before_after_the_next_step(
+        self, engine: Engine, store: ObjectStore, start: PolicyRef
+    ) -> None:
+        await engine.stage_policy(start)  # nothing was sampled yet: it does nothing
+        before = await draw(engine, start)
+        for _ in range(2):
+            await engine.stage_policy(start)
+        after = (await engine.take_gradient_step(request_after(start, commit_batch(store, start), lr=0.05))).policy
+        assert same_draws(await draw(engine, start), before, exact=self.exact)
+        assert not same_draws(await draw(engine, after), before, exact=self.exact)
 
     async def test_a_checkpoint_answers_only_for_its_own_history(self, engine: Engine, start: PolicyRef) -> None:
         await engine.save_checkpoint(start, provenance=PROVENANCE)
@@ -184,6 +198,8 @@ class WritingContract(EngineFixtures):
             await engine.logprobs(LogprobsRequest(start, [SCORED]), epoch=1)
         with pytest.raises(Fenced):
             await engine.values(LogprobsRequest(start, [SCORED]), epoch=1)
+        with pytest.raises(Fenced):
+            await engine.stage_policy(start, epoch=1)
         with pytest.raises(Fenced):
             await engine.save_checkpoint(start, provenance=PROVENANCE, epoch=1)
         with pytest.raises(Fenced):

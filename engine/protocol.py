@@ -392,7 +392,7 @@ class Engine(Protocol):
         """Takes a copy of the policy's weights for the samplers, so that `generate` for it does not need the trainer
         after its chain has moved on. Idempotent.
 
-        It does nothing if the samplers share the trainer's weights, or nothing was sampled from the chain yet."""
+        It does nothing if the samplers share the trainer's weights."""
         ...
 
     async def begin_checkpoint(

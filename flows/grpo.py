@@ -89,7 +89,7 @@ class GRPO(RolloutLoop):
                     step.policy, batch, plan, collected, kl_beta=kl_beta, total_steps=total_steps
                 )
                 policy = await take_gradient_step(
-                    workspace, request, step=step.index, sampled_later=lookahead.staleness > 0
+                    workspace, request, step=step.index, sampled_later=lookahead.samples_later_from(step.index)
                 )
                 step.complete(policy, collected=collected)
         return steps.policy

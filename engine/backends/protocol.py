@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from engine.backends.weight_files.sketches import Sketch
-from engine.errors import BadSpec, SampleTooLong
+from engine.errors import BadSpec, SamplerOutOfSync, SampleTooLong
 from engine.losses.spec import LossSpec
 from engine.models.folder import CONTEXT_SOURCE
 from engine.models.samples import FloatArray, Sample
@@ -189,6 +189,10 @@ def is_sampled_on_base(trainer: Trainer) -> bool:
     return trainer.base is not None and not (trainer.adapter is not None and trainer.adapter.use_dora)
 
 
+class BaseGone(SamplerOutOfSync):
+    """The sampler has lost the base model of an adapter since the adapter was staged. Both must be staged again."""
+
+
 class StagedWeights(Protocol):
     """The weights of one policy on their way from a trainer to a sampler."""
 
@@ -224,7 +228,8 @@ class Sampler(Protocol):
     def load(self, staged: Any) -> None:
         """Loads weights of `stage` and checks them. No completion may be in progress.
 
-        Raises SamplerOutOfSync if they did not arrive complete, or compute something else than the trainer's.
+        Raises SamplerOutOfSync if they did not arrive complete, or compute something else than the trainer's, and
+        BaseGone.
         """
         ...
 

@@ -35,7 +35,7 @@ from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy, NoRoomYet
 from engine.local.materialise import Materialiser, check_committed, create_chain
 from engine.local.queue import FairQueue, GenerationBatcher, PendingGeneration, sample_completions
 from engine.local.rebase import Rebaser
-from engine.local.sampling import LaneSampler, SamplerLane, Weights, WeightsGone
+from engine.local.sampling import Holding, SamplerLane, WeightsGone
 from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint, publish_policy, scratch_folder
 from engine.models.folder import ModelFolder, local_folder, registered_model, registry_version
 from engine.models.hub import hub_repo_of_key, import_from_hub
@@ -67,9 +67,6 @@ from storage.worklog import log_work
 
 R = TypeVar("R")
 
-STAGINGS = 3
-"""Number of times that the weights for one `generate` are staged, if the sampler loses them before the call's turn."""
-
 log = logging.getLogger(__name__)
 
 
@@ -94,7 +91,7 @@ class LocalEngine:
             save=self._save_for_eviction,
         )
 
-        # One thread runs every call that touches trainers, so none of these objects needs a lock.
+        # One thread runs every call that touches trainers, so the materialiser and the policies need no lock.
         self.queue = FairQueue(name="ostinato-engine", prepare=self.backend.prepare_thread)
         self.sampler_lane = SamplerLane(self.samplers.concurrent_calls, self.backend.prepare_thread)
         self.materialiser = Materialiser(
@@ -206,62 +203,57 @@ class LocalEngine:
     async def _generate(self, call: PendingGeneration, epoch: int) -> list[Completion]:
         """Samples in the sampler lane if a sampler holds the weights, and stages them before if none does. A sampler
         that shares the trainer's weights samples in the trainer lane."""
-        policy = call.request.policy
-        for attempt in range(STAGINGS):
-            holder = self.sampler_lane.holder_of(policy) if self._tensor_parallel(call.request) is None else None
-            if holder is None:
-                completions = await self._compute(policy.run, partial(self._sample_or_stage, call, epoch))
-                if completions is not None:
-                    return completions
-                continue
-            sampler, weights = holder
+        policy, tensor_parallel = call.request.policy, self._tensor_parallel(call.request)
+        deadline = time.monotonic() + self.spec.room_seconds
+        while True:
+            holding = self.sampler_lane.holding_of(policy, tensor_parallel)
+            if holding is None:
+                outcome = await self._compute(policy.run, partial(self._sample_or_stage, call, epoch))
+                if not isinstance(outcome, Holding):
+                    return outcome
+                holding = outcome
             try:
                 return await self.sampler_lane.queue.run(
                     policy.run,
-                    partial(self._sample_in_lane, call, sampler, weights, epoch),
-                    group=(id(sampler), weights),
+                    partial(self._sample_in_lane, call, holding, epoch),
+                    group=(id(holding.sampler), holding.weights, holding.staging),
                     cost=_sampled_tokens,
                 )
-            except WeightsGone:
-                if attempt == STAGINGS - 1:
-                    raise
-        raise EngineBusy(
-            f"the weights of {policy.uri} were staged {STAGINGS} times and replaced before their turn; call again"
-        )
+            except WeightsGone as error:
+                # Other weights were loaded before the turn of this call.
+                if time.monotonic() > deadline:
+                    raise EngineBusy(f"{error}; tried for {self.spec.room_seconds:.0f} s. Call again later") from error
 
-    def _sample_or_stage(self, call: PendingGeneration, epoch: int) -> list[Completion] | None:
-        """Runs in the trainer lane. Returns None when the weights are staged for the sampler lane."""
-        policy = call.request.policy
+    def _sample_or_stage(self, call: PendingGeneration, epoch: int) -> list[Completion] | Holding:
+        """Runs in the trainer lane. Returns the completions, or the weights that are staged for the sampler lane."""
+        policy, tensor_parallel = call.request.policy, self._tensor_parallel(call.request)
         self._fence(policy.run, epoch)
         if call.completions is not None:  # it was sampled in the batch of another call
             check_committed(self.store, policy)
             return call.completions
-        if self.sampler_lane.holder_of(policy) is not None:  # it was staged for another call
-            return None
+        staged = self.sampler_lane.holding_of(policy, tensor_parallel)
+        if staged is not None:  # for another call
+            return staged
         loaded = self.materialiser.for_reading(policy)
-        tensor_parallel = self._tensor_parallel(call.request)
         sampler = self.materialiser.sampler_for(loaded, policy, tensor_parallel=tensor_parallel)
         if sampler.independent:
-            sampler.stage(loaded.trainer, loaded.weights, policy)
-            return None
+            return sampler.stage(loaded.trainer, loaded.weights, policy)
 
         def sample(request: GenerateRequest, on_token: OnToken) -> list[Completion]:
             return self._sample(self.materialiser.synced(sampler, loaded, policy), request, on_token)
 
         return self.generation_batcher.complete(call, sample)
 
-    def _sample_in_lane(
-        self, call: PendingGeneration, sampler: LaneSampler, weights: Weights, epoch: int
-    ) -> list[Completion]:
+    def _sample_in_lane(self, call: PendingGeneration, holding: Holding, epoch: int) -> list[Completion]:
         policy = call.request.policy
         self._fence(policy.run, epoch)
         check_committed(self.store, policy)
         if call.completions is not None:  # it was sampled in the batch of another call
             return call.completions
-        with sampler.loaded(weights, policy) as loaded:
+        with holding.sampler.holding(holding.weights, policy) as sampler:
             if self.samplers.concurrent_calls > 1:  # the sampler itself batches the calls
-                return self.generation_batcher.complete_alone(call, partial(self._sample, loaded))
-            return self.generation_batcher.complete(call, partial(self._sample, loaded))
+                return self.generation_batcher.complete_alone(call, partial(self._sample, sampler))
+            return self.generation_batcher.complete(call, partial(self._sample, sampler))
 
     def _sample(self, sampler: Sampler, request: GenerateRequest, on_token: OnToken) -> list[Completion]:
         def on_token_unless_closing(index: int, token: int, logprob: float) -> None:
@@ -284,12 +276,15 @@ class LocalEngine:
     def _stage_policy(self, policy: PolicyRef, epoch: int) -> None:
         self._fence(policy.run, epoch)
         check_committed(self.store, policy)
-        if self.sampler_lane.holder_of(policy) is not None:
+        if self.sampler_lane.holding_of(policy, None) is not None:
             return
-        loaded = self.materialiser.for_reading(policy)
-        # A chain from which nothing was sampled yet, or that is not sampled in the sampler lane, needs no copy.
-        if loaded.sampler is not None and loaded.sampler.independent:
-            loaded.sampler.stage(loaded.trainer, loaded.weights, policy)
+        # A policy that its chain has left would have to be restored here as well as for its first `generate`.
+        in_memory = self.loaded_policies.find_by_state(policy.state) is not None
+        if in_memory or Chain.of(self.store, policy).record(policy.step + 1) is None:
+            loaded = self.materialiser.for_reading(policy)
+            sampler = self.materialiser.sampler_for(loaded, policy)
+            if sampler.independent:
+                sampler.stage(loaded.trainer, loaded.weights, policy)
 
     async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         logprobs = await self._compute(request.policy.run, partial(self._logprobs, request, epoch))
@@ -497,7 +492,7 @@ class LocalEngine:
 
     def _close(self, checkpoint: bool) -> None:
         # The queues first: after them no call changes the weights that are saved here.
-        self.sampler_lane.queue.close()
+        self.sampler_lane.close()
         self.queue.close()
         unsaved = self.loaded_policies.unsaved() if checkpoint else []
         for loaded in unsaved:

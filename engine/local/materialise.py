@@ -353,9 +353,8 @@ class Materialiser:
                 what = "the sampler's copy of a model"
                 self.loaded_policies.make_room(need, run=policy.run, what=what, keep=loaded)
             tokenizer = tokenizer_of(self.store, base_model_of(self.store, policy))
-            loaded.sampler = self.sampler_lane.add(
-                self.samplers.new_sampler(loaded.trainer, tensor_parallel=tensor_parallel, tokenizer=tokenizer)
-            )
+            sampler = self.samplers.new_sampler(loaded.trainer, tensor_parallel=tensor_parallel, tokenizer=tokenizer)
+            loaded.sampler = self.sampler_lane.add(sampler, tensor_parallel)
             loaded.tensor_parallel = tensor_parallel
         return loaded.sampler
 

@@ -58,10 +58,12 @@ class _Job:
 
 @dataclass(slots=True)
 class _Line:
-    """The waiting calls of one run, and its virtual time: seconds, or the unit of its calls' `cost`."""
+    """The waiting calls of one run, and its virtual time: seconds, or the unit of its calls' `cost` (sampled tokens)."""
 
     jobs: deque[_Job] = field(default_factory=deque)
     virtual: float = 0.0
+    running: int = 0
+    """Number of its calls that have begun and not ended."""
 
 
 class FairQueue:
@@ -163,7 +165,9 @@ class FairQueue:
             finally:
                 with self._changed:
                     self._running.remove(job)
+                    line.running -= 1
                     self._changed.notify_all()
+            del entry, line, job  # while the thread waits, it must not keep what the call used
 
     def _call(self, line: _Line, job: _Job) -> None:
         """Runs a call, and charges its run for it, also when it failed."""
@@ -194,6 +198,7 @@ class FairQueue:
                     line = self._lines[name]
                     job = line.jobs.popleft()
                     self._floor = max(self._floor, line.virtual) if self._running else line.virtual
+                    line.running += 1
                     self._begin(job)
                     self._forget_idle(keep=name)
                     return line, job
@@ -230,7 +235,7 @@ class FairQueue:
         """Deletes the lines that have no calls and are not ahead of the floor. A service sees very many runs."""
         idle = []
         for name, line in self._lines.items():
-            if not line.jobs and name != keep and line.virtual <= self._floor:
+            if not line.jobs and not line.running and name != keep and line.virtual <= self._floor:
                 idle.append(name)
         for name in idle:
             del self._lines[name]

@@ -10,12 +10,13 @@ A sampler that is not `independent` shares tensors or memory with its trainer. I
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.backends.protocol import Sampler, StagedWeights, Trainer
+from engine.backends.protocol import BaseGone, Sampler, StagedWeights, Trainer
 from engine.errors import TransientEngineError
 from engine.local.queue import FairQueue
 from storage.chain.records import PolicyRef, RebaseMark
@@ -34,15 +35,31 @@ class Weights(NamedTuple):
     rebase: RebaseMark | None
 
 
+class Holding(NamedTuple):
+    """Weights that a sampler holds, or that are staged for it. Calls of the sampler lane for an equal holding run at
+    the same time."""
+
+    sampler: LaneSampler
+    weights: Weights
+    staging: int
+    """Number of the staging, from 1. Weights that were lost and are staged again are another holding, so that they are
+    not loaded while a call still samples from the first ones."""
+
+
 @dataclass(eq=False)
 class LaneSampler:
     """A sampler that both lanes may use, and the weights that are staged for it. Its methods are thread-safe."""
 
     sampler: Sampler
+    tensor_parallel: int | None = None
+    """Number of devices that it was created for. None: the setting of the engine's config."""
     _staged: dict[Weights, StagedWeights] = field(default_factory=dict)
-    _loaded: Weights | None = None
+    _stagings: dict[Weights, int] = field(default_factory=dict)
+    """The number of the staging of the staged and the loaded weights."""
     _names: dict[PolicyRef, Weights] = field(default_factory=dict)
     """The policies that are known to have the staged and the loaded weights."""
+    _loaded: Weights | None = None
+    _count: int = 0
     _uses: int = 0
     """Number of calls of the sampler lane that use it now."""
     _closed: bool = False
@@ -53,41 +70,41 @@ class LaneSampler:
     def independent(self) -> bool:
         return self.sampler.independent
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def nbytes(self) -> int:
         return self.sampler.nbytes()
 
-    def weights_of(self, policy: PolicyRef) -> Weights | None:
+    def holding_of(self, policy: PolicyRef) -> Holding | None:
         """The weights of the policy, if the sampler lane can sample from them without the trainer."""
         with self._lock:
             weights = self._names.get(policy)
-            if weights is None or self._closed:
+            if weights is None or self._closed or not (weights in self._staged or self._is_loaded(weights)):
                 return None
-            return weights if weights in self._staged or self._is_loaded(weights) else None
+            return Holding(self, weights, self._stagings[weights])
 
     def _is_loaded(self, weights: Weights) -> bool:
         return self._loaded == weights and self.sampler.loaded_state == weights.state
 
-    def stage(self, trainer: Trainer, weights: Weights, policy: PolicyRef) -> None:
+    def stage(self, trainer: Trainer, weights: Weights, policy: PolicyRef) -> Holding:
         """Stages the trainer's weights, those of `policy`, for the sampler lane. Call it from the trainer lane."""
         with self._lock:
             known = weights in self._staged or self._is_loaded(weights)
         staged: StagedWeights | None = None if known else self.sampler.stage(trainer, weights.state)
         with self._lock:
-            self._names[policy] = weights
             if staged is not None and not self._closed:
-                self._staged[weights], staged = staged, None
+                self._count += 1
+                self._staged[weights], self._stagings[weights] = staged, self._count
+                staged = None
+            self._names[policy] = weights
+            holding = Holding(self, weights, self._stagings.get(weights, 0))
         failpoint("publish.staged")
         if staged is not None:
             staged.close()
+        return holding
 
     @contextmanager
-    def loaded(self, weights: Weights, policy: PolicyRef) -> Iterator[Sampler]:
+    def holding(self, weights: Weights, policy: PolicyRef) -> Iterator[Sampler]:
         """Within the block the sampler holds these weights, which it loads first if necessary. Call it from the sampler
-        lane, whose running calls all use the same weights. Raises WeightsGone, and as `Sampler.load`."""
+        lane, whose running calls all use the same holding. Raises WeightsGone, and as `Sampler.load`."""
         with self._lock:
             if self._closed:
                 raise WeightsGone("the sampler was closed, because its policy left the engine's memory")
@@ -112,12 +129,15 @@ class LaneSampler:
             self._loaded = None
         try:
             self.sampler.load(staged)
+        except BaseGone as error:
+            raise WeightsGone(str(error)) from error
         finally:
             staged.close()
         with self._lock:
             self._loaded = weights
             kept = {weights, *self._staged}
             self._names = {name: known for name, known in self._names.items() if known in kept}
+            self._stagings = {known: number for known, number in self._stagings.items() if known in kept}
         log_work("sync", policy=policy.uri, step=policy.step)
         failpoint("publish.loaded")
 
@@ -140,19 +160,31 @@ class SamplerLane:
     def __init__(self, concurrent_calls: int, prepare: Callable[[], None]) -> None:
         """Each thread of the lane calls `prepare` first."""
         self.queue = FairQueue(name="ostinato-sampler", threads=concurrent_calls, prepare=prepare)
-        self._samplers: list[LaneSampler] = []
+        # Weak references: a sampler may share its trainer's weights, which must be freed with their policy.
+        self._samplers: list[weakref.ref[LaneSampler]] = []
 
-    def add(self, sampler: Sampler) -> LaneSampler:
+    def add(self, sampler: Sampler, tensor_parallel: int | None) -> LaneSampler:
         """Returns the sampler as both lanes use it. Call it from the trainer lane."""
-        added = LaneSampler(sampler)
+        added = LaneSampler(sampler, tensor_parallel)
         # A new list, because other threads may read the old one.
-        self._samplers = [*(known for known in self._samplers if not known.closed), added]
+        self._samplers = [*(known for known in self._samplers if known() is not None), weakref.ref(added)]
         return added
 
-    def holder_of(self, policy: PolicyRef) -> tuple[LaneSampler, Weights] | None:
-        """An independent sampler that holds the weights of the policy or for which they are staged, and the weights."""
-        for sampler in self._samplers:
-            weights = sampler.weights_of(policy) if sampler.independent else None
-            if weights is not None:
-                return sampler, weights
+    def holding_of(self, policy: PolicyRef, tensor_parallel: int | None) -> Holding | None:
+        """The weights of the policy in an independent sampler that holds them, or for which they are staged."""
+        for reference in self._samplers:
+            sampler = reference()
+            if sampler is None or not sampler.independent or sampler.tensor_parallel != tensor_parallel:
+                continue
+            holding = sampler.holding_of(policy)
+            if holding is not None:
+                return holding
         return None
+
+    def close(self) -> None:
+        """Ends the calls, and frees what is staged."""
+        self.queue.close()
+        for reference in self._samplers:
+            sampler = reference()
+            if sampler is not None:
+                sampler.close()

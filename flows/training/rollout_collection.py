@@ -187,6 +187,12 @@ class RolloutLookahead:
     _tasks: dict[int, asyncio.Task[CollectedRollouts]] = field(default_factory=dict, init=False)
     """The collections that have been started, by step."""
 
+    def samples_later_from(self, step: int) -> bool:
+        """Whether rollouts of a later step come from the policy before the 0-based `step`, which may still be sampled
+        when that step is taken."""
+        is_needed = self.total_steps is None or step + self.staleness < self.total_steps
+        return self.staleness > 0 and is_needed
+
     async def rollouts_for(self, policy: PolicyRef) -> CollectedRollouts:
         """Returns the rollouts that train `policy`. Also starts to collect up to `staleness` later steps."""
         step = policy.step

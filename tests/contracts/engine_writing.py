@@ -158,7 +158,7 @@ class WritingContract(EngineFixtures):
     async def test_a_staged_policy_is_sampled_as_before_after_the_next_step(
         self, engine: Engine, store: ObjectStore, start: PolicyRef
     ) -> None:
-        await engine.stage_policy(start)  # nothing was sampled yet: it does nothing
+        await engine.stage_policy(start)
         before = await draw(engine, start)
         for _ in range(2):
             await engine.stage_policy(start)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
 from engine.backends.protocol import OnToken
-from engine.errors import CompletionDiverged
+from engine.errors import CompletionDiverged, WorkerDied
 from engine.protocol import Completion, StopReason, TokenIds
 
 SMALL_CALL = 4
@@ -134,4 +135,7 @@ def run_with_listener(
         future.cancel()
         ended.wait()
         raise
-    future.result()
+    try:
+        future.result()
+    except CancelledError as error:
+        raise WorkerDied("the replicas were closed during this call; call again") from error

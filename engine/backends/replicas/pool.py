@@ -17,6 +17,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -54,6 +55,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+POOL_CLOSED = "the replicas were closed during this call; call again"
+
 OnUp = Callable[[Replica], Awaitable[None]]
 MakeReplicas = Callable[[OnUp], list[Replica]]
 
@@ -71,14 +74,31 @@ class LoopThread:
         return self._thread.is_alive()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine in the loop and returns its result. Must not be called from the loop's thread."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+        """Runs a coroutine in the loop and returns its result. Must not be called from the loop's thread. Raises
+        WorkerDied if the thread has ended, or ends meanwhile."""
+        if self.loop.is_closed():
+            work.close()
+            raise WorkerDied(POOL_CLOSED)
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+        except CancelledError as error:
+            raise WorkerDied(POOL_CLOSED) from error
 
     def close(self) -> None:
-        """Stops the loop and ends the thread."""
+        """Cancels what runs in the loop, stops it and ends the thread."""
+        self.run(self._cancel_all())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+    @staticmethod
+    async def _cancel_all() -> None:
+        # Each thread that waits for a call gets its error.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
 
 class ReplicaPool:
@@ -246,7 +266,7 @@ class ReplicaPool:
         # Nothing can prove the weights of a process that has ended, so its completions must not be used.
         lost = self._unchecked_actors.keys() - {replica.actor for replica in holders}
         if lost:
-            self._unchecked_actors.clear()
+            # They stay in `_unchecked_actors` until the next load: other calls may have completions of theirs, too.
             names = ", ".join(sorted(actor.name for actor in lost))
             raise SamplerOutOfSync(f"{names} sampled completions and ended before its weights were checked")
         sampled = self._unchecked_actors.copy()

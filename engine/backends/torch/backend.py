@@ -80,8 +80,8 @@ class TorchBackend:
         )
 
     def prepare_thread(self) -> None:
-        """Sets the thread count, which is a setting of the calling thread. It is called once, in the thread that
-        computes."""
+        """Sets the thread count, which is a setting of the calling thread. It is called once in each thread
+        that computes."""
         torch.set_num_threads(self.threads)
         if self.device.type == "cuda" and (self.spec.deterministic or self.spec.deterministic_kernels):
             # If equal bytes are promised, an operation without such a kernel is an error: the gradient of attention in

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from engine.backends.protocol import Sampler, Trainer, is_sampled_on_base
+from engine.backends.protocol import BaseGone, Sampler, Trainer, is_sampled_on_base
 from engine.backends.torch.attention import IMPLEMENTATION, register_attention
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy, master_dtype_of
 from engine.backends.torch.decoding.lean_decoder import LeanModel, can_be_lean, packed_nbytes
@@ -296,7 +296,7 @@ class StagedFilesSampler(_LoraSampler):
             self._read_weights(staged.weights, staged.state)
             self._base_digest = staged.base
         elif staged.base != self._base_digest:
-            raise SamplerOutOfSync("the sampler's base model has changed since the adapter was staged; stage it again")
+            raise BaseGone("the sampler's base model has changed since the adapter was staged; call again")
         self._pairs = {}
         if staged.adapter is not None:
             pairs = read_pairs(staged.adapter, staged.adapter_scale, self.model.device)

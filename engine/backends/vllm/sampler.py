@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.protocol import OnToken, Trainer, check_prompts, is_sampled_on_base
+from engine.backends.protocol import BaseGone, OnToken, Trainer, check_prompts, is_sampled_on_base
 from engine.backends.replicas.pool import ReplicaPool
 from engine.backends.replicas.replica import count_replicas
 from engine.backends.replicas.runtime import (
@@ -192,7 +193,7 @@ class VllmSampler:
     def _load(self, staged: StagedForVllm) -> None:
         shared = staged.shared
         if staged.source is None:
-            raise SamplerOutOfSync("vLLM has lost the base model since the adapter was staged; call again")
+            raise BaseGone("vLLM has lost the base model since the adapter was staged; call again")
         shared.wake()
         # From here on the runtime holds no known weights, until the load has proven them.
         shared.loaded = None
@@ -297,15 +298,15 @@ class VllmSampler:
         if not prompts:
             return []
         with self._resets_on_failure(shared):
-            runtime = shared.ensure_running()
+            runtime, adapter = shared.ensure_running(), self._adapter
             # Check the adapter first: vLLM may have dropped it to make room for the adapters of other policies.
-            if self._adapter is not None:
-                runtime.check_adapter(self._adapter)
-            completions = runtime.generate(prompts, seeds, params, on_token, adapter=self._adapter, stops=stops)
+            if adapter is not None:
+                runtime.check_adapter(adapter)
+            completions = runtime.generate(prompts, seeds, params, on_token, adapter=adapter, stops=stops)
             # Check again after sampling, so that no completion of changed weights is returned.
             runtime.check(base)
-            if self._adapter is not None:
-                runtime.check_adapter(self._adapter)
+            if adapter is not None:
+                runtime.check_adapter(adapter)
         # The gap check of the next sync also probes a real prompt, not only random tokens.
         self._recent_prompts = [list(prompt[:RECENT_TOKENS]) for prompt in prompts[:1]]
         return completions
@@ -315,7 +316,7 @@ class VllmSampler:
         if shared is None or not shared.is_open:
             return 0
         # The oldest user reports the memory that all users share, so that it is counted once.
-        return shared.nbytes if shared.users[0] is self else 0
+        return shared.nbytes if shared.users[:1] == [self] else 0
 
     def close(self) -> None:
         """Removes the adapter. The runtime stays open, since other policies of the model may use it."""
@@ -469,18 +470,22 @@ class SharedRuntime:
     users: list[object] = field(default_factory=list)
     """The samplers that use it, the oldest first. The oldest one reports the memory of the runtime as its own."""
     _runtime: Runtime | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held while the runtime is started or closed: several calls may notice at once that it has died."""
 
     def ensure_running(self) -> Runtime:
         """Returns the runtime. Starts it if it does not run yet or has died, which takes seconds to minutes."""
-        if self._runtime is not None and not self._runtime.alive:
-            self.close()
-        if self._runtime is None:
-            self._runtime = self.start(self.config_folder, self.options)
-        return self._runtime
+        with self._lock:
+            if self._runtime is not None and not self._runtime.alive:
+                self.close()
+            if self._runtime is None:
+                self._runtime = self.start(self.config_folder, self.options)
+            return self._runtime
 
     @property
     def is_open(self) -> bool:
-        return self._runtime is not None and self._runtime.alive
+        runtime = self._runtime  # read once: another thread may close the runtime meanwhile
+        return runtime is not None and runtime.alive
 
     @property
     def actors(self) -> ActorCount:
@@ -508,10 +513,11 @@ class SharedRuntime:
 
     def close(self) -> None:
         """Ends the runtime. The next use starts another one, without weights."""
-        self.loaded, self.asleep = None, False
-        if self._runtime is not None:
-            runtime, self._runtime = self._runtime, None
-            runtime.close()
+        with self._lock:
+            self.loaded, self.asleep = None, False
+            if self._runtime is not None:
+                runtime, self._runtime = self._runtime, None
+                runtime.close()
 
     def discard(self) -> None:
         """Ends the runtime for good, and deletes the config folder."""

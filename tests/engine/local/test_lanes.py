@@ -6,7 +6,9 @@ The tests order events with gates, not with the clock.
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -201,11 +203,11 @@ def test_a_sampler_in_use_is_closed_when_its_last_call_ends() -> None:
     weights = Weights("0", None)
     held.stage(None, weights, policy_at(0))  # type: ignore[arg-type]
     held.stage(None, Weights("1", None), policy_at(1))  # type: ignore[arg-type]
-    with held.loaded(weights, policy_at(0)), held.loaded(weights, policy_at(0)):
+    with held.holding(weights, policy_at(0)), held.holding(weights, policy_at(0)):
         held.close()
         assert not sampler.closed
-        assert held.weights_of(policy_at(0)) is None
-        with pytest.raises(WeightsGone), held.loaded(weights, policy_at(0)):
+        assert held.holding_of(policy_at(0)) is None
+        with pytest.raises(WeightsGone), held.holding(weights, policy_at(0)):
             pass
     assert sampler.closed
     assert [staged.closed for staged in sampler.staged] == [True, True]
@@ -216,12 +218,63 @@ def test_staged_weights_are_freed_once_they_are_loaded_and_equal_ones_are_staged
     weights = Weights("0", None)
     for name in (policy_at(0), policy_at(0).model_copy(update={"run": "with-the-same-history"})):
         held.stage(None, weights, name)  # type: ignore[arg-type]
-        assert held.weights_of(name) == weights
+        assert held.holding_of(name) == (held, weights, 1)
     assert len(sampler.staged) == 1
-    with held.loaded(weights, policy_at(0)):
+    with held.holding(weights, policy_at(0)):
         assert sampler.loaded_state == "0" and sampler.staged[0].closed
-    with pytest.raises(WeightsGone), held.loaded(Weights("1", None), policy_at(1)):
+    with pytest.raises(WeightsGone), held.holding(Weights("1", None), policy_at(1)):
         pass
+
+
+def test_weights_that_are_lost_and_staged_again_are_another_holding() -> None:
+    """So the queue does not load them while a call still samples from the first ones."""
+    sampler, held = lane_sampler()
+    weights = Weights("0", None)
+    first = held.stage(None, weights, policy_at(0))  # type: ignore[arg-type]
+    with held.holding(weights, policy_at(0)):
+        sampler.loaded_state = None  # a failed proof in another call
+        assert held.holding_of(policy_at(0)) is None
+        assert held.stage(None, weights, policy_at(0)).staging == first.staging + 1  # type: ignore[arg-type]
+
+
+async def test_a_call_for_its_own_number_of_devices_is_sampled(engine: LocalEngine, tiny_folder: Path) -> None:
+    policy = await new_policy(engine, tiny_folder)
+    engine.devices = 2  # tp(1) is then no longer the setting of the config
+    completions = await engine.generate(GenerateRequest(policy, PROMPTS, [1, 2], SAMPLING, tensor_parallel=1))
+    engine.devices = 1
+    assert completions == await sample(engine, policy)
+
+
+async def test_the_weights_of_a_policy_that_left_the_engine_are_freed(store: ObjectStore, tiny_folder: Path) -> None:
+    """Also those that a sampler shares with the trainer."""
+    engine = LocalEngine(store.url, DETERMINISTIC)
+    policy = await new_policy(engine, tiny_folder)
+    await sample(engine, policy)
+    loaded = engine.loaded_policies.training_policy_of(policy)
+    assert loaded is not None
+    weights = [weakref.ref(parameter) for parameter in loaded.trainer.model.module.parameters()]  # type: ignore[attr-defined]
+    del loaded
+    await engine.queue.run("", lambda: engine.loaded_policies.drop(policy))
+    await engine.queue.run("", lambda: None)  # the thread waits for its next call then
+    gc.collect()
+    assert [reference() for reference in weights] == [None] * len(weights)
+    await engine.close(checkpoint=False)
+
+
+async def test_a_run_is_charged_for_a_call_that_another_run_outlives() -> None:
+    """A run whose only call is running is not forgotten when another run's call begins."""
+    queue = FairQueue(name="test", threads=2, clock=Clock())
+    calls = Calls(queue)
+    first = calls.start("a1", "a", "W", cost=5.0)
+    await calls.expect("a1")
+    second = calls.start("b1", "b", "W", cost=1.0)
+    await calls.expect("a1", "b1")
+    calls.gates["a1"].set()
+    await first
+    assert queue._lines["a"].virtual == 5.0
+    calls.gates["b1"].set()
+    await second
+    await asyncio.to_thread(queue.close)
 
 
 class Calls:

@@ -99,9 +99,9 @@ class LocalEngine:
             self.backend,
             self.samplers,
             self.loaded_policies,
-            self.sampler_lane,
             rebaser=Rebaser(self.store, self.backend, self.saver, self.spec),
             stop_check=self.queue.check,
+            add_sampler=self.sampler_lane.add,
         )
         self.generation_batcher = GenerationBatcher(max_rows=self.spec.max_rows)
         self._epochs: dict[str, int] = {}

@@ -17,7 +17,7 @@ from engine.local.apply import apply_request
 from engine.local.closeness import Judgement, Redo, judge_redo
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy
 from engine.local.rebase import Rebaser
-from engine.local.sampling import LaneSampler, SamplerLane
+from engine.local.sampling import LaneSampler
 from engine.local.saving import checkpoint_files, scratch
 from engine.models.folder import base_nbytes, parameter_count
 from engine.models.scores import check_head
@@ -48,14 +48,15 @@ class Materialiser:
         backend: TrainerBackend,
         samplers: SamplerBackend,
         loaded_policies: LoadedPolicies,
-        sampler_lane: SamplerLane,
         *,
         rebaser: Rebaser,
         stop_check: Callable[[], None] = lambda: None,
+        add_sampler: Callable[[Sampler, int | None], LaneSampler] = LaneSampler,
     ) -> None:
-        """`stop_check` is called after each micro-batch of a redo, and may raise an error to stop the redo."""
+        """`stop_check` is called after each micro-batch of a redo, and may raise an error to stop the redo.
+        `add_sampler` is called with each new sampler and its number of devices (`SamplerLane.add`)."""
         self.store, self.backend, self.samplers = store, backend, samplers
-        self.loaded_policies, self.sampler_lane = loaded_policies, sampler_lane
+        self.loaded_policies, self._add_sampler = loaded_policies, add_sampler
         self.rebaser, self.stop_check = rebaser, stop_check
 
     # -- loaded policies ---------------------------------------------------------------------------------------
@@ -354,7 +355,7 @@ class Materialiser:
                 self.loaded_policies.make_room(need, run=policy.run, what=what, keep=loaded)
             tokenizer = tokenizer_of(self.store, base_model_of(self.store, policy))
             sampler = self.samplers.new_sampler(loaded.trainer, tensor_parallel=tensor_parallel, tokenizer=tokenizer)
-            loaded.sampler = self.sampler_lane.add(sampler, tensor_parallel)
+            loaded.sampler = self._add_sampler(sampler, tensor_parallel)
             loaded.tensor_parallel = tensor_parallel
         return loaded.sampler
 

@@ -58,7 +58,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _Line:
-    """The waiting calls of one run, and its virtual time: seconds, or the unit of its calls' `cost` (sampled tokens)."""
+    """The waiting calls of one run, and its virtual time in seconds, or in what the `cost` of its calls counts."""
 
     jobs: deque[_Job] = field(default_factory=deque)
     virtual: float = 0.0

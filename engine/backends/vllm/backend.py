@@ -37,8 +37,8 @@ from engine.text.tokenizers import Tokenizer
 from storage.temporary import process_folder
 
 CONCURRENT_CALLS = 256
-"""Calls that the replicas of an engine sample at the same time. Each takes a thread that waits. A run has as many shards
-in progress, at most."""
+"""Calls that the replicas of an engine sample at the same time. Each takes a thread that waits. A run has at most as
+many shards in progress."""
 
 _RuntimeKey = tuple[str, int, bool, str | None]
 """(digest of the architecture, tensor_parallel, whether LoRA adapters are used, digest of the tokenizer)."""

@@ -49,8 +49,8 @@ def has_objects(store: ObjectStore, run: str) -> bool:
     prefix = keys.run_prefix(run)
     folders, objects = store.folder(prefix)
     # an object that belongs to no run, such as a file that a person put there, counts, too
-    own = (name for name in folders if name in keys.RUN_PARTS or not keys.is_run(f"{run}/{name}"))
-    return bool(objects) or any(store.has_objects(f"{prefix}{name}/") for name in own)
+    of_run = (name for name in folders if name in keys.RUN_PARTS or not keys.is_run(f"{run}/{name}"))
+    return bool(objects) or any(store.has_objects(f"{prefix}{name}/") for name in of_run)
 
 
 def all_chains(store: ObjectStore) -> list[Chain]:

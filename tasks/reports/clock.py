@@ -18,7 +18,7 @@ class Lap(NamedTuple):
     seconds: dict[str, float]
     """Seconds of each activity. They add up to the wall time: activities that are open together share it."""
     open_seconds: dict[str, float]
-    """Seconds in which each activity was open, also beside others."""
+    """Seconds in which each activity was open, alone or with others."""
 
     def idle(self, activity: str) -> float | None:
         """Share of the wall time in which the activity was not open. None for a lap without duration."""

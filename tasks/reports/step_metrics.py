@@ -38,16 +38,7 @@ def measure_step(
 ) -> StepMetrics:
     """The metrics of a step. Without rollouts (SFT) the fields of reinforcement learning are None. `parts`: those of
     the mixture that the step took its rows from. `lap`: the time of the step."""
-    # The rewards: one per completion, or one per episode.
-    rewards: list[float] = []
-    masked = 0
-    if graded:
-        grades = read_grades(store, graded)
-        rewards, masked = grades.rewards.tolist(), grades.masked_count
-    mean = sum(rewards) / len(rewards) if rewards else None
-    deviation = None
-    if mean is not None:
-        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    mean, deviation, masked = _reward_statistics(store, graded)
     # Sampled tokens, or trained tokens if nothing is sampled.
     shards = _in_parallel(lambda ref: _shard_counts(store, ref), rollouts)
     completions = sum(shard.completions for shard in shards)
@@ -90,6 +81,20 @@ def measure_step(
         tokens_per_second=tokens / wall_seconds if wall_seconds else 0.0,
         seconds=lap.seconds,
     )
+
+
+def _reward_statistics(store: ObjectStore, graded: list[ArtifactRef]) -> tuple[float | None, float | None, int]:
+    """(mean, standard deviation, number of masked grades) of the rewards: one per completion, or one per episode. None
+    without rewards."""
+    if not graded:
+        return None, None, 0
+    grades = read_grades(store, graded)
+    rewards = grades.rewards.tolist()
+    if not rewards:
+        return None, None, grades.masked_count
+    mean = sum(rewards) / len(rewards)
+    deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    return mean, deviation, grades.masked_count
 
 
 def _rows_of_parts(record: CommitRecord, parts: Sequence[LoadedPart]) -> dict[str, PartMetrics]:

@@ -62,21 +62,21 @@ class RankStore:
 
         The files stay on the disk. If this process is killed, the engine's process continues the upload."""
         store = self._open(url)
-        own_files = {part_file(kind, self._rank, self._world_size) for kind in (WEIGHTS, OPTIMIZER)}
-        own = [name for name in sorted(own_files & files.keys()) if files[name][1].is_file()]
+        names = {part_file(kind, self._rank, self._world_size) for kind in (WEIGHTS, OPTIMIZER)}
+        written = [name for name in sorted(names & files.keys()) if files[name][1].is_file()]
 
         def put(name: str) -> FileDigest:
             key, path = files[name]
             return store.put_file(key, path, resume=True) or digest_file(path)
 
-        return dict(zip(own, map_files(put, own), strict=True))
+        return dict(zip(written, map_files(put, written), strict=True))
 
     def download(self, url: str, key: str, names: Sequence[str], folder: Path) -> list[str]:
         """Downloads every n-th of the files of an artifact, with n ranks, and checks their digests. Returns their
         names. If n ranks wrote the checkpoint, these are the files that the rank with this number wrote."""
-        own = sorted(names)[self._rank :: self._world_size]
-        materialise_files(self._open(url), key, folder, names=own)
-        return own
+        share = sorted(names)[self._rank :: self._world_size]
+        materialise_files(self._open(url), key, folder, names=share)
+        return share
 
     def _open(self, url: str) -> ObjectStore:
         if url not in self._stores:

@@ -15,6 +15,8 @@ from engine.backends.protocol import OnToken
 from engine.errors import CompletionDiverged, WorkerDied
 from engine.protocol import Completion, StopReason, TokenIds
 
+POOL_CLOSED = "the replicas were closed during this call; call again"
+"""Message of the error that a call ends with when its pool is closed."""
 SMALL_CALL = 4
 """Number of completions up to which a call gets its tokens one by one."""
 CHUNK_TOKENS = 16
@@ -138,4 +140,4 @@ def run_with_listener(
     try:
         future.result()
     except CancelledError as error:
-        raise WorkerDied("the replicas were closed during this call; call again") from error
+        raise WorkerDied(POOL_CLOSED) from error

@@ -25,7 +25,7 @@ from engine.backends.protocol import OnToken
 from engine.backends.replicas import partial_completions
 from engine.backends.replicas.delivery import FILE_DELIVERY, LoadRequest, WeightDelivery
 from engine.backends.replicas.dispatch import WorkItem, affinity_key, dispatch_work
-from engine.backends.replicas.partial_completions import PartialCompletion, TokenQueue
+from engine.backends.replicas.partial_completions import POOL_CLOSED, PartialCompletion, TokenQueue
 from engine.backends.replicas.replica import (
     POLL_INTERVAL,
     Replica,
@@ -54,8 +54,6 @@ from engine.text.stops import StopStrings
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-POOL_CLOSED = "the replicas were closed during this call; call again"
 
 OnUp = Callable[[Replica], Awaitable[None]]
 MakeReplicas = Callable[[OnUp], list[Replica]]
@@ -90,7 +88,6 @@ class LoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
-
 
     @staticmethod
     async def _cancel_all() -> None:

@@ -83,7 +83,7 @@ class TorchSamplerBackend:
             master_dtype = master_dtype_of(self.compute_dtype)
         # `weights_nbytes` counts the weights in master precision; the sampler's copy has the compute precision.
         copy_nbytes = trainer.weights_nbytes * self.compute_dtype.itemsize // master_dtype.itemsize
-        return packed + copy_nbytes * (2 if self._own_lane else 1)  # two: the next weights are staged beside them
+        return packed + copy_nbytes * (2 if self._own_lane else 1)  # two: the next weights are staged meanwhile
 
     def new_sampler(
         self, trainer: Trainer, *, tensor_parallel: int | None = None, tokenizer: Tokenizer | None = None
@@ -171,7 +171,7 @@ class WholeModelSampler(TorchSampler):
         self.loaded_state = staged.state
 
     def nbytes(self) -> int:
-        """Bytes of the copies. A sampler with its own lane counts the next weights, too, which are staged beside them.
+        """Bytes of the copies. A sampler with its own lane counts the next weights, too, which are staged meanwhile.
         """
         packed = 0 if self._lean is None else self._lean.nbytes
         staged = self._whole_nbytes if self.independent else 0

@@ -5,6 +5,7 @@ kernels against each other, and the determinism of steps.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from bench.gpu.setting import (
 from engine.backends.protocol import Objective
 from engine.backends.torch.attention import PackedLayout
 from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.determinism import repeats_sums, small_update_repeats
 from engine.backends.torch.packing import PrefixGroup
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.weight_files.digests import digest_tensors
@@ -199,27 +201,31 @@ def _compare_kernels(setting: Setting, kernel: Any) -> Iterator[Row]:
 
 
 def determinism(setting: Setting) -> Iterator[Row]:
-    """Checks whether two trainers with equal weights end with equal bytes after two equal steps. Equal bytes are
-    expected only with deterministic algorithms."""
-    samples = grpo_samples(setting.checked[-1], (2, 3, 12, 5, 20))
-    cases = [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)]
-    for dtype, deterministic in cases:
-        torch.use_deterministic_algorithms(deterministic)
-        base = model_of(setting.checked[-1], setting, compute_dtype=dtype).module
-        digests = [_after_two_steps(CausalLM(copy.deepcopy(base), compute_dtype=dtype), samples) for _ in range(2)]
-        equal = digests[0] == digests[1]
-        name = f"two equal steps, {_short(dtype)}"
-        if deterministic:
-            name += ", deterministic algorithms"
-        result = "equal bytes" if equal else "different bytes"
-        yield Row("determinism", name, result, ok=equal if deterministic else None)
+    """Checks whether two trainers with equal weights end with equal bytes after two equal steps. They must if the
+    device repeats a small update in this precision: the engine relies on that."""
+    cases = [(setting.checked[-1], (2, 3, 12, 5, 20)), (setting.small, setting.grpo)]
+    for size, shape in cases:
+        samples = grpo_samples(size, shape)
+        for dtype, deterministic in itertools.product((torch.bfloat16, torch.float32), (False, True)):
+            torch.use_deterministic_algorithms(deterministic, warn_only=True)
+            base = model_of(size, setting, compute_dtype=dtype).module
+            digests = []
+            for _ in range(2):
+                model = CausalLM(copy.deepcopy(base), compute_dtype=dtype)
+                digests.append(_after_two_steps(model, samples, setting.max_tokens))
+            small_update_repeats.cache_clear()
+            repeats = repeats_sums(setting.device, dtype)
+            equal = digests[0] == digests[1]
+            name = f"{size} {_short(dtype)}, {'deterministic' if deterministic else 'default'} kernels, two equal steps"
+            result = "equal bytes" if equal else "different bytes"
+            yield Row("determinism", name, result, "", f"repeats a small update: {repeats}", equal or not repeats)
     torch.use_deterministic_algorithms(False)
 
 
-def _after_two_steps(model: CausalLM, samples: list[Sample]) -> str:
+def _after_two_steps(model: CausalLM, samples: list[Sample], max_tokens: int) -> str:
     trainer = TorchTrainer(model)
     for _ in range(2):
-        trainer.update(samples, OBJECTIVES["grpo"], OptimizerSpec(lr=1e-3), max_tokens=4096)
+        trainer.update(samples, OBJECTIVES["grpo"], OptimizerSpec(lr=1e-3), max_tokens=max_tokens)
     return digest_tensors(model.named_weights())[0]
 
 

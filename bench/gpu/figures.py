@@ -32,7 +32,7 @@ from bench.gpu.setting import (
 from engine.backends.protocol import sync
 from engine.backends.torch import backend
 from engine.backends.torch.causal_lm import CHUNK_BYTES, frozen_copy
-from engine.backends.torch.determinism import repeats_sums, use_deterministic_kernels
+from engine.backends.torch.determinism import use_deterministic_kernels
 from engine.backends.torch.packing import micro_batches
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.torch.trainer_samplers import StagedFilesSampler, WholeModelSampler
@@ -266,21 +266,14 @@ def redos(setting: Setting) -> Iterator[Row]:
     update()  # allocates the moments
     part = f"redo {setting.small}"
     plain = seconds(update, setting.device, repeats=setting.repeats)
-    repeat = _repeats(setting)
-    yield Row(part, "update, torch's default kernels", plain, "s", f"repeats a small update: {repeat}")
+    yield Row(part, "update, torch's default kernels", plain, "s")
     if setting.device.type == "cuda":
         use_deterministic_kernels(strict=False)
     took = seconds(update, setting.device, repeats=setting.repeats)
-    note = f"{took / plain:.2f} times the default; repeats a small update: {_repeats(setting)}"
-    yield Row(part, "update, deterministic kernels", took, "s", note)
+    yield Row(part, "update, deterministic kernels", took, "s", f"{took / plain:.2f} times the default")
     for what, call in (("digest", trainer.weights_digest), ("sketch", trainer.weights_sketch)):
         took = seconds(call, setting.device, repeats=setting.repeats)
         yield Row(part, what, took, "s", f"{trainer.weights_nbytes / took / 1e9:.3g} GB/s")
-
-
-def _repeats(setting: Setting) -> bool:
-    repeats_sums.cache_clear()
-    return repeats_sums(setting.device, setting.compute_dtype)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ LIMITS = {
     "train-large": 120,
     "sampler": 90,
     "sync": 90,
-    "determinism": 60,
+    "determinism": 120,
     "redo": 60,
     "checkpoint": 60,
     "deepspeed": 180,

@@ -33,7 +33,8 @@ from tests.fixtures.worklog import events
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 VERBS = {
-    "import_model", "create_policy", "generate", "logprobs", "take_gradient_step", "save_checkpoint", "export_model",
+    "import_model", "create_policy", "generate", "logprobs_of_rows", "take_gradient_step", "save_checkpoint",
+    "export_model",
 }  # fmt: skip
 """What a run of GRPO calls."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from bench.gpu.checking import LOGPROB_TOLERANCE, OBJECTIVES, TOLERANCE, gradient_of_update
 from bench.gpu.reference import distance, gradient, trained_logprobs
-from bench.gpu.setting import exact_twin, grpo_samples, near_policy, sft_samples
+from bench.gpu.setting import ON_GPU, exact_twin, grpo_samples, model_of, near_policy, sft_samples
 from engine.backends.protocol import Objective
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.causal_lm import CausalLM
@@ -93,6 +94,24 @@ def test_the_deterministic_engine_takes_equal_steps(cuda: torch.device, tiny_fol
         trainer = backend.load(tiny_folder)
         for _ in range(3):
             trainer.update(samples, OBJECTIVES["grpo"], LR, max_tokens=4096)
+        return digest_tensors(trainer.model.named_weights())[0]
+
+    try:
+        assert end() == end()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_engines_kernels_repeat_their_sums(cuda: torch.device, dtype: Literal["bfloat16", "float32"]) -> None:
+    backend = TorchBackend(LocalEngineSpec(compute_dtype=dtype))
+    backend.prepare_thread()
+    assert backend.numerics().repeats
+    samples = grpo_samples("54M", (8, 8, 512, 100, 400))
+
+    def end() -> str:
+        trainer = TorchTrainer(model_of("54M", ON_GPU, compute_dtype=backend.compute_dtype))
+        trainer.update(samples, OBJECTIVES["grpo"], LR, max_tokens=16384)
         return digest_tensors(trainer.model.named_weights())[0]
 
     try:

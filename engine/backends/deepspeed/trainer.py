@@ -33,6 +33,7 @@ from engine.backends.deepspeed.rank_model import (
 from engine.backends.deepspeed.sharded_model import ShardedModel, shard_model
 from engine.backends.deepspeed.shards import Shards
 from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.torch.determinism import warn_only_restored
 from engine.backends.torch.packing import Packable, Packed, micro_batches, pack
 from engine.backends.torch.updates import (
     Accumulated,
@@ -195,11 +196,13 @@ class ZeroTrainer:
         # The other ranks gather weights now. This rank takes part with a gradient of zeros.
         if indices is None:
             outputs = forward(pack([EMPTY_PASS], device=self._device))
-            self.sharded.backward(0.0 * outputs.any_N.sum())
+            with warn_only_restored():
+                self.sharded.backward(0.0 * outputs.any_N.sum())
             return
         micro_batch = [samples[index] for index in indices]
         loss, sums = micro_batch_loss(forward, micro_batch, objective, totals, device=self._device)
-        self.sharded.backward(loss)
+        with warn_only_restored():
+            self.sharded.backward(loss)
         # All ranks of a sequence group have the same loss and metrics. Only the first of them counts them.
         if self._sequence is None or self._sequence.rank == 0:
             rank_sums.add(loss, sums)

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from engine.backends.torch import flash_attention
+from engine.backends.torch.determinism import deterministic_backward
 from engine.backends.torch.packing import PrefixGroup
 from engine.errors import BadSpec
 
@@ -164,7 +165,7 @@ class _SDPAByLength:
                 scale=scale,
                 enable_gqa=gqa,
             )
-            outputs.append(output_BHLD.transpose(1, 2).flatten(0, 1))
+            outputs.append(deterministic_backward(output_BHLD).transpose(1, 2).flatten(0, 1))
             places.append(index_BL.flatten())
         for branches in self._branching:
             outputs.append(branches.attend(query_THD, key_TKD, value_TKD, scale))
@@ -220,7 +221,7 @@ class _Branches:
             scale=scale,
             enable_gqa=query_THD.shape[1] != key_TKD.shape[1],  # False where heads were repeated
         )
-        return output_GHQD.transpose(1, 2).flatten(0, 1)[self._real_N]
+        return deterministic_backward(output_GHQD).transpose(1, 2).flatten(0, 1)[self._real_N]
 
 
 # -- decoding -----------------------------------------------------------------------------------------------------
@@ -418,7 +419,7 @@ def adapt_torch_varlen(varlen_attn: Callable[..., Any]) -> VarlenKernel | None:
             **causal,
             **gqa,
         )
-        return output_THD
+        return deterministic_backward(output_THD)
 
     return attend
 
@@ -441,6 +442,7 @@ def flash_attn_varlen() -> VarlenKernel | None:
             pairs.longest_k,
             softmax_scale=scale,
             causal=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return output_THD
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from engine.backends.protocol import FrozenBase, Objective, UpdateReport
 from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.determinism import warn_only_restored
 from engine.backends.torch.packing import Packable, Packed, micro_batches, pack
 from engine.backends.torch.updates import (
     Accumulated,
@@ -199,7 +200,8 @@ class TorchTrainer:
     ) -> None:
         forward = make_forward(self.model, objective)
         loss, sums = micro_batch_loss(forward, samples, objective, totals, device=self.model.device)
-        loss.backward()
+        with warn_only_restored():
+            loss.backward()
         accumulated.add(loss, sums)
 
     def _adamw(self, spec: OptimizerSpec) -> torch.optim.AdamW:

@@ -236,7 +236,15 @@ def engine_options(
     Args:
         ranks: GPUs that share one copy of the model.
         max_rows: completions that decode together, at most.
+
+    Raises:
+        BadSpec: adapters in float32 on a GPU.
     """
+    if lora_targets and device.type == "cuda" and dtype == "float32":
+        raise BadSpec(
+            "on a GPU, vLLM computes LoRA adapters in bfloat16 only, but the engine's compute_dtype is float32; "
+            "set compute_dtype='bfloat16', or sample with sampler.kind='torch'"
+        )
     return EngineOptions(
         dtype=dtype,
         # A context longer than the model's is cut to the model's.

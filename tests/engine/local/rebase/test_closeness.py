@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.torch.determinism import repeats_sums
+from engine.backends.torch.determinism import small_update_repeats
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import ReplayDiverged
 from engine.local.engine import LocalEngine
@@ -46,9 +46,9 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return clip(parameters, max_norm)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_noisy)
-    repeats_sums.cache_clear()
+    small_update_repeats.cache_clear()
     yield
-    repeats_sums.cache_clear()
+    small_update_repeats.cache_clear()
 
 
 async def take_step(engine: LocalEngine, parent: PolicyRef, *, max_grad_norm: float = 1.0) -> PolicyRef:

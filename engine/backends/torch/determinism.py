@@ -24,6 +24,12 @@ def use_deterministic_kernels(*, strict: bool) -> None:
     warnings.filterwarnings("ignore", message=".* does not have a deterministic implementation")
 
 
+def is_warn_only() -> bool:
+    """Whether deterministic kernels are in use, and an operation that has none runs as it is."""
+    # torch keeps the second setting also where the first one is off
+    return torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 def deterministic_backward(output: Tensor) -> Tensor:
     """Makes the backward pass of the fused attention kernel that returned `output` deterministic, if deterministic
     kernels are in use. Returns `output`.
@@ -31,7 +37,7 @@ def deterministic_backward(output: Tensor) -> Tensor:
     Attention has deterministic backward kernels, but torch uses them only without `warn_only`
     (aten/src/ATen/native/transformers/cuda/attention_backward.cu). Run the backward pass under `warn_only_restored`."""
     node = output.grad_fn
-    if node is not None and torch.is_deterministic_algorithms_warn_only_enabled():
+    if node is not None and is_warn_only():
         node.register_prehook(lambda _: torch.use_deterministic_algorithms(True))
         node.register_hook(lambda *_: torch.use_deterministic_algorithms(True, warn_only=True))
     return output
@@ -40,7 +46,7 @@ def deterministic_backward(output: Tensor) -> Tensor:
 @contextmanager
 def warn_only_restored() -> Iterator[None]:
     """Restores `warn_only` after a backward pass that failed within attention."""
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    warn_only = is_warn_only()
     try:
         yield
     finally:

@@ -65,6 +65,11 @@ def test_under_warn_only_the_kernel_alone_runs_strictly(monkeypatch: pytest.Monk
     assert mode() == WARN_ONLY
 
 
+def test_where_the_kernels_are_off_they_stay_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.use_deterministic_algorithms(False, warn_only=True)
+    assert modes_of_a_backward_pass(monkeypatch) == 3 * [(False, True)]
+
+
 @pytest.mark.parametrize("enabled", [False, True])
 def test_other_modes_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
     torch.use_deterministic_algorithms(enabled)

@@ -4,7 +4,8 @@
 
 The rules are those of `rules.max_staleness` and `rules.weight_updates`; the rates are those of bench/cost_model.py. A
 sampler decodes its rows together, `CHUNK` tokens at a time, and gives a free place to the next completion of the oldest
-step that may begin; samplers share the completions evenly. No completion is dropped: a step trains when its last one has ended. Grading takes no time.
+step that may begin; the samplers share the completions evenly. No completion is dropped: a step trains when its last
+one has ended. Grading takes no time.
 """
 
 from __future__ import annotations

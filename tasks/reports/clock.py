@@ -11,19 +11,35 @@ from typing import NamedTuple
 
 from tasks.reports.metrics import ACTIVITIES
 
+Span = tuple[float, float]
+"""(begin, end) in seconds since the step began."""
+SHORTEST_PAUSE = 0.005
+
 
 class Lap(NamedTuple):
     """The time of one step, by activity."""
 
     seconds: dict[str, float]
     """Seconds of each activity. They add up to the wall time: activities that are open together share it."""
-    open_seconds: dict[str, float]
-    """Seconds in which each activity was open, alone or with others."""
+    spans: dict[str, list[Span]]
+    """When each activity was open, alone or with others."""
 
     def idle(self, activity: str) -> float | None:
         """Share of the wall time in which the activity was not open. None for a lap without duration."""
         wall = sum(self.seconds.values())
-        return 1 - self.open_seconds.get(activity, 0.0) / wall if wall else None
+        return 1 - sum(end - begin for begin, end in self.spans.get(activity, [])) / wall if wall else None
+
+    def merged_spans(self, activity: str) -> tuple[Span, ...]:
+        """The spans of an activity, at most some hundred: pauses below `SHORTEST_PAUSE` of the wall time are left
+        out."""
+        shortest = SHORTEST_PAUSE * sum(self.seconds.values())
+        merged: list[Span] = []
+        for begin, end in self.spans.get(activity, []):
+            if merged and begin - merged[-1][1] < shortest:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((begin, end))
+        return tuple(merged)
 
 
 NO_TIME = Lap({}, {})
@@ -38,10 +54,10 @@ class StepClock:
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._open_seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds in which each activity was open, not divided."""
+        self._spans: defaultdict[str, list[Span]] = defaultdict(list)
         self._open_tasks: Counter[str] = Counter()
         self._last_change = time.perf_counter()
+        self._lap_begin = self._last_change
         # Tasks that are started from now on inherit the variable, and with it this clock.
         _clock.set(self)
 
@@ -59,10 +75,11 @@ class StepClock:
         self._advance()
         lap = Lap(
             {activity: self._seconds[activity] for activity in ACTIVITIES},
-            {activity: self._open_seconds[activity] for activity in ACTIVITIES},
+            {activity: self._spans[activity] for activity in ACTIVITIES},
         )
         self._seconds.clear()
-        self._open_seconds.clear()
+        self._spans.clear()
+        self._lap_begin = self._last_change
         return lap
 
     def _advance(self) -> None:
@@ -72,9 +89,14 @@ class StepClock:
         if not open_activities:
             open_activities = ["orchestration"]
         # Equal parts: the activities of a step must add up to its wall time.
+        begin, end = self._last_change - self._lap_begin, now - self._lap_begin
         for activity in open_activities:
-            self._seconds[activity] += (now - self._last_change) / len(open_activities)
-            self._open_seconds[activity] += now - self._last_change
+            self._seconds[activity] += (end - begin) / len(open_activities)
+            spans = self._spans[activity]
+            if spans and spans[-1][1] == begin:  # it was open before, too
+                spans[-1] = (spans[-1][0], end)
+            elif end > begin:
+                spans.append((begin, end))
         self._last_change = now
 
 

@@ -19,7 +19,7 @@ from storage.store.tables import read_step_table
 from tasks.evaluation.validation_curve import Validation, curves
 from tasks.reports.html_report import text_for_page
 from tasks.reports.metrics import ACTIVITIES, StepMetrics
-from tasks.reports.plots import Panel, curves_png
+from tasks.reports.plots import Panel, curves_png, lane_chart
 
 CURVE_POINTS = 1000
 SAMPLES_SHOWN = 8
@@ -57,6 +57,7 @@ def run_markdown(
         _summary_table(steps),
         _skipped_list(steps),
         _time_table(steps),
+        _lane_picture(steps),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -76,6 +77,16 @@ def curves_uri(
         panels.append(Panel(name, values, reward_stds if has_band else None))
     resumed = [step.step for step in drawn_steps if step.resumed]
     png = curves_png([step.step for step in drawn_steps], panels, resumed=resumed)
+    return _data_uri(png)
+
+
+def _lane_picture(steps: Sequence[StepMetrics]) -> str:
+    """When trainer, samplers and graders worked. Empty without max_staleness."""
+    chart = lane_chart(steps)
+    return f"![trainer, samplers and graders over time]({_data_uri(chart.png())})" if chart else ""
+
+
+def _data_uri(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
 

@@ -20,7 +20,7 @@ from storage.serialization import Frozen
 from tasks.evaluation.statistics import PairedDifference, paired_difference
 from tasks.evaluation.validation_curve import Validation, curves
 from tasks.reports.metrics import EvaluationSummary, SampleRollout, StepMetrics
-from tasks.reports.plots import Interval, curve_svg, intervals_svg, time_split_svg
+from tasks.reports.plots import Interval, curve_svg, intervals_svg, lane_chart, time_split_svg
 
 TEXT_SHOWN = 4000
 """Characters of a prompt or completion that are shown; a longer text ends with the number of missing characters."""
@@ -78,6 +78,7 @@ def render_report(data: ReportData) -> str:
         tiles=_tiles(data, comparisons),
         charts=[*_validation_charts(data.validations), *_training_charts(data.steps)],
         time_split=_time_split(data.steps),
+        lanes=_lanes(data.steps),
         intervals=_interval_chart(data),
         comparisons=comparisons,
         samples=list(zip_longest(data.samples_before, data.samples_after)),
@@ -186,6 +187,14 @@ def _time_split(steps: Sequence[StepMetrics]) -> Chart | None:
         resumed=[step.step for step in steps if step.resumed],
     )
     return Chart("Where the time went", "seconds per step", Markup(svg))
+
+
+def _lanes(steps: Sequence[StepMetrics]) -> Chart | None:
+    chart = lane_chart(steps)
+    if chart is None:
+        return None
+    note = f"the last {len(chart.steps)} steps; a line and a number where each begins"
+    return Chart("Who worked when", note, Markup(chart.svg(label="Trainer, samplers and graders over time")))
 
 
 def _interval_chart(data: ReportData) -> Chart | None:

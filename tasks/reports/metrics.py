@@ -10,6 +10,9 @@ from tasks.evaluation.statistics import mean_interval
 ACTIVITIES = ("rollout", "grade", "train", "sync", "storage", "orchestration")
 """Activities of a step in the order of the loop: the keys of `StepMetrics.seconds`."""
 
+LANES = {"train": "trainer", "rollout": "samplers", "grade": "graders"}
+"""The activities that can overlap with `max_staleness`, and who works then: the keys of `StepMetrics.lanes`."""
+
 
 class PartMetrics(Frozen):
     """What a step took from one part of a mixture."""
@@ -87,6 +90,9 @@ class StepMetrics(Frozen):
     """Share of the step's time in which no completion was sampled. None without max_staleness."""
     trainer_idle: float | None = Field(None, exclude_if=lambda share: share is None)
     """Share of the step's time in which no gradient step was taken. None without max_staleness."""
+    lanes: dict[str, tuple[tuple[float, float], ...]] | None = Field(None, exclude_if=lambda lanes: lanes is None)
+    """When each activity of `LANES` was under way: (begin, end) in seconds since the step before ended. None without
+    max_staleness."""
     tokens_per_second: float = 0.0
     seconds: dict[str, float] = {}
     """Seconds per activity (`ACTIVITIES`); a missing activity took 0 s."""

@@ -15,6 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
+from tasks.reports.metrics import LANES, StepMetrics
+
 BLUE, INK, GREY, GRID, AMBER = "#1f5f8b", "#26323b", "#7a858c", "#e6e4de", "#c27c0e"
 ACTIVITY_COLOURS = {
     "rollout": "#1f5f8b",
@@ -24,6 +26,8 @@ ACTIVITY_COLOURS = {
     "storage": "#8a7090",
     "orchestration": "#b9bfc3",
 }
+STEPS_OF_LANES = 20
+"""Steps of a lane chart. With more, the spans would be too narrow to see."""
 SMOOTH_FROM = 40
 """Curves of at least this many steps get a second line: the moving mean over a twentieth of the steps."""
 
@@ -100,18 +104,15 @@ class Panel(NamedTuple):
 def curves_png(steps: Sequence[int], panels: Sequence[Panel], *, resumed: Sequence[int] = ()) -> bytes:
     """The panels as a PNG, two per row, on a white background that is legible on a dark page, too."""
     rows = math.ceil(len(panels) / 2)
-    # Without the lock, two threads would mix the settings of matplotlib, which are global to the process.
-    with _drawing, matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(10.0, 0.2 + 2.2 * rows), layout="constrained", facecolor="white")
+
+    def draw(figure: Figure) -> None:
         for place, panel in enumerate(panels, start=1):
             axes = figure.add_subplot(rows, 2, place)
             _plain_frame(axes)
             axes.set_title(_verbatim(panel.title), loc="left", fontsize=9.5, color=INK)
             _curve(axes, steps if panel.steps is None else panel.steps, panel.values, panel.spread, resumed)
-        # Without the name of the software in the metadata, the bytes do not depend on matplotlib's version number.
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=100, metadata={"Software": None})
-    return buffer.getvalue()
+
+    return _png((10.0, 0.2 + 2.2 * rows), draw)
 
 
 def time_split_svg(
@@ -147,6 +148,47 @@ def time_split_svg(
         )  # fmt: skip
 
     return _svg(draw, label=label, size=(10.2, 2.7))
+
+
+class LaneChart(NamedTuple):
+    """When the trainer, the samplers and the graders worked in a few steps."""
+
+    steps: Sequence[int]
+    lanes: Sequence[Mapping[str, Sequence[tuple[float, float]]]]
+    """Of each step, the (begin, end) of the spans of each activity, in seconds since the step began."""
+    seconds: Sequence[float]
+    """The duration of each step."""
+
+    def svg(self, *, label: str) -> str:
+        return _svg(self._draw, label=label, size=(10.2, 2.2))
+
+    def png(self) -> bytes:
+        return _png((10.0, 2.2), lambda figure: self._draw(figure.add_subplot()))
+
+    def _draw(self, axes: Axes) -> None:
+        begins = [sum(self.seconds[:number]) for number in range(len(self.steps) + 1)]
+        for height, activity in enumerate(LANES):
+            bars = []
+            for begin, lanes in zip(begins, self.lanes, strict=False):
+                bars += [(begin + start, end - start) for start, end in lanes.get(activity, ())]
+            axes.broken_barh(bars, (height - 0.35, 0.7), facecolor=ACTIVITY_COLOURS[activity], linewidth=0)
+        for step, begin in zip(self.steps, begins, strict=False):
+            axes.axvline(begin, color=GREY, linewidth=0.6)
+            axes.text(begin, len(LANES) - 0.55, f" {step + 1}", color=GREY, fontsize=8, va="bottom")
+        axes.grid(visible=False)
+        axes.set_yticks(range(len(LANES)), list(LANES.values()))
+        axes.set_ylim(-0.5, len(LANES) - 0.5)
+        axes.set_xlim(0, begins[-1])
+        axes.set_xlabel("seconds")
+
+
+def lane_chart(steps: Sequence[StepMetrics]) -> LaneChart | None:
+    """The chart of the last steps; None without max_staleness."""
+    drawn = [(step, step.lanes) for step in steps[-STEPS_OF_LANES:] if step.lanes is not None]
+    if not drawn:
+        return None
+    seconds = [sum(step.seconds.values()) for step, _ in drawn]
+    return LaneChart([step.step for step, _ in drawn], [lanes for _, lanes in drawn], seconds)
 
 
 class Series(NamedTuple):
@@ -229,6 +271,17 @@ def _svg(draw: Callable[[Axes], None], *, label: str, size: tuple[float, float])
     # Leave out the XML declaration, which must not stand inside HTML, and add a label for screen readers.
     text = buffer.getvalue()
     return f'<svg role="img" aria-label="{escape(label)}"' + text[text.index("<svg") + len("<svg") :]
+
+
+def _png(size: tuple[float, float], draw: Callable[[Figure], None]) -> bytes:
+    # Without the lock, two threads would mix the settings of matplotlib, which are global to the process.
+    with _drawing, matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained", facecolor="white")
+        draw(figure)
+        # Without the name of the software in the metadata, the bytes do not depend on matplotlib's version number.
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=100, metadata={"Software": None})
+    return buffer.getvalue()
 
 
 def _plain_frame(axes: Axes) -> None:

@@ -20,7 +20,7 @@ from tasks.batches.columns import LogprobGap, read_grades
 from tasks.datasets.load import LoadedPart
 from tasks.evaluation.validation_curve import means_by_source
 from tasks.reports.clock import Lap
-from tasks.reports.metrics import PartMetrics, StepMetrics
+from tasks.reports.metrics import LANES, PartMetrics, StepMetrics
 
 Item = TypeVar("Item")
 T = TypeVar("T")
@@ -78,6 +78,7 @@ def measure_step(
         effective_sample_size=_effective_sample_size(record.metrics),
         sampler_idle=None if lag_mean is None else lap.idle("rollout"),
         trainer_idle=None if lag_mean is None else lap.idle("train"),
+        lanes=None if lag_mean is None else {lane: lap.merged_spans(lane) for lane in LANES},
         tokens_per_second=tokens / wall_seconds if wall_seconds else 0.0,
         seconds=lap.seconds,
     )

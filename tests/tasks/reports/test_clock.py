@@ -42,3 +42,24 @@ def test_a_step_without_a_finite_loss_is_read_back_as_it_was_written() -> None:
     assert "null" not in written.split('"learning_rate"')[0].partition('"loss"')[2]
     read = StepMetrics.model_validate_json(written)
     assert read.loss != read.loss and read.grad_norm != read.grad_norm
+
+
+def test_spans_count_from_the_begin_of_the_step_and_short_pauses_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("tasks.reports.clock.time.perf_counter", lambda: now[0])
+    clock = StepClock()
+    for begin, end in ((100, 130), (130.1, 150), (160, 170)):  # the first pause is 0.1 of 100 seconds
+        now[0] = begin
+        with timed("rollout"):
+            now[0] = end
+    with ExitStack() as open_at_the_end:
+        now[0] = 180
+        open_at_the_end.enter_context(timed("train"))
+        now[0] = 200
+        lap = clock.lap()
+        now[0] = 210
+    assert lap.merged_spans("rollout") == (pytest.approx((0, 50)), pytest.approx((60, 70)))
+    assert lap.merged_spans("train") == (pytest.approx((80, 100)),)
+    assert lap.merged_spans("grade") == ()
+    # what is still open goes on in the next step
+    assert clock.lap().merged_spans("train") == (pytest.approx((0, 10)),)

@@ -134,3 +134,10 @@ def test_the_page_says_why_updates_were_skipped() -> None:
     assert "- step 2: update 1 had a gradient of norm inf, and row 3 is not finite (rows count from 0)" in page
     assert "skipped updates" not in run_markdown("r/1", [rl_step(0)], links={})
     assert "skipped_reasons" not in rl_step(0).model_dump()
+
+
+def test_who_worked_when_is_a_picture_of_a_run_whose_lanes_can_overlap() -> None:
+    lanes = {"train": [(0.0, 2.0)], "rollout": [(1.0, 3.0)], "grade": []}
+    title = "![trainer, samplers and graders over time](data:image/png;base64,"
+    assert title in run_markdown("grpo-1", [rl_step(0, lanes=lanes), rl_step(1, lanes=lanes)], links={})
+    assert title not in run_markdown("grpo-1", [rl_step(0), rl_step(1)], links={})

@@ -199,3 +199,19 @@ def test_the_report_says_why_updates_were_skipped() -> None:
     text = " ".join(Page(render_report(report(steps=steps))).text.split())
     assert "Updates that were skipped: step 2: update 1 had a gradient of norm nan; step 2: update 2" in text
     assert "update 10 had a gradient of norm nan; and 2 more." in text
+
+
+def test_who_worked_when_is_drawn_for_a_run_whose_lanes_can_overlap() -> None:
+    lanes = {"train": [(0.0, 2.0)], "rollout": [(1.0, 3.0), (4.0, 6.0)], "grade": [(3.0, 4.0)]}
+    page = render_report(report(steps=(rl_step(0), rl_step(1, lanes=lanes), rl_step(2, lanes=lanes))))
+    assert "Trainer, samplers and graders over time" in Page(page).captions()
+    svg = page[page.index('aria-label="Trainer, samplers') :]
+    svg = svg[: svg.index("</svg>")]
+    # four spans in each of the two steps
+    bars = re.findall(r'<g id="PolyCollection_\d+">(.*?)</g>', svg, flags=re.DOTALL)
+    assert [bar.count("<path") for bar in bars] == [2, 4, 2]
+    assert all(f">{name}<" in svg for name in ("trainer", "samplers", "graders"))
+
+
+def test_a_run_without_lanes_has_no_such_drawing(full_report: str) -> None:
+    assert "over time" not in full_report

@@ -315,15 +315,15 @@ class LocalEngineSpec(Frozen):
         if self.trainer.ranks != "auto":
             return self.trainer.ranks
         # Replicas with dedicated GPUs take theirs first, and the ranks get the rest.
-        return max(1, gpus - self._replica_gpus)
+        return max(1, gpus - self.replica_gpus)
 
     def actor_gpus(self, gpus: int) -> int:
         """Number of GPUs that ranks and replicas use together, when `gpus` are available to them."""
         rank_gpus = self.ranks(gpus) if isinstance(self.trainer, DeepSpeedSpec) else 0
-        return self._replica_gpus + rank_gpus
+        return self.replica_gpus + rank_gpus
 
     @property
-    def _replica_gpus(self) -> int:
+    def replica_gpus(self) -> int:
         """Number of GPUs of replicas that share none with the ranks."""
         if not isinstance(self.sampler, VllmSpec) or self.sampler.placement != "dedicated":
             return 0

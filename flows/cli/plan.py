@@ -21,8 +21,9 @@ from engine.memory_plan.remedies import Scenario, remedies
 from engine.memory_plan.shape import PRESETS, ModelShape, preset, read_shape, stored_shape
 from engine.models.folder import local_folder, registered_model
 from engine.specs.adapters import LoraSpec
-from engine.specs.engine import LocalEngineSpec
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec, VllmSpec
 from flows.cli.backend_checks import cluster_document, describe_inventory, query_cluster, shortage
+from flows.cli.lane_plan import LaneSeconds, lane_document, lane_lines, lane_table, measured_lanes
 from flows.cli.output import (
     AsJson,
     add_rows,
@@ -65,6 +66,9 @@ def plan(  # noqa: PLR0913 - the options of a command
     scalar: Annotated[bool, typer.Option("--scalar", help="Plan a reward or value model, with a scalar head.")] = False,
     frozen: Annotated[int, typer.Option(help="Frozen policies in memory. -1: from the config.", min=-1)] = -1,
     storage: Annotated[str, typer.Option(help="Store of a registered model.")] = "",
+    run: Annotated[
+        str, typer.Option(help="A run on this engine: divide its GPUs by the measured seconds of its steps.")
+    ] = "",
     sets: Annotated[list[str] | None, typer.Option("--set", help="Override one key: trainer.zero_stage=3.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -85,6 +89,9 @@ def plan(  # noqa: PLR0913 - the options of a command
             machine = replace(machine, count=machines or _gpu_machines(cluster))
             scenario = Scenario(spec, work, machine)
             memory_plan = plan_memory(scenario.spec, scenario.work, scenario.machine)
+            lanes = None
+            if run:
+                lanes = _lanes_of(run, spec, scenario.machine, storage or _storage_of(body))
         except (ConfigError, EngineError) as error:
             raise usage_error(f"{type(error).__name__}: {error}") from None
 
@@ -92,9 +99,14 @@ def plan(  # noqa: PLR0913 - the options of a command
         memory_plan = _with_shortage(memory_plan, spec, cluster)
         proposals = [] if memory_plan.fits else remedies(scenario)
         if as_json:
-            print_json(as_document(memory_plan, work, proposals) | _cluster_entry(cluster))
+            divided = {"lanes": lane_document(lanes, _sampler_gpus(spec))} if lanes else {}
+            print_json(as_document(memory_plan, work, proposals) | _cluster_entry(cluster) | divided)
         else:
             print_plan(memory_plan, work, proposals, _cluster_line(spec, cluster))
+            if lanes:
+                console().print(lane_table(lanes, _sampler_gpus(spec)))
+                for line in lane_lines(run, lanes, _sampler_gpus(spec)):
+                    print_plain(console(), line)
     raise typer.Exit(0 if memory_plan.fits else DOES_NOT_FIT)
 
 
@@ -142,6 +154,23 @@ def workload_of(
     in_4bit = bool(adapter and adapter.get("load_in_4bit"))
     frozen = min(spec.frozen_policies, frozen)
     return Workload(shape, context=context, lora_rank=rank, load_in_4bit=in_4bit, frozen=frozen)
+
+
+def _lanes_of(run: str, spec: LocalEngineSpec, machine: Machine, storage: str) -> LaneSeconds:
+    """The measured seconds of a run whose trainer and samplers have GPUs of their own. Raises ConfigError."""
+    if not spec.replica_gpus or not isinstance(spec.trainer, DeepSpeedSpec):
+        raise ConfigError(
+            "--run divides GPUs between the ranks of a DeepSpeed trainer and dedicated vLLM replicas, but the config "
+            f"has trainer.kind={spec.trainer.kind!r} and {spec.replica_gpus} GPUs of dedicated replicas; leave it out"
+        )
+    if not storage:
+        raise ConfigError(f"--run {run} was given without a store; add --storage")
+    gpus = machine.devices * (machine.count or 1)
+    return measured_lanes(open_store(storage), run, train_gpus=spec.ranks(gpus), sample_gpus=spec.replica_gpus)
+
+
+def _sampler_gpus(spec: LocalEngineSpec) -> int:
+    return spec.sampler.tensor_parallel if isinstance(spec.sampler, VllmSpec) else 1
 
 
 def find_machine(spec: LocalEngineSpec, gpu: str, devices: int, *, device_gib: float, node_gib: float) -> Machine:

@@ -170,8 +170,8 @@ class RankGroup:
         return self._settings.ranks
 
     def call_beside(self, method: str, *args: Any, lane: Lane = "transfers") -> dict[int, Any]:
-        """Runs a method on every rank while another call may compute. The method must exchange nothing with the ranks
-        by the group's own exchanges. Starts no ranks. Calls of one `lane` do not wait for those of the other.
+        """Runs a method on every rank while another call may compute. The method must not use torch's default group, in
+        which the ranks compute. Starts no ranks. Calls of one `lane` do not wait for those of the other.
 
         Returns the results by rank. Ranks that died, failed or do not run are left out; failures are logged. If a rank
         dies or hangs, all ranks end, as in `call`."""

@@ -309,7 +309,7 @@ def send(
     try:
         bucket = _bucket(member, manifest)
         own_bytes = _ByteStream(_own_bytes(member.rank, tensors, manifest, parts))
-        for broadcasts in _bucket_plans(manifest, parts, member.group.bucket_bytes):
+        for broadcasts in bucket_plans(manifest, parts, member.group.bucket_bytes):
             flats = _cut(bucket, broadcasts)
             for sender, flat in flats:
                 if sender == member.rank:
@@ -331,7 +331,7 @@ def receive(
 
     def buckets() -> Iterator[Tensor]:
         bucket = _bucket(member, manifest)
-        for broadcasts in _bucket_plans(manifest, parts, member.group.bucket_bytes):
+        for broadcasts in bucket_plans(manifest, parts, member.group.bucket_bytes):
             flats = _cut(bucket, broadcasts)
             member.broadcast(flats)
             yield bucket[: sum(len(flat) for _, flat in flats)]
@@ -406,7 +406,7 @@ def _own_entries(
 # -- the plan of a broadcast, equal on all members -----------------------------------------------------------------
 
 
-def _bucket_plans(
+def bucket_plans(
     manifest: ManifestEntries, parts: Parts | None, bucket_bytes: int
 ) -> Iterator[list[tuple[int, int]]]:
     """The broadcasts of each bucket: (rank of the sender, number of bytes), in the order of the bytes."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -32,8 +34,8 @@ CE = Objective(CrossEntropySpec())
 FAULTS = ["off by 1e-2", "swapped", "one byte", "a shard of another step", "stale head"]
 
 
-def new_backend(stage: int, ranks: int = 2) -> DeepSpeedBackend:
-    trainer = DeepSpeedSpec(ranks=ranks, zero_stage=stage, start_seconds=240, hang_seconds=120)  # type: ignore[arg-type]
+def new_backend(stage: int, *, hang_seconds: float = 120) -> DeepSpeedBackend:
+    trainer = DeepSpeedSpec(ranks=2, zero_stage=stage, start_seconds=240, hang_seconds=hang_seconds)  # type: ignore[arg-type]
     spec = LocalEngineSpec(trainer=trainer, device="cpu", compute_dtype="float32", threads=1)
     return DeepSpeedBackend(spec)
 
@@ -158,6 +160,23 @@ def test_a_rank_that_is_killed_in_the_middle_is_a_transient_error(
     held.close()
     # the next call starts the ranks again
     assert_arrived(delivery, replicas, backend.load(tiny_folder).hold_weights(dtype=torch.bfloat16))
+
+
+def test_a_rank_that_hangs_in_the_middle_holds_nobody_up_for_ever(
+    delivery: BroadcastDelivery, replicas: list[Any], tiny_folder: Path
+) -> None:
+    backend = new_backend(3, hang_seconds=60)
+    try:
+        held = backend.load(tiny_folder).hold_weights(dtype=torch.bfloat16)
+        assert_arrived(delivery, replicas, held)
+        os.kill(backend.group.pids[1], signal.SIGSTOP)
+        began = time.monotonic()
+        assert [type(outcome) for outcome in deliver(delivery, replicas, held)] == [SamplerOutOfSync] * 2
+        # the timeout of an exchange, and then that of the rank
+        assert time.monotonic() - began < 20 + 60 + 30
+        assert_arrived(delivery, replicas, backend.load(tiny_folder).hold_weights(dtype=torch.bfloat16))
+    finally:
+        backend.close()
 
 
 def test_weights_that_were_dropped_are_not_sent(

@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import math
 import random
 import tempfile
 import threading
@@ -37,6 +38,7 @@ from bench import cost_model as model
 from bench.scale_sim_store import Meter, S3Model, SimulatedS3, VirtualRetry
 from bench.virtual_time import VirtualTime, run
 from engine.backends.protocol import UpdateReport
+from engine.backends.replicas.broadcast import BUCKET_BYTES, EXCHANGE_INTERVAL, bucket_plans
 from engine.backends.torch.tiny import build_tiny_model
 from engine.backends.weight_files.digests import digest_tensors
 from engine.backends.weight_files.sketches import sketch_of_tensors
@@ -84,7 +86,7 @@ class Seconds:
     """The digest of the master weights, on all ranks."""
     sketch: float
     sync: float
-    """The transfer of the weights to the samplers, and their way through a folder."""
+    """The transfer of the weights to the samplers."""
     sent: float
     """The digests of the weights of a sync where they leave, and ..."""
     received: float
@@ -104,14 +106,13 @@ def seconds_of(
     *,
     uploaders: int,
     disk: float,
-    senders: int,
     receiver_rate: float,
     folder_rate: float | None = None,
 ) -> Seconds:
     """`uploaders`: processes that transfer a checkpoint. `disk`: bytes per second of all ranks' disks together.
-    `senders`: processes that digest the weights of a sync. `receiver_rate`: bytes per second that one sampler's process
-    digests; each receives all weights. `folder_rate`: bytes per second of the shared folder through which the weights
-    go; None: they go from memory to memory."""
+    `receiver_rate`: bytes per second that one sampler's process digests; each receives all weights. `folder_rate`:
+    bytes per second of the shared folder through which the weights go (transport "checkpoint"), where the engine's
+    process digests them; None: every rank broadcasts and digests its own part (transport "nccl")."""
     split = model.step_split(shape, cluster, work)
     master, synced = 4 * shape.parameters, model.WEIGHT_BYTES * shape.parameters
     checkpoint = model.STATE_BYTES * shape.parameters
@@ -121,14 +122,42 @@ def seconds_of(
         train=split.train,
         digest=master / cluster.train / model.DIGEST_BYTES_PER_SECOND,
         sketch=master / cluster.train / model.SKETCH_BYTES_PER_SECOND,
-        sync=split.sync + (2 * synced / folder_rate if folder_rate else 0.0),
-        sent=synced / senders / model.DIGEST_BYTES_PER_SECOND,
+        sync=2 * synced / folder_rate if folder_rate else split.sync + broadcast_overhead(cluster.train),
+        sent=synced / (1 if folder_rate else cluster.train) / model.DIGEST_BYTES_PER_SECOND,
         received=synced / receiver_rate,
         copy=checkpoint / disk,
         upload=checkpoint / (uploaders * model.UPLOAD_BYTES_PER_SECOND),
         download=checkpoint / (uploaders * model.DOWNLOAD_BYTES_PER_SECOND),
         rows=split.coordinator,
     )
+
+
+def llama_70b() -> dict[str, tuple[int, ...]]:
+    """The shapes of Llama 3 70B's tensors, by name."""
+    hidden, inner, keys, vocabulary = 8192, 28_672, 1024, 128_256
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden)}
+    shapes["model.norm"] = (hidden,)
+    for number in range(80):
+        layer = f"model.layers.{number}."
+        shapes |= {layer + "q_proj": (hidden, hidden), layer + "o_proj": (hidden, hidden)}
+        shapes |= {layer + "k_proj": (keys, hidden), layer + "v_proj": (keys, hidden)}
+        shapes |= {layer + "gate": (inner, hidden), layer + "up": (inner, hidden), layer + "down": (hidden, inner)}
+        shapes |= {layer + "norm_1": (hidden,), layer + "norm_2": (hidden,)}
+    return dict(sorted(shapes.items()))
+
+
+def broadcast_overhead(ranks: int) -> float:
+    """Seconds of a sync that do not depend on the link: the starts of the broadcasts of all buckets, as the real code
+    plans them for ZeRO 3, and the time until a member notices that a bucket has arrived."""
+    manifest, parts = {}, {}
+    for name, shape in llama_70b().items():
+        elements = math.prod(shape)
+        length = -(-elements // ranks)
+        manifest[name] = ("torch.bfloat16", shape, "")
+        bounds = [min(rank * length, elements) for rank in range(ranks + 1)]
+        parts[name] = [(rank, bounds[rank], bounds[rank + 1] - bounds[rank]) for rank in range(ranks)]
+    plans = list(bucket_plans(manifest, parts, BUCKET_BYTES))
+    return len(plans) * EXCHANGE_INTERVAL + sum(map(len, plans)) * model.BROADCAST_START_SECONDS
 
 
 class EngineKilled(TransientEngineError):
@@ -631,19 +660,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=1024, help="prompts of a step, with 8 completions each")
     parser.add_argument("--real-prompts", type=int, default=16, help="of these, the ones that are simulated")
-    parser.add_argument("--uploaders", type=int, default=1, help="processes that transfer a checkpoint")
+    parser.add_argument("--uploaders", type=int, default=32, help="processes that transfer a checkpoint")
     parser.add_argument("--disk", type=float, default=8e9, help="bytes per second of all machines' disks together")
-    parser.add_argument("--senders", type=int, default=1, help="processes that digest the weights of a sync")
-    parser.add_argument("--receiver-rate", type=float, default=model.DIGEST_BYTES_PER_SECOND)
-    parser.add_argument("--folder-rate", type=float, help="bytes per second of the folder of the synced weights")
+    parser.add_argument("--receiver-rate", type=float, default=model.GPU_DIGEST_BYTES_PER_SECOND)
+    parser.add_argument("--folder-rate", type=float, help="bytes per second of a shared folder of the synced weights")
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--settle", type=float, default=0.0002, help="real seconds after which the clock jumps")
     chosen = parser.parse_args()
     cluster = model.Cluster(model.H100, 32, 32, 4)
     seconds = seconds_of(
         model.B70, cluster, model.Work(chosen.prompts), uploaders=chosen.uploaders, disk=chosen.disk,
-        senders=chosen.senders, receiver_rate=chosen.receiver_rate,
-        folder_rate=chosen.folder_rate,
+        receiver_rate=chosen.receiver_rate, folder_rate=chosen.folder_rate,
     )  # fmt: skip
     options = Options(
         chosen.steps, seconds, chosen.real_prompts, cluster.train, chosen.kills, chosen.settle

@@ -1,8 +1,9 @@
 """One rank as a Ray actor: it joins torch.distributed, builds the target's object, and runs the calls of its group.
 
 A thread of its own does the computation. Meanwhile the concurrency group "watch" replies to polls of the progress, and
-the concurrency group "transfers" runs calls that exchange nothing with other ranks, such as uploads. The concurrency
-group "life" holds one call that ends when the actor does, which tells the group that the actor is dead.
+the concurrency groups "transfers" and "weights" run calls that do not use the group's own exchanges: uploads, and
+broadcasts of weights to samplers. The concurrency group "life" holds one call that ends when the actor does, which
+tells the group that the actor is dead.
 """
 
 from __future__ import annotations
@@ -121,9 +122,9 @@ class Rank:
         if hasattr(self._target, "close"):
             self._thread.submit(self._target.close).result()
 
-    @ray.method(concurrency_group="transfers")
     def run_beside(self, method: str, arguments: tuple[Any, ...]) -> RankOutcome:
-        """Calls a method of the target's object while `run` may compute. Every rank returns its own result."""
+        """Calls a method of the target's object while `run` may compute. Every rank returns its own result. The caller
+        names the concurrency group."""
         return self._attempt(lambda: getattr(self._target, method)(*arguments))
 
     @ray.method(concurrency_group="watch")
@@ -201,7 +202,7 @@ class Rank:
             return RankOutcome(failure=failure_from_error(error, self._launch.rank))
 
 
-RankActor = ray.remote(concurrency_groups={"watch": 2, "transfers": 2, "life": 1})(Rank)  # type: ignore[call-overload]
+RankActor = ray.remote(concurrency_groups={"watch": 2, "transfers": 2, "weights": 2, "life": 1})(Rank)  # type: ignore[call-overload]
 """The actor class. `ray.remote` is not used as a decorator: Ray copies a decorated class into the actor by value,
 together with the module's global objects, and REPORTER would then not be the object that `report_progress` changes."""
 

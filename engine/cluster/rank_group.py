@@ -20,7 +20,7 @@ from typing import Any
 
 from engine.cluster.connection import Cluster, connect, require_ray
 from engine.cluster.placement import Bundle, Placement
-from engine.cluster.rank_processes import GroupSettings, RankProcesses, StartFailure
+from engine.cluster.rank_processes import GroupSettings, Lane, RankProcesses, StartFailure
 from engine.errors import EngineError, PermanentEngineError, WorkerDied
 from engine.protocol import ActorCount
 from engine.specs.engine import ClusterSpec
@@ -164,9 +164,14 @@ class RankGroup:
                 raise WorkerDied(f"the ranks of start {start_number} are gone, and their state with them{reason}")
             return self._run(current, method, args, kwargs)
 
-    def call_beside(self, method: str, *args: Any) -> dict[int, Any]:
-        """Runs a method on every rank while another call may compute. The method must exchange nothing with other
-        ranks. Starts no ranks.
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._settings.ranks
+
+    def call_beside(self, method: str, *args: Any, lane: Lane = "transfers") -> dict[int, Any]:
+        """Runs a method on every rank while another call may compute. The method must not use torch's default group, in
+        which the ranks compute. Starts no ranks. Calls of one `lane` do not wait for those of the other.
 
         Returns the results by rank. Ranks that died, failed or do not run are left out; failures are logged. If a rank
         dies or hangs, all ranks end, as in `call`."""
@@ -174,7 +179,7 @@ class RankGroup:
         results: dict[int, Any] = {}
         if current is None:
             return results
-        for rank, outcome in current.call_beside(method, args).items():
+        for rank, outcome in current.call_beside(method, args, lane).items():
             if outcome.failure is None:
                 results[rank] = outcome.result
             else:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from engine.cluster.actors import ProcessLocation
 from engine.cluster.placement import Placement
@@ -20,6 +20,9 @@ from engine.errors import EngineError, WorkerDied
 
 log = logging.getLogger(__name__)
 
+Lane = Literal["transfers", "weights"]
+"""Concurrency groups of `RankActor` for calls that run while a rank computes: files of checkpoints, and weights on
+their way to samplers."""
 COLLECTIVE_MARGIN = 60.0
 """Seconds that a collective may take longer than `hang_seconds`, so that the hang is reported first."""
 NODE_DIED = "node has died"
@@ -292,7 +295,7 @@ class RankProcesses:
             listener()  # the call finished before the first poll
         return outcomes
 
-    def call_beside(self, method: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
+    def call_beside(self, method: str, arguments: tuple[Any, ...], lane: Lane) -> dict[int, Any]:
         """Runs a method on every rank while they may compute. Returns the RankOutcome of each rank whose call ended.
 
         If a rank dies or its process does not reply for `hang_seconds`, all ranks are ended, and the outcomes so far
@@ -305,7 +308,9 @@ class RankProcesses:
         for rank in range(self._settings.ranks):  # all of them have replied before, when they started
             detector.record_reply(rank, 0, RankPhase.IDLE)
         poller = _ProgressPoller(self._actors, detector)
-        pending = {call: rank for rank, call in enumerate(self._call_all("run_beside", method, arguments))}
+        pending: dict[Any, int] = {}
+        for rank, actor in enumerate(self._actors):
+            pending[actor.run_beside.options(concurrency_group=lane).remote(method, arguments)] = rank
         outcomes: dict[int, Any] = {}
         while pending and self.alive:
             done, _ = ray.wait(list(pending), timeout=self._settings.poll_interval)

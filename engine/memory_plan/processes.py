@@ -4,7 +4,7 @@ machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.backends.deepspeed.memory import StateBytes, adapter_bytes, state_bytes
 from engine.memory_plan.records import GIB, PHASES, Machine, MemoryPart, Phase, ProcessMemory, Workload
@@ -59,11 +59,25 @@ def trainer_memory(spec: LocalEngineSpec, work: Workload, machine: Machine, setu
     Without ZeRO, a rank of the deepspeed trainer holds what the torch trainer does.
     """
     zero = spec.trainer if isinstance(spec.trainer, DeepSpeedSpec) else None
-    if zero is None or zero.zero_stage == 0:
+    if zero is None:
         return _torch_memory(spec, work, machine, setup)
-    if work.lora_rank is not None:
-        return _zero_adapter_memory(spec, zero, work, work.lora_rank, machine, setup)
-    return _deepspeed_memory(spec, zero, work, machine, setup)
+    if zero.zero_stage == 0:
+        memory = _torch_memory(spec, work, machine, setup)
+    elif work.lora_rank is not None:
+        memory = _zero_adapter_memory(spec, zero, work, work.lora_rank, machine, setup)
+    else:
+        memory = _deepspeed_memory(spec, zero, work, machine, setup)
+    return replace(memory, device=(*memory.device, *_held(spec, work, setup)))
+
+
+def _held(spec: LocalEngineSpec, work: Workload, setup: TrainingSetup) -> list[MemoryPart]:
+    """Returns this rank's part of the weights that the ranks send to vLLM by a broadcast."""
+    vllm = spec.sampler
+    if not isinstance(vllm, VllmSpec) or vllm.resolved_transport(spec.cluster) != "nccl":
+        return []
+    size = setup.compute_bytes * work.shape.parameters / setup.ranks
+    source = f"{setup.compute_bytes}P / {setup.ranks} ranks, held until they are sent"
+    return [MemoryPart.constant("staged", "weights on their way", size, source, _staging_phases(vllm))]
 
 
 def compute_dtype_elements(work: Workload) -> int:
@@ -470,15 +484,18 @@ def _vllm_on_cpu(vllm: VllmSpec, spec: LocalEngineSpec, weights: float) -> Sampl
 def _staged(spec: LocalEngineSpec, vllm: VllmSpec, weights: float) -> MemoryPart:
     """Returns the files of all weights in shared memory; 0 bytes where weights do not travel by such files.
 
-    A broadcast needs them, too, if other processes train: their ranks write the weights that this process hands on.
+    vLLM in this process needs them, too, if other processes train.
     """
     transport = vllm.resolved_transport(spec.cluster)
     trains_elsewhere = spec.trainer.kind == "deepspeed"
-    by_files = transport == "shm" or (transport != "checkpoint" and trains_elsewhere)
+    by_files = transport == "shm" or (transport in ("memory", "ipc") and trains_elsewhere)
     size = weights if by_files else 0
+    return MemoryPart.constant("staged", "weights on their way", size, "files in shared memory", _staging_phases(vllm))
+
+
+def _staging_phases(vllm: VllmSpec) -> tuple[Phase, ...]:
     # Replicas that sample all the time get their next weights at any time.
-    phases: tuple[Phase, ...] = PHASES if vllm.replicas and vllm.placement == "dedicated" else ("sampling",)
-    return MemoryPart.constant("staged", "weights on their way", size, "files in shared memory", phases)
+    return PHASES if vllm.replicas and vllm.placement == "dedicated" else ("sampling",)
 
 
 def count_sequences(work: Workload, kv_bytes: float, compute: int) -> int:

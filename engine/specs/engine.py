@@ -150,8 +150,8 @@ class VllmSpec(Frozen):
     own). checkpoint: files in `sync_folder`. auto: memory without replicas; shm on a private Ray; on the cluster at
     cluster.address, checkpoint if `sync_folder` is set, else nccl."""
     sync_folder: str | None = None
-    """Folder that every machine can access. Used by transport "checkpoint", and by DeepSpeed's ranks on several
-    machines, which write the weights there."""
+    """Folder that every machine can access. Used by transport "checkpoint", and for the LoRA adapters of DeepSpeed's
+    ranks on several machines."""
     sync_seconds: float = Field(120.0, gt=0)
     """Timeout of transport "nccl" in seconds, for connecting the processes and for each exchange of up to 256 MiB. A
     process that does not answer in time counts as dead."""

@@ -6,12 +6,11 @@ its moments over the ranks, and sum its gradients, as ZeRO does below stage 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -109,11 +108,10 @@ class ZeroAdapter(ZeroTrainer):
     def weights_digest(self) -> tuple[str, dict[str, str]]:
         return files.weights_digest(self.state, base=self.base.digest)
 
-    def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[str]:
-        """Writes the weights of the base without the adapter, or the merged weights with DoRA
+    def sampled_state(self) -> files.ShardedState:
+        """The weights of the base without the adapter, or the merged weights with DoRA
         (engine.backends.protocol.is_sampled_on_base)."""
-        state = self.whole_state() if self.spec.use_dora else self.base.state
-        return files.write_folder(state, folder, dtype=dtype, file_per_rank=True)
+        return self.whole_state() if self.spec.use_dora else self.base.state
 
     def whole_state(self) -> files.ShardedState:
         """The merged weights."""
@@ -175,6 +173,13 @@ class MergedState(files.ShardedState):
         if name in self.head:
             return tuple(self.head[name].shape)
         return files.ShardedState.shape(self, name)
+
+    def own_parts(self) -> Iterator[tuple[str, int, Tensor]]:
+        # A merged weight needs the whole weight of the base, so each rank has every n-th tensor as a whole.
+        for index, name in enumerate(sorted(self.exported.values())):
+            tensor = self.assemble(name, on=index % dist.get_world_size())
+            if tensor is not None:
+                yield name, 0, tensor.reshape(-1)
 
     def assemble(self, name: str, *, on: int) -> Tensor | None:
         if name in self.head:

@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
 from engine.backends.deepspeed.memory import adapter_bytes, state_bytes
 from engine.backends.deepspeed.meta_model import open_meta_model, streamed_weights
 from engine.backends.deepspeed.options import RankOptions
+from engine.backends.deepspeed.sending import RankSenders
 from engine.backends.deepspeed.transfers import RankTransfers
 from engine.backends.protocol import Objective, ReadOnlyPolicy, UpdateReport
+from engine.backends.replicas.runtime import HeldWeights
 from engine.backends.torch.backend import TorchBackend, available_cores, memory_bytes
 from engine.backends.torch.loading import check_has_language_head
 from engine.backends.torch.probes import probe_model
@@ -66,10 +69,11 @@ class DeepSpeedBackend:
         self.threads = _threads_per_rank(spec, self.ranks)
         self.group = self._new_group(spec.trainer)
         self.transfers = RankTransfers(self.group)
+        self._senders: RankSenders | None = None
         self._numbers = itertools.count(1)
         # The garbage collector drops trainers in any thread. The thread that calls the ranks frees them there.
         self._dropped: list[tuple[int, int]] = []
-        """(start number of the group, trainer number) of trainers that the ranks may free."""
+        """(start number of the group, number) of trainers and held weights that the ranks may free."""
         self.ranks_repeat = True
         """Whether the devices of all ranks repeat their sums, as they said when they loaded a model."""
         self._reduced_max_tokens: dict[int, int] = {}
@@ -159,7 +163,7 @@ class DeepSpeedBackend:
             check_has_language_head(folder)
         start_number = self.group.start()
         self.free_dropped()
-        number = next(self._numbers)
+        number = self.next_number()
         info = self.group.call_unless_restarted(start_number, "load", number, folder, head, init_seed)
         return DeepSpeedTrainer(self, number, start_number, info)
 
@@ -179,30 +183,41 @@ class DeepSpeedBackend:
         self.spec.check_trainable(LoraSpec(load_in_4bit=load_in_4bit))
         start_number = self.group.start()
         self.free_dropped()
-        number = next(self._numbers)
+        number = self.next_number()
         info = self.group.call_unless_restarted(start_number, "load_base", number, folder, key)
         return DeepSpeedBase(self, number, start_number, info)
 
     def adapter(self, base: DeepSpeedBase, spec: LoraSpec, *, init_seed: int) -> DeepSpeedAdapter:
         """A new adapter on `base`, which it does not change."""
         self.free_dropped()
-        number = next(self._numbers)
+        number = self.next_number()
         info = self.group.call_unless_restarted(base.start_number, "load_adapter", number, base.number, spec, init_seed)
         return DeepSpeedAdapter(self, number, info, base, spec)
 
     def adapter_off(self, base: DeepSpeedBase) -> DeepSpeedBasePolicy:
         """The base itself, as a policy that is only read."""
         self.free_dropped()
-        number = next(self._numbers)
+        number = self.next_number()
         info = self.group.call_unless_restarted(base.start_number, "load_adapter_off", number, base.number)
         return DeepSpeedBasePolicy(self, number, info, base)
 
+    def next_number(self) -> int:
+        """A new number, under which the ranks keep a trainer, or the weights of one that they hold for a sync."""
+        return next(self._numbers)
+
+    def senders(self, start_number: int) -> RankSenders:
+        """The ranks of a start as senders of weights, which stay in one broadcast group over many syncs."""
+        if self._senders is None or self._senders.start_number != start_number:
+            self._senders = RankSenders(self.group, start_number)
+        return self._senders
+
     def drop(self, start_number: int, number: int) -> None:
-        """Marks a trainer for release: the ranks free its model before the next call. May be called in any thread."""
+        """Marks what the ranks keep under a number for release: they free it before the next call. May be called in any
+        thread."""
         self._dropped.append((start_number, number))
 
     def free_dropped(self) -> None:
-        """Has the ranks free the models that were dropped."""
+        """Has the ranks free what was dropped."""
         while self._dropped:
             start_number, number = self._dropped.pop()
             if self.group.alive and start_number == self.group.start_number:
@@ -327,6 +342,14 @@ class DeepSpeedTrainer:
         """At least one file per rank, so that the ranks write at the same time."""
         names = self._call("stage_weights", folder, dtype)
         return [folder / name for name in names if name.endswith(".safetensors")]
+
+    def hold_weights(self, *, dtype: torch.dtype) -> HeldWeights:
+        """Implements engine.backends.replicas.runtime.SendsWeights: each rank holds its part."""
+        backend = self._backend
+        number = backend.next_number()
+        manifest, parts = self._call("hold_weights", number, dtype)
+        drop = partial(backend.drop, self._start_number, number)
+        return HeldWeights(backend.senders(self._start_number), number, manifest, parts, close=drop)
 
     def nbytes(self, *, training: bool = True) -> int:
         """Bytes on the devices of all ranks, as `TrainerBackend.memory_bytes` counts them."""

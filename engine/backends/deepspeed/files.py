@@ -8,7 +8,7 @@ one tensor more than before.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from engine.backends.deepspeed.meta_model import WeightSource
-from engine.backends.deepspeed.rank_model import WeightNames
+from engine.backends.deepspeed.rank_model import WeightNames, gather
+from engine.backends.deepspeed.sending import HeldParts
 from engine.backends.deepspeed.shards import MOMENTS, Shards
 from engine.backends.weight_files.digests import Sums, combine_digests, digest_of_sums, tensor_sums
 from engine.backends.weight_files.pieces import (
@@ -77,6 +78,16 @@ class ShardedState:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all weights: parameters, then buffers."""
         return {name: self.shape(name) for name in [*self.shards.shapes, *self.buffers]}
+
+    def own_parts(self) -> Iterator[tuple[str, int, Tensor]]:
+        """(name, start, flat part in master precision) of the parts that this rank writes: the elements [start, start +
+        length) of the flattened tensor. Over all ranks, they contain each element once. Every rank calls it."""
+        for piece in self.shards.owned():
+            # Frozen weights that the rank holds in bfloat16 become float32, which is exact.
+            yield piece.name, piece.start, piece.of(piece.flat).to(self.master_dtype)
+        if dist.get_rank() == 0:  # the buffers are equal on all ranks
+            for name, buffer in self.buffers.items():
+                yield name, 0, buffer.reshape(-1)
 
     def assemble(self, name: str, *, on: int) -> Tensor | None:
         """The whole tensor on rank `on`, None on the others. Every rank calls it."""
@@ -205,43 +216,77 @@ def weights_digest(state: ShardedState, *, base: str = "") -> tuple[str, dict[st
 
 def digest_of_ranks(state: ShardedState, sums: Mapping[str, Sums], *, base: str = "") -> tuple[str, dict[str, str]]:
     """The digest of tensors whose parts have these sums on this rank. Every rank calls it."""
+    layouts = {name: (state.dtype(name), state.shape(name)) for name in sorted(state.shapes())}
+    return combine_digests(_digests_of_ranks(layouts, sums, state.device), base=base)
+
+
+def _digests_of_ranks(layouts: Layouts, sums: Mapping[str, Sums], device: torch.device) -> dict[str, str]:
+    """The digest of each tensor, whose parts have these sums on this rank. Every rank calls it."""
     # The sum of int64 numbers wraps around as those of the digest do.
     signed = {name: of_tensor.view(np.int64) for name, of_tensor in sums.items()}
-    names, total = _add_over_ranks(state, signed, np.zeros(2, dtype=np.int64))
+    total = _add_over_ranks(layouts, signed, np.zeros(2, dtype=np.int64), device)
     digests: dict[str, str] = {}
-    for name, sums_of_all in zip(names, total.view(np.uint64), strict=True):
-        digests[name] = digest_of_sums(state.dtype(name), state.shape(name), sums_of_all)
-    return combine_digests(digests, base=base)
+    for (name, (dtype, shape)), sums_of_all in zip(layouts.items(), total.view(np.uint64), strict=True):
+        digests[name] = digest_of_sums(dtype, shape, sums_of_all)
+    return digests
 
 
 def weights_sketch(state: ShardedState) -> Sketch:
     """The sketch that the torch trainer computes of the same weights, on every rank. Each rank sketches its pieces."""
-    _, total = _add_over_ranks(state, _of_own_parts(state, tensor_sketch), np.zeros(BUCKETS))
-    return total
+    sketches = _of_own_parts(state, tensor_sketch)
+    return _add_over_ranks(sorted(state.shapes()), sketches, np.zeros(BUCKETS), state.device)
 
 
 def _of_own_parts(state: ShardedState, compute: Callable[..., NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """By tensor: the sum of `compute(part, start=...)` over the parts that this rank writes."""
     sums: dict[str, NDArray[Any]] = {}
-    for piece in state.shards.owned():
-        # Frozen weights that the rank holds in bfloat16 become float32, which is exact.
-        part = piece.of(piece.flat).to(state.master_dtype)
-        sums[piece.name] = sums.get(piece.name, 0) + compute(part, start=piece.start)
+    for name, start, part in state.own_parts():
+        sums[name] = sums.get(name, 0) + compute(part, start=start)
         report_progress()
-    if dist.get_rank() == 0:  # the buffers are equal on all ranks
-        sums |= {name: compute(buffer, start=0) for name, buffer in state.buffers.items()}
     return sums
 
 
 def _add_over_ranks(
-    state: ShardedState, parts: Mapping[str, NDArray[Any]], zeros: NDArray[Any]
-) -> tuple[list[str], NDArray[Any]]:
-    """(names of all tensors, sorted; the sum over the ranks of each). `zeros` are those of a tensor without a part on
-    this rank. Every rank calls it."""
-    names = sorted(state.shapes())
-    total = torch.from_numpy(np.array([parts.get(name, zeros) for name in names])).to(state.device)
+    names: Iterable[str], parts: Mapping[str, NDArray[Any]], zeros: NDArray[Any], device: torch.device
+) -> NDArray[Any]:
+    """The sum over the ranks of the `parts` of each tensor, in the order of the names. `zeros` are those of a tensor
+    without a part on this rank. Every rank calls it."""
+    total = torch.from_numpy(np.array([parts.get(name, zeros) for name in names])).to(device)
     dist.all_reduce(total)
-    return names, total.cpu().numpy()
+    return total.cpu().numpy()
+
+
+# -- weights that the ranks send ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def hold_parts(state: ShardedState, *, dtype: torch.dtype) -> HeldParts:
+    """Copies this rank's part of every exported weight, floating ones in `dtype`, and digests it. Every rank calls it.
+    """
+    layouts = {name: _layout(state, state.exported[name], dtype) for name in sorted(state.exported)}
+    exported_names = {source: name for name, source in state.exported.items()}
+    # Copy and digest.
+    held: list[tuple[str, int, Tensor]] = []
+    sums: dict[str, Sums] = {}
+    for source, start, part in state.own_parts():
+        if source in exported_names:
+            name = exported_names[source]
+            copy = part.detach().to(layouts[name][0], copy=True)
+            held.append((name, start, copy))
+            sums[name] = sums.get(name, np.zeros(2, dtype=np.uint64)) + tensor_sums(copy, start=start)
+        report_progress()
+    held.sort(key=lambda part: part[:2])
+
+    # Exchange the sums, and who has which part.
+    digests = _digests_of_ranks(layouts, sums, state.device)
+    manifest = {name: (str(layout[0]), layout[1], digests[name]) for name, layout in layouts.items()}
+    parts: dict[str, list[tuple[int, int, int]]] = {name: [] for name in layouts}
+    for rank, of_rank in enumerate(gather([(name, start, len(copy)) for name, start, copy in held])):
+        for name, start, length in of_rank:
+            parts[name].append((rank, start, length))
+    for of_tensor in parts.values():
+        of_tensor.sort(key=lambda part: part[1])
+    return HeldParts(manifest, parts, [(name, copy) for name, _, copy in held])
 
 
 # -- model folders ------------------------------------------------------------------------------------------------

@@ -18,8 +18,11 @@ import torch
 
 from engine.backends.deepspeed.options import RankOptions
 from engine.backends.deepspeed.rank_model import SequenceGroup, gather
+from engine.backends.deepspeed.sending import RankSender
 from engine.backends.deepspeed.transfers import RankStore
 from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.replicas.broadcast import BroadcastGroup, DeviceInfo, Parts
+from engine.backends.replicas.runtime import Manifest
 from engine.backends.torch.determinism import repeats_sums, use_deterministic_kernels
 from engine.backends.torch.scalar_lm import is_scalar
 from engine.backends.weight_files.sketches import Sketch
@@ -33,8 +36,9 @@ from storage.serialization import FileDigest
 
 class RankTrainers:
     """The trainers and the frozen bases of a group, on one rank. Each method is called on all ranks at once
-    (engine.cluster.rank_group): `upload`, `download` and `discard` by `RankGroup.call_beside`, the others by
-    `RankGroup.call`. All ranks must have access to the paths, except those of `upload` and `discard`."""
+    (engine.cluster.rank_group): `upload`, `download`, `discard` and the methods of broadcasts by
+    `RankGroup.call_beside`, the others by `RankGroup.call`. All ranks must have access to the paths, except those of
+    `upload` and `discard`."""
 
     def __init__(self, options: Mapping[str, Any], rank: int, world_size: int) -> None:
         """`options` is a RankOptions as JSON. torch.distributed must be initialised."""
@@ -48,6 +52,7 @@ class RankTrainers:
         self._trainers: dict[int, Any] = {}
         self._sequences: dict[int, SequenceGroup] = {}
         self._store = RankStore(rank, world_size)
+        self._sender = RankSender(rank, self._device)
 
     def load(self, number: int, folder: Path, head: Head = "lm", init_seed: int = 0) -> dict[str, Any]:
         """Loads a model as trainer `number`; returns the facts that `DeepSpeedTrainer` keeps about it."""
@@ -104,7 +109,8 @@ class RankTrainers:
         return self._sequences.get(size)
 
     def free(self, number: int) -> None:
-        """Frees the trainer's memory. A number that is not loaded is ignored."""
+        """Frees the memory of a trainer, or of weights that are held. A number that is not loaded is ignored."""
+        self._sender.held.pop(number, None)
         trainer = self._trainers.pop(number, None)
         if trainer is not None:
             trainer.close()
@@ -179,10 +185,26 @@ class RankTrainers:
     def stage_weights(self, number: int, folder: Path, dtype: torch.dtype) -> list[str]:
         return self.trainer(number).stage_weights(folder, dtype=dtype)
 
+    def hold_weights(self, number: int, held_number: int, dtype: torch.dtype) -> tuple[Manifest, Parts]:
+        """Holds the trainer's weights under `held_number`, until `free` is called with it."""
+        held = self.trainer(number).hold_parts(dtype=dtype)
+        self._sender.held[held_number] = held
+        return held.manifest, held.parts
+
+    def sender_device(self) -> DeviceInfo:
+        return self._sender.device_info()
+
+    def join_broadcast(self, group: Mapping[str, Any]) -> str:
+        return self._sender.join(BroadcastGroup(**group))
+
+    def send_weights(self, held_number: int, group_name: str) -> str:
+        return self._sender.send(held_number, group_name)
+
     def write_config(self, number: int, folder: Path) -> list[str]:
         return self.trainer(number).write_config(folder)
 
     def close(self) -> None:
+        self._sender.close()
         for number in list(self._trainers):
             self.free(number)
 

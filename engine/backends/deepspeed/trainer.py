@@ -30,6 +30,7 @@ from engine.backends.deepspeed.rank_model import (
     prepare_module,
     probe_on_ranks,
 )
+from engine.backends.deepspeed.sending import HeldParts
 from engine.backends.deepspeed.sharded_model import ShardedModel, shard_model
 from engine.backends.deepspeed.shards import Shards
 from engine.backends.protocol import Objective, UpdateReport
@@ -350,7 +351,15 @@ class ZeroTrainer:
         return sorted(path.name for path in set(folder.iterdir()) - before)
 
     def stage_weights(self, folder: Path, *, dtype: torch.dtype) -> list[str]:
-        return files.write_folder(self.state, folder, dtype=dtype, file_per_rank=True)
+        return files.write_folder(self.sampled_state(), folder, dtype=dtype, file_per_rank=True)
+
+    def hold_parts(self, *, dtype: torch.dtype) -> HeldParts:
+        """Copies this rank's part of the weights that a sampler needs."""
+        return files.hold_parts(self.sampled_state(), dtype=dtype)
+
+    def sampled_state(self) -> files.ShardedState:
+        """The weights that a sampler needs."""
+        return self.state
 
     def whole_state(self) -> files.ShardedState:
         """The weights of a model folder."""

@@ -1,10 +1,11 @@
-"""Sends weights to vLLM's workers by a broadcast. The engine's process is rank 0 of the group, and every worker of the
-pool is another rank.
+"""Sends weights to vLLM's workers by a broadcast. The first members of the group are the senders: the engine's process,
+or the ranks of a trainer, each of which sends its own part of the weights. Every worker of the pool is another member.
 
 The group is separate from torch's default group, which vLLM uses, and from DeepSpeed's groups. It uses NCCL if every
 member has a GPU of its own, and gloo otherwise. All tensors, in the manifest's order, form one stream of bytes, which
-is cut into buckets. In addition to the model, each member holds one bucket and the current tensor. Tensors that arrive
-are digested like those from files, so a bucket that is lost, doubled or garbled leads to a wrong digest.
+is cut into buckets. The bytes of a bucket that one sender has are one broadcast, and all broadcasts of a bucket run at
+the same time. In addition to the model, each member holds one bucket, and a receiver the current tensor. Tensors that
+arrive are digested like those from files, so a bucket that is lost, doubled or garbled leads to a wrong digest.
 
 No member waits for ever. Each exchange has a timeout. When a member aborts, it sets a flag in the store, which runs in
 the engine's process, and all others abort too. They also abort if the store no longer replies. An aborted group is not
@@ -50,6 +51,9 @@ DeviceInfo = Mapping[str, Any]
 """Where a member computes: {"device": "cpu" | "cuda", "gpu": UUID of the GPU, "nccl": version of NCCL}."""
 ManifestEntries = Mapping[str, Sequence[Any]]
 """A manifest as it comes out of JSON: (dtype, shape, digest) by tensor name."""
+Parts = Mapping[str, Sequence[Sequence[int]]]
+"""Which sender has which part of the weights. By tensor name: (rank of the sender, first element, number of elements)
+of each part of the flattened tensor, in order and without gaps."""
 T = TypeVar("T")
 
 
@@ -142,7 +146,7 @@ class GroupMember:
     def _connect(self, store: Any) -> None:
         self._process_group = _process_group(store, self.group, self.rank, self.device)
         # NCCL connects in its first exchange. Make it here, so that a failure to connect is noticed now.
-        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
+        self.broadcast([(0, torch.zeros(1, dtype=torch.uint8, device=self.device))])
 
     def _connect_store(self) -> Any:
         timeout = timedelta(seconds=self.group.timeout)
@@ -154,30 +158,34 @@ class GroupMember:
         """Whether neither this member nor another one has left the group."""
         return not self._leaving.is_set() and not self._flag_thread_ended.is_set()
 
-    def broadcast(self, flat: Tensor) -> None:
-        """Copies rank 0's `flat`, a contiguous tensor, into the `flat` of every member."""
-        options: Any = dist.BroadcastOptions()
-        options.rootRank, options.asyncOp = 0, True
+    def broadcast(self, flats: Sequence[tuple[int, Tensor]]) -> None:
+        """Copies several contiguous tensors, given as (rank of the sender, tensor), from their senders into the tensors
+        of every member. All members give the same senders and sizes, in the same order."""
         deadline = time.monotonic() + self.group.timeout
         try:
-            process_group = self._process_group
-            if process_group is None:
-                reason = self._abort_reason or self._leave_reason
-                raise BroadcastAborted(reason or f"rank {self.rank} has left the group")
             # Call it in this thread, so that it is ordered after the work on this thread's CUDA stream.
-            work = process_group.broadcast([flat], options)
-            # Poll instead of waiting: a wait inside torch would not notice the abort flag.
-            while not work.is_completed():
-                if not self.usable:
-                    raise BroadcastAborted(self._abort_reason or self._leave_reason)
-                if time.monotonic() > deadline:
-                    raise BroadcastAborted(
-                        f"rank {self.rank} received nothing from another rank for {self.group.timeout:g} s"
-                    )
-                time.sleep(EXCHANGE_INTERVAL)
-            work.wait()
+            for work in [self._begin(sender, flat) for sender, flat in flats]:
+                # Poll instead of waiting: a wait inside torch would not notice the abort flag.
+                while not work.is_completed():
+                    if not self.usable:
+                        raise BroadcastAborted(self._abort_reason or self._leave_reason)
+                    if time.monotonic() > deadline:
+                        raise BroadcastAborted(
+                            f"rank {self.rank} received nothing from another rank for {self.group.timeout:g} s"
+                        )
+                    time.sleep(EXCHANGE_INTERVAL)
+                work.wait()
         except RuntimeError as error:
             raise self._abort(error, "lost its connection to another rank") from error
+
+    def _begin(self, sender: int, flat: Tensor) -> Any:
+        """Starts one broadcast. This method, and not its caller, refers to the process group: the traceback of an
+        exception keeps the variables of the functions that it passed, and the end of the last reference to a group
+        waits for all its exchanges."""
+        if self._process_group is None:
+            reason = self._abort_reason or self._leave_reason
+            raise BroadcastAborted(reason or f"rank {self.rank} has left the group")
+        return self._process_group.broadcast([flat], _options(sender))
 
     def _abort(self, error: Exception, event: str) -> BroadcastAborted:
         """Leaves the group after an error of torch, and returns the error to raise.
@@ -220,6 +228,22 @@ class GroupMember:
             del process_group
             thread.start()
             thread.join(FLAG_INTERVAL)
+
+
+def abort_group(store: Any, name: str, reason: str) -> None:
+    """Makes all members of a group abort. Called in the process that has opened the store, which may be no member."""
+    dist.PrefixStore(name, store).compare_set(ABORT_FLAG, "", reason)
+
+
+def is_aborted(store: Any, name: str) -> bool:
+    """Whether a member of the group has aborted."""
+    return bool(dist.PrefixStore(name, store).check([ABORT_FLAG]))
+
+
+def _options(sender: int) -> Any:
+    options: Any = dist.BroadcastOptions()
+    options.rootRank, options.asyncOp = sender, True
+    return options
 
 
 def _process_group(store: Any, group: BroadcastGroup, rank: int, device: torch.device) -> Any:
@@ -267,62 +291,168 @@ def _with_timeout(timeout: float, call: Callable[[], T]) -> T:
 # -- tensors ------------------------------------------------------------------------------------------------------
 
 
-def send(member: GroupMember, tensors: Iterable[tuple[str, Tensor]], manifest: ManifestEntries) -> None:
-    """Sends tensors; called on rank 0. They must come in the manifest's order and be equal to its entries.
+def send(
+    member: GroupMember,
+    tensors: Iterable[tuple[str, Tensor]],
+    manifest: ManifestEntries,
+    parts: Parts | None = None,
+) -> None:
+    """Sends tensors; called on every sender at the same time.
+
+    Args:
+        tensors: what this sender has, in the manifest's order and equal to its entries: whole tensors without `parts`,
+            otherwise this sender's parts of them, flattened.
+        parts: None if rank 0 sends everything.
 
     Raises BroadcastAborted. An exception of `tensors` aborts the other members too.
     """
-    bucket, filled, names = _bucket(member, manifest), 0, iter(manifest)
     try:
-        for name, tensor in tensors:
-            # Refuse a tensor that the receivers do not expect now.
-            if name != (expected := next(names, None)):
-                raise BroadcastAborted(f"tensor {name} came to the sender, and the manifest's next one is {expected}")
-            dtype, shape, _ = manifest[name]
-            if (str(tensor.dtype), tuple(tensor.shape)) != (dtype, tuple(shape)):
-                raise BroadcastAborted(
-                    f"tensor {name} came to the sender as {tensor.dtype} {list(tensor.shape)}, and the manifest has "
-                    f"{dtype} {list(shape)}"
-                )
-            # Copy its bytes into the bucket, and broadcast the bucket whenever it is full.
-            flat, start = _bytes(tensor.detach().contiguous()), 0
-            while start < len(flat):
-                count = min(len(bucket) - filled, len(flat) - start)
-                bucket[filled : filled + count] = flat[start : start + count]
-                start, filled = start + count, filled + count
-                if filled == len(bucket):
-                    member.broadcast(bucket)
-                    filled = 0
-        if (missing := next(names, None)) is not None:
-            raise BroadcastAborted(f"tensor {missing} did not come to the sender")
-        if filled:
-            member.broadcast(bucket[:filled])
+        bucket = _bucket(member, manifest)
+        own_bytes = _ByteStream(_own_bytes(member.rank, tensors, manifest, parts))
+        for broadcasts in bucket_plans(manifest, parts, member.group.bucket_bytes):
+            flats = _cut(bucket, broadcasts)
+            for sender, flat in flats:
+                if sender == member.rank:
+                    own_bytes.read_into(flat)
+            member.broadcast(flats)
+        own_bytes.check_ended()
     except BaseException as error:
         member.leave(f"the sender gave up: {error}")
         raise
 
 
-def receive(member: GroupMember, manifest: ManifestEntries) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) as they arrive; called on every rank but 0.
+def receive(
+    member: GroupMember, manifest: ManifestEntries, parts: Parts | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, tensor) as they arrive; called on every receiver. `parts` as for `send`.
 
     Each tensor has memory of its own, on the member's device. Raises BroadcastAborted.
     """
-    bucket, remaining = _bucket(member, manifest), _nbytes(manifest)
-    # `filled` is the number of bytes in the bucket, and `position` the next one to copy.
-    position, filled = 0, 0
+
+    def buckets() -> Iterator[Tensor]:
+        bucket = _bucket(member, manifest)
+        for broadcasts in bucket_plans(manifest, parts, member.group.bucket_bytes):
+            flats = _cut(bucket, broadcasts)
+            member.broadcast(flats)
+            yield bucket[: sum(len(flat) for _, flat in flats)]
+
+    arrived = _ByteStream(buckets())
     for name, (dtype, shape, _) in manifest.items():
         tensor = torch.empty(tuple(shape), dtype=_dtype(dtype), device=member.device)
-        flat, start = _bytes(tensor), 0
-        while start < len(flat):
-            # The bucket is used up: receive the next one. Only the last one is not full.
-            if position == filled:
-                position, filled = 0, min(len(bucket), remaining)
-                member.broadcast(bucket[:filled])
-                remaining -= filled
-            count = min(filled - position, len(flat) - start)
-            flat[start : start + count] = bucket[position : position + count]
-            start, position = start + count, position + count
+        arrived.read_into(_bytes(tensor))
         yield name, tensor
+
+
+class _ByteStream:
+    """Flat tensors of bytes, read as one stream."""
+
+    def __init__(self, chunks: Iterator[Tensor]) -> None:
+        self._chunks = chunks
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._position = 0
+        """The next byte of the chunk to read."""
+
+    def read_into(self, flat: Tensor) -> None:
+        start = 0
+        while start < len(flat):
+            if self._position == len(self._chunk):
+                chunk = next(self._chunks, None)
+                if chunk is None:
+                    raise BroadcastAborted("fewer bytes came than the manifest has")
+                self._chunk, self._position = chunk, 0
+            count = min(len(self._chunk) - self._position, len(flat) - start)
+            flat[start : start + count] = self._chunk[self._position : self._position + count]
+            start, self._position = start + count, self._position + count
+
+    def check_ended(self) -> None:
+        """Raises BroadcastAborted if bytes are left, or as the source of the chunks."""
+        for chunk in self._chunks:
+            if len(chunk):
+                raise BroadcastAborted("more bytes came than the manifest has")
+
+
+def _own_bytes(
+    rank: int, tensors: Iterable[tuple[str, Tensor]], manifest: ManifestEntries, parts: Parts | None
+) -> Iterator[Tensor]:
+    """The bytes of a sender's tensors. Raises BroadcastAborted for a tensor that the receivers do not expect now."""
+    entries = _own_entries(rank, manifest, parts)
+    for name, tensor in tensors:
+        expected, dtype, shape = next(entries, (None, "", ()))
+        if name != expected:
+            raise BroadcastAborted(f"tensor {name} came to the sender, and the manifest's next one is {expected}")
+        if (str(tensor.dtype), tuple(tensor.shape)) != (dtype, shape):
+            raise BroadcastAborted(
+                f"tensor {name} came to the sender as {tensor.dtype} {list(tensor.shape)}, and the manifest has "
+                f"{dtype} {list(shape)}"
+            )
+        yield _bytes(tensor.detach().contiguous())
+    for missing, _, _ in entries:
+        raise BroadcastAborted(f"tensor {missing} did not come to the sender")
+
+
+def _own_entries(
+    rank: int, manifest: ManifestEntries, parts: Parts | None
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of each tensor, or part of one, that the sender of this rank sends, in order."""
+    for name, (dtype, shape, _) in manifest.items():
+        if parts is None:
+            yield name, dtype, tuple(shape)
+            continue
+        for sender, _, length in parts[name]:
+            if sender == rank:
+                yield name, dtype, (length,)
+
+
+# -- the plan of a broadcast, equal on all members -----------------------------------------------------------------
+
+
+def bucket_plans(
+    manifest: ManifestEntries, parts: Parts | None, bucket_bytes: int
+) -> Iterator[list[tuple[int, int]]]:
+    """The broadcasts of each bucket: (rank of the sender, number of bytes), in the order of the bytes."""
+    plan: list[tuple[int, int]] = []
+    free = bucket_bytes
+    for sender, nbytes in _runs(manifest, parts):
+        while nbytes:
+            count = min(nbytes, free)
+            plan.append((sender, count))
+            nbytes, free = nbytes - count, free - count
+            if not free:
+                yield plan
+                plan, free = [], bucket_bytes
+    if plan:
+        yield plan
+
+
+def _runs(manifest: ManifestEntries, parts: Parts | None) -> list[tuple[int, int]]:
+    """(rank of the sender, number of bytes) of the successive parts of the stream that one sender has. Raises
+    BroadcastAborted if the parts of a tensor are not the whole tensor."""
+    if parts is None:
+        return [(0, _nbytes(manifest))]
+    runs: list[tuple[int, int]] = []
+    for name, (dtype, shape, _) in manifest.items():
+        end, itemsize = 0, _dtype(dtype).itemsize
+        for sender, start, length in parts.get(name, ()):
+            if start != end:
+                raise BroadcastAborted(f"no rank sends element {end} of tensor {name}, or two do")
+            end = start + length
+            if runs and runs[-1][0] == sender:
+                runs[-1] = (sender, runs[-1][1] + length * itemsize)
+            else:
+                runs.append((sender, length * itemsize))
+        if end != prod(shape):
+            raise BroadcastAborted(f"the ranks send {end} elements of tensor {name}, which has {prod(shape)}")
+    return runs
+
+
+def _cut(bucket: Tensor, broadcasts: Sequence[tuple[int, int]]) -> list[tuple[int, Tensor]]:
+    """(rank of the sender, its slice of the bucket) of each broadcast."""
+    flats: list[tuple[int, Tensor]] = []
+    start = 0
+    for sender, nbytes in broadcasts:
+        flats.append((sender, bucket[start : start + nbytes]))
+        start += nbytes
+    return flats
 
 
 def _bucket(member: GroupMember, manifest: ManifestEntries) -> Tensor:

@@ -1,9 +1,11 @@
 """Delivers weights to the replicas of a pool: from files, or by a broadcast (`broadcast`).
 
-This module is the engine's side of the broadcast: it decides which replicas take part, forms the group of their
-workers, and collects the outcome of each replica. The group is used for many syncs. A new group is formed if a replica
-has another process than before, and after an aborted broadcast. If a replica dies during a broadcast, the others get
-the weights at a second attempt, and the sync does not fail.
+This module is the engine's side of the broadcast: it decides which replicas take part, forms the group of the senders
+and of the replicas' workers, and collects the outcome of each replica. The engine's process sends tensors and files. A
+trainer in several processes sends its weights itself (`HeldWeights`). The group is used for many syncs. A new group is
+formed if a replica or a sender has another process than before, and after an aborted broadcast. If a replica dies
+during a broadcast, the others get the weights at a second attempt, and the sync does not fail. If a sender dies, the
+sync fails.
 
 Why the broadcast is our own (Ray 2.60, vLLM 0.32, from their sources):
 
@@ -37,14 +39,26 @@ from engine.backends.replicas.broadcast import (
     BUCKET_BYTES,
     BroadcastAborted,
     BroadcastGroup,
+    DeviceInfo,
     GroupMember,
+    Parts,
+    abort_group,
     device_info,
+    is_aborted,
     open_store,
     select_backend,
     send,
 )
 from engine.backends.replicas.replica import Replica
-from engine.backends.replicas.runtime import LoadProof, Manifest, Source, check_replies, worker_ids_of
+from engine.backends.replicas.runtime import (
+    HeldWeights,
+    LoadProof,
+    Manifest,
+    Senders,
+    Source,
+    check_replies,
+    worker_ids_of,
+)
 from engine.backends.weight_files.tensor_files import read_tensors
 from engine.cluster.actors import ActorHandle
 from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
@@ -69,6 +83,8 @@ class LoadRequest:
     """Folder of links to the files, which keep them after the caller has removed its own; see `link_files`."""
     group: str = ""
     """Name of the broadcast group that the weights are sent to."""
+    parts: Parts | None = None
+    """Which sender broadcasts which part. None if one process sends everything."""
 
     @property
     def source(self) -> list[str] | str:
@@ -134,7 +150,7 @@ class FileDelivery:
     """Every replica reads the staged files itself."""
 
     def paths(self, source: Source) -> tuple[str, ...]:
-        if isinstance(source, Mapping):
+        if isinstance(source, Mapping | HeldWeights):
             raise BadSpec("replicas take weights as files, not as tensors: stage them first")
         return tuple(str(path) for path in source)
 
@@ -150,8 +166,52 @@ class FileDelivery:
 FILE_DELIVERY = FileDelivery()
 
 
+class EngineSender:
+    """Implements runtime.Senders: this process sends everything, as rank 0 of the group."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.member: GroupMember | None = None
+
+    @property
+    def usable(self) -> bool:
+        return self.member is not None and self.member.usable
+
+    def devices(self) -> list[DeviceInfo]:
+        return [device_info(self._device)]
+
+    def join(self, group: BroadcastGroup) -> None:
+        self.member = GroupMember(group, 0, self._device)
+
+    def leave(self, reason: str) -> None:
+        if self.member is not None:
+            self.member.leave(reason)
+        self.member = None
+
+    def send(self, source: Source, manifest: Manifest) -> None:
+        if self.member is None:
+            raise BroadcastAborted("the engine's process has left the group")
+        try:
+            with torch.no_grad():
+                if self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)  # a setting of the thread, and this one is new
+                send(self.member, _named_tensors(source, manifest), manifest)
+        except BadSpec as error:
+            raise SamplerOutOfSync(f"the weights could not be sent: {error}") from error
+
+
+def _named_tensors(source: Source, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in the manifest's order. The manifest of files has the order of the files."""
+    assert not isinstance(source, HeldWeights)
+    if isinstance(source, Mapping):
+        yield from ((name, source[name]) for name in manifest)
+        return
+    for path in source:
+        yield from read_tensors(path)
+
+
 class BroadcastDelivery:
-    """Sends the weights as rank 0 of a group with all workers of the replicas."""
+    """Sends the weights to a group with all workers of the replicas."""
 
     def __init__(self, host: str, device: torch.device, *, timeout: float, bucket_bytes: int = BUCKET_BYTES) -> None:
         """Nothing is opened yet.
@@ -162,12 +222,15 @@ class BroadcastDelivery:
             timeout: seconds that the members may take to connect, and that each exchange may take.
         """
         self._store_host = host
-        self._device, self._timeout, self._bucket_bytes = device, timeout, bucket_bytes
+        self._timeout, self._bucket_bytes = timeout, bucket_bytes
         self._store: tuple[Any, int] | None = None
         """(store, port)."""
-        self.member: GroupMember | None = None
+        self._engine_sender = EngineSender(device)
+        self.group: BroadcastGroup | None = None
+        """The group that the last weights were sent to. None before the first sync, and after an aborted one."""
+        self._senders: Senders = self._engine_sender
         self._actors: list[ActorHandle | None] = []
-        """The processes of the group."""
+        """The senders and the replicas' processes in the group."""
 
     def paths(self, source: Source) -> tuple[str, ...]:
         return ()
@@ -202,16 +265,17 @@ class BroadcastDelivery:
         self, replicas: Sequence[Replica], request: LoadRequest, source: Source, load_into: LoadInto
     ) -> Outcomes:
         """Makes one attempt to send the weights to these replicas."""
-        member, outcomes = await self._join_group(replicas)
-        if member is None:
+        senders = source.senders if isinstance(source, HeldWeights) else self._engine_sender
+        group, outcomes = await self._join_group(replicas, senders)
+        if group is None:
             return outcomes
 
         # Send in a thread, while each replica receives and loads.
-        group_request = replace(request, group=member.group.name)
+        group_request = replace(request, group=group.name)
         loading: dict[asyncio.Task[LoadProof], Replica] = {}
         for replica in replicas:
             loading[asyncio.create_task(_awaited(load_into(replica, group_request)))] = replica
-        sending = asyncio.create_task(asyncio.to_thread(_send, member, source, request.manifest))
+        sending = asyncio.create_task(asyncio.to_thread(senders.send, source, request.manifest))
         await asyncio.wait([sending, *loading], return_when=asyncio.FIRST_EXCEPTION)
         error = _first_error([sending, *loading])
         if error is None:
@@ -223,7 +287,7 @@ class BroadcastDelivery:
         await asyncio.wait(loading, timeout=ABORT_TIMEOUT)
         for task, replica in loading.items():
             outcomes[replica.name] = await self._settle(task, replica)
-        # If the sender failed to read the trainer's tensors, no replica is at fault, and the whole sync fails.
+        # If a sender died or could not read its tensors, no replica is at fault, and the whole sync fails.
         sender_error = _first_error([sending])
         if sender_error is not None and not isinstance(sender_error, BroadcastAborted):
             raise sender_error
@@ -241,43 +305,56 @@ class BroadcastDelivery:
 
     # -- the group --------------------------------------------------------------------------------------------
 
-    async def _join_group(self, replicas: Sequence[Replica]) -> tuple[GroupMember | None, Outcomes]:
-        """(this process's membership in the group of all workers, {}), or (None, an error for each replica)."""
+    async def _join_group(
+        self, replicas: Sequence[Replica], senders: Senders
+    ) -> tuple[BroadcastGroup | None, Outcomes]:
+        """(the group of the senders and of all workers, {}), or (None, an error for each replica). Raises WorkerDied if
+        a sender is gone."""
         # Reuse the group if it has the same processes.
         actors = [replica.actor for replica in replicas]
-        if self.member is not None and self.member.usable and actors == self._actors:
-            return self.member, {}
+        if self._is_usable() and senders is self._senders and actors == self._actors:
+            return self.group, {}
         self._leave_group("another group is formed")
 
         # Ask the workers for their devices, which decide the backend. Their replies also tell how many they are.
         replies_by_replica, outcomes = await self._call_workers(replicas, [("ostinato_device",) for _ in replicas])
         if outcomes:
             return None, outcomes
-        devices = [device_info(self._device)]
+        devices = await asyncio.to_thread(senders.devices)
         first_ranks = []
         for replies in replies_by_replica:
             first_ranks.append(len(devices))
             devices += [reply["device_info"] for reply in replies]
-        group = self._new_group(devices)
+        store, group = self._new_group(devices)
 
-        # Join at the same time as all workers. The workers of a replica have consecutive ranks.
-        joining = asyncio.create_task(asyncio.to_thread(GroupMember, group, 0, self._device))
+        # All join at the same time. The workers of a replica have consecutive ranks.
+        joining = asyncio.create_task(asyncio.to_thread(senders.join, group))
         calls = [("ostinato_join_group", asdict(group), first_rank) for first_rank in first_ranks]
         _, outcomes = await self._call_workers(replicas, calls)
         try:
-            self.member, self._actors = await joining, actors
-        except BroadcastAborted as error:
-            not_formed = SamplerOutOfSync(f"the workers did not form a group: {error}")
+            await asyncio.wait_for(joining, self._timeout + ABORT_TIMEOUT)
+        except (BroadcastAborted, TimeoutError) as error:
+            abort_group(store, group.name, "the group was not formed")
+            not_formed = SamplerOutOfSync(f"the workers did not form a group: {error or 'a sender is silent'}")
             return None, {replica.name: outcomes.get(replica.name, not_formed) for replica in replicas}
-        return (None, outcomes) if outcomes else (self.member, {})
+        self.group, self._senders, self._actors = group, senders, actors
+        return (None, outcomes) if outcomes else (group, {})
 
-    def _new_group(self, devices: Sequence[Mapping[str, Any]]) -> BroadcastGroup:
+    def _is_usable(self) -> bool:
+        """Whether no process of the group has left it."""
+        if self.group is None or self._store is None or not self._senders.usable:
+            return False
+        return not is_aborted(self._store[0], self.group.name)
+
+    def _new_group(self, devices: Sequence[DeviceInfo]) -> tuple[Any, BroadcastGroup]:
+        """(the store of this process, a group in it)."""
         if self._store is None:
             self._store = open_store(self._store_host, self._timeout)
         backend = select_backend(devices)
-        log.info("weights go to %d workers by %s", len(devices) - 1, backend)
-        name, port = f"ostinato-{secrets.token_hex(16)}", self._store[1]
-        return BroadcastGroup(name, self._store_host, port, len(devices), backend, self._timeout, self._bucket_bytes)
+        log.info("weights are broadcast in a group of %d processes by %s", len(devices), backend)
+        (store, port), name = self._store, f"ostinato-{secrets.token_hex(16)}"
+        size, timeout, bucket_bytes = len(devices), self._timeout, self._bucket_bytes
+        return store, BroadcastGroup(name, self._store_host, port, size, backend, timeout, bucket_bytes)
 
     async def _call_workers(
         self, replicas: Sequence[Replica], calls: Sequence[tuple[Any, ...]]
@@ -317,9 +394,11 @@ class BroadcastDelivery:
         return [], outcomes
 
     def _leave_group(self, reason: str) -> None:
-        if self.member is not None:
-            self.member.leave(reason)
-        self.member = None
+        if self.group is not None and self._store is not None:
+            # Senders in other processes read the flag. This process is no member of their group.
+            abort_group(self._store[0], self.group.name, reason)
+            self._senders.leave(reason)
+        self.group = None
 
     def close(self) -> None:
         self._leave_group("the pool closes")
@@ -338,22 +417,3 @@ def _first_error(tasks: Sequence[asyncio.Task[Any]]) -> BaseException | None:
             return task.exception()
     return None
 
-
-def _send(member: GroupMember, source: Source, manifest: Manifest) -> None:
-    """Raises BroadcastAborted, or SamplerOutOfSync if the staged files have changed."""
-    try:
-        with torch.no_grad():
-            if member.device.type == "cuda":
-                torch.cuda.set_device(member.device)  # a setting of the thread, and this one is new
-            send(member, _named_tensors(source, manifest), manifest)
-    except BadSpec as error:
-        raise SamplerOutOfSync(f"the weights could not be sent: {error}") from error
-
-
-def _named_tensors(source: Source, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in the manifest's order. The manifest of files has the order of the files."""
-    if isinstance(source, Mapping):
-        yield from ((name, source[name]) for name in manifest)
-        return
-    for path in source:
-        yield from read_tensors(path)

@@ -38,6 +38,7 @@ from engine.backends.replicas.replica import (
     wait_until,
 )
 from engine.backends.replicas.runtime import (
+    HeldWeights,
     LoadProof,
     Manifest,
     Source,
@@ -185,7 +186,8 @@ class ReplicaPool:
 
         Raises WorkerDied if all die. Raises SamplerOutOfSync if one does not prove them; then none counts as loaded.
         """
-        request = LoadRequest(self._delivery.paths(source), manifest, state, full)
+        parts = source.parts if isinstance(source, HeldWeights) else None
+        request = LoadRequest(self._delivery.paths(source), manifest, state, full, parts=parts)
         return self._thread.run(self._load(request, source))
 
     async def _load(self, request: LoadRequest, source: Source) -> LoadProof:
@@ -232,7 +234,9 @@ class ReplicaPool:
     async def _load_into(self, replica: Replica, request: LoadRequest) -> LoadProof:
         who, actor = f"vLLM {replica.name}", replica.running_actor()
         try:
-            replies = await actor.call("load", request.source, request.manifest, request.state, request.full)
+            replies = await actor.call(
+                "load", request.source, request.manifest, request.state, request.full, request.parts
+            )
         except WorkerDied:
             await replica.fail(actor)
             raise

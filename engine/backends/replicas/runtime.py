@@ -7,14 +7,16 @@ A runtime loads weights, samples tokens, and proves which weights it holds. The 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from engine.backends.protocol import OnToken
+from engine.backends.replicas.broadcast import BroadcastGroup, DeviceInfo, Parts
 from engine.backends.weight_files.digests import digest_tensor
 from engine.backends.weight_files.tensor_files import read_tensors
 from engine.errors import BadSpec, SamplerOutOfSync
@@ -25,8 +27,60 @@ Manifest = dict[str, tuple[str, tuple[int, ...], str]]
 """The weights that the trainer staged. By tensor name: (dtype as in str(torch.dtype), shape, digest of the
 tensor). In JSON the tuples are lists; both are accepted."""
 
-Source = Sequence[Path] | Mapping[str, Tensor]
-"""Weights to load: safetensors files that the workers can open, or the tensors themselves (same process only)."""
+
+class Senders(Protocol):
+    """The processes that have the weights and send them to the replicas. They are the first members of a broadcast
+    group. Every method may block, and may be called in any thread, one at a time."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether they are in the group that they joined last, as far as they know."""
+        ...
+
+    def devices(self) -> list[DeviceInfo]:
+        """The device of each of them. Raises WorkerDied."""
+        ...
+
+    def join(self, group: BroadcastGroup) -> None:
+        """Returns when all members of the group are connected. Raises BroadcastAborted and WorkerDied."""
+        ...
+
+    def send(self, source: Source, manifest: Manifest) -> None:
+        """Sends the weights. Raises BroadcastAborted, WorkerDied, or SamplerOutOfSync for weights that have changed."""
+        ...
+
+    def leave(self, reason: str) -> None:
+        """Leaves the group, whose other members abort. Does not block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldWeights:
+    """Weights that the processes of a trainer hold until they have sent them."""
+
+    senders: Senders
+    number: int
+    """The number under which the senders hold them."""
+    manifest: Manifest
+    parts: Parts
+    """Which sender has which part."""
+    close: Callable[[], None]
+    """Lets the senders drop them."""
+
+
+@runtime_checkable
+class SendsWeights(Protocol):
+    """A trainer in several processes, which send the weights themselves."""
+
+    def hold_weights(self, *, dtype: torch.dtype) -> HeldWeights:
+        """Copies every weight that a sampler needs, where it is: floating-point weights in `dtype`, under the names
+        that `save_pretrained` uses. The trainer may change its weights afterwards."""
+        ...
+
+
+Source = Sequence[Path] | Mapping[str, Tensor] | HeldWeights
+"""Weights to load: safetensors files that the workers can open, the tensors themselves, or weights that the trainer's
+processes send. Tensors are only for the same process, or to be broadcast."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.backends.replicas.broadcast import BroadcastAborted, BroadcastGroup, GroupMember, device_info, receive
+from engine.backends.replicas.broadcast import (
+    BroadcastAborted,
+    BroadcastGroup,
+    GroupMember,
+    Parts,
+    device_info,
+    receive,
+)
 from engine.backends.torch.lora import A_NAME, ADAPTER_CONFIG_FILE, ADAPTER_FILE, B_NAME, PEFT_PREFIX
 from engine.backends.vllm import readback
 from engine.backends.vllm.readback import ReadbackPlan, TensorSlot
@@ -146,12 +153,14 @@ class Extension:
         manifest: Mapping[str, Sequence[Any]],
         state: str,
         full: bool = False,
+        parts: Parts | None = None,
     ) -> Reply:
         """Loads the weights of `state` and proves them.
 
         Args:
             source: paths of safetensors files, the tensors themselves, or the name of a broadcast group.
             full: read back every column instead of a sample.
+            parts: which member of the group sends which part.
         """
         started = time.perf_counter()
         self._ostinato_proven: _ProvenWeights | None = None
@@ -165,7 +174,7 @@ class Extension:
             rng = random.Random(f"{self._worker_id()} {state}")
             previous_fingerprints = getattr(self, "_ostinato_fingerprints", {})
             receiver = _TensorReceiver(manifest, plan, rng, previous_fingerprints, full)
-            self.ostinato_apply(receiver.pass_on(self._tensors(source, manifest)))
+            self.ostinato_apply(receiver.pass_on(self._tensors(source, manifest, parts)))
             if not receiver.complete:
                 raise WeightsMismatch("vLLM did not take every tensor")
             self.ostinato_retie(self.model_runner.get_model())
@@ -187,7 +196,10 @@ class Extension:
         return self._reply(error=error, broken=not self._finish_reload())
 
     def _tensors(
-        self, source: Sequence[str] | Mapping[str, Tensor] | str, manifest: Mapping[str, Sequence[Any]]
+        self,
+        source: Sequence[str] | Mapping[str, Tensor] | str,
+        manifest: Mapping[str, Sequence[Any]],
+        parts: Parts | None,
     ) -> Iterator[tuple[str, Tensor]]:
         if isinstance(source, Mapping):
             yield from source.items()
@@ -195,7 +207,7 @@ class Extension:
             member = self._member()
             if member is None or member.group.name != source:
                 raise WeightsMismatch(f"it is no member of group {source}, whose broadcast it should receive")
-            yield from receive(member, manifest)
+            yield from receive(member, manifest, parts)
         else:
             for path in source:
                 yield from read_tensors(Path(path))

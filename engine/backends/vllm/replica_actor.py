@@ -18,6 +18,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from engine.backends.replicas.broadcast import Parts
 from engine.backends.replicas.partial_completions import Chunk
 from engine.backends.replicas.runtime import any_broken
 from engine.backends.vllm import vllm_api
@@ -82,7 +83,12 @@ class ReplicaActor(ActorBase):
         return replies
 
     async def load(
-        self, source: Sequence[str] | str, manifest: Mapping[str, Any], state: str, full: bool
+        self,
+        source: Sequence[str] | str,
+        manifest: Mapping[str, Any],
+        state: str,
+        full: bool,
+        parts: Parts | None = None,
     ) -> list[Reply]:
         """Loads weights into every worker and returns their replies. If none has an error, the replica holds `state`.
 
@@ -90,7 +96,7 @@ class ReplicaActor(ActorBase):
             SamplerOutOfSync: the prefix cache could not be reset.
         """
         self.state = None
-        replies = await self.rpc("ostinato_load", source, manifest, state, full)
+        replies = await self.rpc("ostinato_load", source, manifest, state, full, parts)
         if not any(reply.get("error") for reply in replies):
             await self.reset_prefix_cache()
             self.state = state

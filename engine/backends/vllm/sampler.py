@@ -31,6 +31,7 @@ from engine.backends.replicas.runtime import (
     LoadProof,
     Manifest,
     Runtime,
+    SendsWeights,
     Source,
     digest_of,
     manifest_of,
@@ -203,10 +204,16 @@ class VllmSampler:
         shared.loaded, shared.loads = staged.base, shared.loads + 1
 
     def _stage_weights(self, trainer: Trainer, shared: SharedRuntime, folders: ExitStack) -> tuple[Source, Manifest]:
-        """The weights to load: the tensors themselves if runtime and transport accept them, otherwise files."""
+        """The weights to load: the tensors themselves if runtime and transport accept them, otherwise files. Weights
+        that the trainer's processes send stay there."""
         dtype = DTYPES[shared.options.dtype]
         merges = trainer.base is not None and not is_sampled_on_base(trainer)
         local_trainer = trainer if isinstance(trainer, TorchTrainer) and not merges else None
+        # The ranks of a trainer send the weights of a broadcast themselves.
+        if self.spec.transport == "nccl" and isinstance(trainer, SendsWeights):
+            held = trainer.hold_weights(dtype=dtype)
+            folders.callback(held.close)
+            return held, held.manifest
         # Replicas get tensors by a broadcast. In this process only an engine of one worker takes them.
         transports = ("nccl",) if self.spec.replicas else ("memory", "ipc")
         takes_tensors = self.spec.replicas > 0 or shared.options.tensor_parallel == 1

@@ -22,6 +22,7 @@ import torch
 from engine.backends.protocol import OnToken
 from engine.backends.replicas.partial_completions import PartialCompletion
 from engine.backends.replicas.runtime import (
+    HeldWeights,
     LoadProof,
     Manifest,
     Source,
@@ -83,6 +84,8 @@ class InProcessRuntime:
 
     def load(self, source: Source, manifest: Manifest, state: str, *, full: bool = False) -> LoadProof:
         self._state = None
+        if isinstance(source, HeldWeights):
+            raise BadSpec("vLLM in the engine's process is no member of a broadcast group: stage the weights")
         worker_source = source if isinstance(source, Mapping) else [str(path) for path in source]
         with _restores_globals():
             replies = self._rpc("ostinato_load", worker_source, manifest, state, full)

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ def wrong_attention() -> Iterator[None]:
         yield
     finally:
         PackedLayout.attend = right  # type: ignore[method-assign]
+
+
+class DeadlySequence(list[Any]):
+    """A list that kills its process, as by `kill -9`, when half of it has been read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self[: len(self) // 2]
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Lab(RankTrainers):
@@ -169,6 +178,33 @@ class Lab(RankTrainers):
             return self.update(number, *args)
         finally:
             trainer.sharded.logprobs = whole
+
+    def spoil_held(self, number: int, fault: str, other_number: int) -> None:
+        """Changes the weights that this rank holds under `number`, after their digests were computed. `other_number`:
+        weights of another step."""
+        held = self._sender.held[number]
+        tensors = [(name, part.clone()) for name, part in held.tensors]
+        other = list(self._sender.held[other_number].tensors)
+        first = next(index for index, (name, _) in enumerate(tensors) if name.endswith("o_proj.weight"))
+        second = next(i for i, (name, _) in enumerate(tensors) if i > first and name.endswith("o_proj.weight"))
+        rank = dist.get_rank()
+        if fault == "off by 1e-2" and rank == 0:
+            tensors[first][1][0] += 1e-2
+        elif fault == "swapped":
+            one, two = tensors[first], tensors[second]
+            tensors[first], tensors[second] = (one[0], two[1]), (two[0], one[1])
+        elif fault == "one byte" and rank == 1:
+            tensors[second][1].view(torch.uint8)[-1] ^= 1
+        elif fault == "a shard of another step" and rank == 1:
+            tensors = other
+        elif fault == "stale head":
+            for index, (name, stale) in enumerate(other):
+                if "embed_tokens" in name:
+                    tensors[index] = (name, stale)
+        elif fault == "dies" and rank == 1:
+            self._sender.held[number] = replace(held, tensors=DeadlySequence(tensors))
+            return
+        self._sender.held[number] = replace(held, tensors=tensors)
 
     def update_and_die(self, number: int, *args: Any) -> None:
         """Rank 1 dies by itself, as by `kill -9`, in the middle of an update."""

@@ -282,6 +282,15 @@ def test_offloaded_moments_lie_in_the_machine() -> None:
     assert part(node, "gradients") == 8 * 8_030_261_248  # of the micro-batches, and of the masters
 
 
+def test_weights_of_a_broadcast_are_held_by_the_ranks_and_others_lie_in_the_machine() -> None:
+    by_files = planned(SPLIT, EIGHT).pools
+    assert part(by_files[0], "staged") == 0
+    assert part(by_files[2], "staged") == 2 * 8_030_261_248
+    by_broadcast = planned(SPLIT | {"sampler": SPLIT["sampler"] | {"transport": "nccl"}}, EIGHT).pools
+    assert part(by_broadcast[0], "staged") == 2 * 8_030_261_248 / 4
+    assert part(by_broadcast[2], "staged") == 0
+
+
 def test_on_the_cpu_everything_shares_one_memory() -> None:
     sampler = {"kind": "vllm", "replicas": 2, "kv_cache_gib": 1.0}
     keys = {"device": "cpu", "compute_dtype": "bfloat16", "sampler": sampler}

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ from engine.backends.replicas.broadcast import (
     BroadcastAborted,
     BroadcastGroup,
     GroupMember,
+    abort_group,
+    is_aborted,
     open_store,
     receive,
     send,
@@ -51,11 +54,19 @@ def tensors_of(seed: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[int]:
+def opened_store() -> Iterator[tuple[Any, int]]:
+    yield open_store("127.0.0.1", LONG_TIMEOUT)
+
+
+@pytest.fixture
+def store(opened_store: tuple[Any, int]) -> int:
     """The port of a sender's store."""
-    store, port = open_store("127.0.0.1", LONG_TIMEOUT)
-    yield port
-    del store
+    return opened_store[1]
+
+
+@pytest.fixture
+def store_object(opened_store: tuple[Any, int]) -> Any:
+    return opened_store[0]
 
 
 _names = iter(range(10_000))
@@ -92,6 +103,71 @@ def test_every_tensor_arrives_bit_by_bit_and_in_order(store: int, bucket_bytes: 
                 assert manifest_of(got.items()) == manifest
     for member in members:
         member.leave()
+
+
+def split(sent: dict[str, Tensor], senders: int) -> dict[str, list[tuple[int, int, int]]]:
+    """Every tensor in parts of nearly equal length, as ZeRO 3 splits it."""
+    parts: dict[str, list[tuple[int, int, int]]] = {}
+    for name, tensor in sent.items():
+        length = -(-tensor.numel() // senders)
+        bounds = [min(rank * length, tensor.numel()) for rank in range(senders + 1)]
+        parts[name] = [(rank, bounds[rank], bounds[rank + 1] - bounds[rank]) for rank in range(senders)]
+    return parts
+
+
+def own_parts(sent: dict[str, Tensor], parts: Any, rank: int) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in sent.items():
+        for sender, start, length in parts[name]:
+            if sender == rank:
+                yield name, tensor.reshape(-1)[start : start + length]
+
+
+@pytest.mark.parametrize("bucket_bytes", [7, 64, 1 << 20])
+@pytest.mark.parametrize("senders", [1, 2, 3])
+def test_the_parts_of_several_senders_arrive_as_whole_tensors(store: int, senders: int, bucket_bytes: int) -> None:
+    members = members_of(group_at(store, senders + 2, bucket_bytes=bucket_bytes))
+    sent = tensors_of()
+    manifest, parts = manifest_of(sent.items()), split(sent, senders)
+    with ThreadPoolExecutor() as threads:
+        receiving = [threads.submit(lambda m: dict(receive(m, manifest, parts)), m) for m in members[senders:]]
+        sending = [
+            threads.submit(send, member, own_parts(sent, parts, rank), manifest, parts)
+            for rank, member in enumerate(members[:senders])
+        ]
+        for future in sending:
+            future.result()
+        assert [manifest_of(future.result().items()) for future in receiving] == [manifest] * 2
+    for member in members:
+        member.leave()
+
+
+@pytest.mark.parametrize("spoil", ["gap", "overlap", "short"])
+def test_parts_that_are_not_the_whole_tensor_are_refused(store: int, spoil: str) -> None:
+    members, sent = members_of(group_at(store, 2)), tensors_of()
+    parts = split(sent, 1)
+    parts["matrix"] = {"gap": [(0, 0, 7), (0, 8, 69)], "overlap": [(0, 0, 8), (0, 7, 70)], "short": [(0, 0, 76)]}[spoil]
+    with pytest.raises(BroadcastAborted, match="matrix"):
+        send(members[0], own_parts(sent, parts, 0), manifest_of(sent.items()), parts)
+    with pytest.raises(BroadcastAborted, match="matrix"):
+        dict(receive(members[1], manifest_of(sent.items()), parts))
+
+
+def test_an_abort_ends_many_exchanges_at_once(store_object: Any, store: int) -> None:
+    """The receiver never takes part, and the process with the store, which is no member, makes the senders abort."""
+    members, sent = members_of(group_at(store, 3)), {f"tensor {n}": torch.zeros(1 << 16) for n in range(20)}
+    manifest, parts = manifest_of(sent.items()), split(sent, 2)
+    began = time.monotonic()
+    with ThreadPoolExecutor() as threads:
+        sending = [
+            threads.submit(send, member, own_parts(sent, parts, rank), manifest, parts)
+            for rank, member in enumerate(members[:2])
+        ]
+        abort_group(store_object, members[0].group.name, "the engine gave up")
+        for future in sending:
+            with pytest.raises(BroadcastAborted, match="the engine gave up"):
+                future.result()
+    assert is_aborted(store_object, members[0].group.name)
+    assert time.monotonic() - began < LONG_TIMEOUT / 4
 
 
 @pytest.mark.parametrize("spoil", ["swapped", "missing", "cast", "renamed", "raises"])
@@ -249,9 +325,11 @@ class Worker(Extension):
     def get_model(self) -> nn.Module:
         return nn.Linear(1, 1)
 
-    def ostinato_load(self, source: Any, manifest: Any, state: str, full: bool = False) -> Any:  # type: ignore[override]
+    def ostinato_load(  # type: ignore[override]
+        self, source: Any, manifest: Any, state: str, full: bool = False, parts: Any = None
+    ) -> Any:
         try:
-            self.got = dict(manifest_of(self._tensors(source, manifest)))
+            self.got = dict(manifest_of(self._tensors(source, manifest, parts)))
         except BroadcastAborted as error:
             return self._load_failed(source, str(error))
         return self._reply(state=state)
@@ -304,7 +382,9 @@ class FakeReplica:
 
 
 async def load_into(replica: Any, weights: LoadRequest) -> LoadProof:
-    replies = await replica.rpc("ostinato_load", weights.source, weights.manifest, weights.state)
+    replies = await replica.rpc(
+        "ostinato_load", weights.source, weights.manifest, weights.state, weights.full, weights.parts
+    )
     errors = [reply["error"] for reply in replies if reply["error"]]
     if errors:
         raise SamplerOutOfSync(errors[0])

@@ -59,7 +59,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[Pairs], Pairs]) -> 
 
 def test_after_every_sync_it_samples_from_the_trainers_weights_by_one_group(sampler: Any, trainer: Any) -> None:
     pool, seen = sampler._shared.ensure_running(), []
-    member = pool._delivery.member
+    group = pool._delivery.group
     for number in range(3):
         sync(sampler, trainer, f"state-{number}")
         drawn = draw(sampler)
@@ -67,7 +67,7 @@ def test_after_every_sync_it_samples_from_the_trainers_weights_by_one_group(samp
         assert sampler.load_proof.tensors == len(list(trainer.model.exported_weights()))
         seen.append(str(drawn))
         move(trainer, seed=number)
-    assert len(set(seen)) == 3 and pool._delivery.member is member
+    assert len(set(seen)) == 3 and group is not None and pool._delivery.group is group
 
 
 def test_files_are_sent_too(sampler: Any, trainer: Any, weights: list[WeightFiles]) -> None:

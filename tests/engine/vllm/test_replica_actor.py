@@ -58,7 +58,7 @@ def fake_vllm_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the functions that import vLLM."""
     monkeypatch.setattr(vllm_api, "vllm_params", lambda params, seed, options, stream: SimpleNamespace(seed=seed))
     monkeypatch.setattr(vllm_api, "token_prompt", lambda tokens, salt: tokens)
-    monkeypatch.setattr(vllm_api, "sampled", lambda output, params: [(output.new, -1.0)])
+    monkeypatch.setattr(vllm_api, "output_tokens", lambda output, params: [(output.new, -1.0)])
 
 
 def run(test: Callable[[ReplicaActor, FakeEngine], Coroutine[Any, Any, None]]) -> None:

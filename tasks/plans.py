@@ -43,6 +43,9 @@ class PromptShard(Frozen):
     repeated."""
     max_prompt_tokens: int | None = None
     truncation: Truncation = "error"
+    segment_seconds: float | None = Field(None, gt=0, exclude_if=lambda value: value is None)
+    """Seconds of sampling after which the tokens of unfinished completions are committed, and go on under the newest
+    policy, as they do when new weights arrive. None: each completion is sampled from one policy without a cut."""
     resampled: bool = Field(False, exclude_if=lambda value: not value)
     """Whether the step has sampled these prompts before, in shards of which no completion got a grade."""
 

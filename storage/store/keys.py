@@ -298,6 +298,13 @@ def step_artifact(run: str, stage: str, step: int, kind: str, shard: int) -> str
     return f"{step_prefix(run, stage, step)}{validate_name(kind)}/{shard:05d}"
 
 
+def segment(run: str, stage: str, step: int, shard: int, number: int) -> str:
+    """Logical key of one segment of a shard's completions: …/steps/000042/segments-00003/00000."""
+    if shard < 0:
+        raise InvalidKey(f"{shard} is not the number of a shard; give 0 or more")
+    return step_artifact(run, stage, step, f"segments-{shard:05d}", number)
+
+
 def step_metrics(run: str, stage: str, step: int) -> str:
     return f"{step_metrics_prefix(run, stage)}{format_number(step)}.json"
 

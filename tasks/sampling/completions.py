@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import JsonValue
 
 from engine.errors import BadSpec, SampleTooLong, UnsupportedFragment
 from engine.models.images import images_or_none, images_to_rows
@@ -28,6 +29,7 @@ from tasks.committed import commit_once
 from tasks.datasets.naming import NameRow, row_name
 from tasks.plans import PromptShard, Truncation
 from tasks.reports.clock import timed
+from tasks.sampling.segments import SegmentedCompletion, ShardSegments, tokens_by_policy
 from tasks.task_runs import durable_task
 
 
@@ -69,12 +71,28 @@ async def _sample(
             jobs.append((row, prompt, number))
     seeds = [workspace.seed_for(policy.stage, step, row["id"], number) for row, _, number in jobs]
     failpoint("rollout.sampling")
-    with timed("rollout"):
-        request = generate_request(policy, [prompt for _, prompt, _ in jobs], seeds, sampling)
-        completions = await workspace.connect().generate(request, epoch=workspace.epoch)
+    request = generate_request(policy, [prompt for _, prompt, _ in jobs], seeds, sampling)
+    segmented: list[SegmentedCompletion] | None = None
+    if shard.segment_seconds is None:
+        with timed("rollout"):
+            completions = await workspace.connect().generate(request, epoch=workspace.epoch)
+    else:
+        segmented = await ShardSegments(workspace, policy, shard, step=step).sample(request)
+        completions = [completion.completion() for completion in segmented]
 
     # Commit them, with the counts that the metrics of the step read.
-    table = rollout_table(renderer, policy, jobs, seeds, completions)
+    table = rollout_table(renderer, policy, jobs, seeds, completions, segmented)
+    extra: dict[str, JsonValue] = {
+        "prompts": len(shard.rows),
+        "dropped": len(rows) - len(prompts),
+        "completion_tokens": sum(len(completion.token_ids) for completion in completions),
+    }
+    if shard.resampled:
+        extra["resampled"] = True
+    samplers: dict[str, int] = {}
+    if segmented is not None:
+        samplers = tokens_by_policy(segmented)
+        extra["policies"] = dict(samplers)
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
     with timed("storage"):
         return commit_table(
@@ -82,14 +100,9 @@ async def _sample(
             key,
             table,
             kind="rollouts",
-            parents=(policy.uri, shard.dataset.uri),
+            parents=tuple(dict.fromkeys((policy.uri, shard.dataset.uri, *samplers))),
             provenance=workspace.provenance,
-            extra={
-                "prompts": len(shard.rows),
-                "dropped": len(rows) - len(prompts),
-                "completion_tokens": sum(len(completion.token_ids) for completion in completions),
-                **({"resampled": True} if shard.resampled else {}),
-            },
+            extra=extra,
         )
 
 
@@ -168,12 +181,14 @@ def rollout_table(
     jobs: list[tuple[dict[str, Any], TokenSequence, int]],
     seeds: list[int],
     completions: list[Completion],
+    segmented: list[SegmentedCompletion] | None = None,
 ) -> pa.Table:
     """The rollouts table: a row per completion, with its tokens and its text. If the model takes images, the rows also
     have the prompt's images.
 
     Args:
         jobs: (dataset row, prompt, number of the completion) of each completion.
+        segmented: which policy sampled which tokens. None: `policy` sampled all of them.
     """
     prompts = [prompt for _, prompt, _ in jobs]
     answers = [completion.token_ids for completion in completions]
@@ -204,6 +219,10 @@ def rollout_table(
     # Only tables of such models have the column `images`, so that other tables need not store empty lists.
     if renderer.tokenizer.images:
         columns["images"] = [images_to_rows(prompt.images) for prompt in prompts]
+    if segmented is not None:
+        columns["policy_states"] = [[policy.state for policy in completion.policies] for completion in segmented]
+        columns["policy_tokens"] = [completion.lengths for completion in segmented]
+        columns["policy_state"] = [states[0] for states in columns["policy_states"]]  # the oldest one
     schema = table_schema("rollouts", columns)
     return pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
 

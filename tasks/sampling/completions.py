@@ -73,11 +73,14 @@ async def _sample(
     failpoint("rollout.sampling")
     request = generate_request(policy, [prompt for _, prompt, _ in jobs], seeds, sampling)
     segmented: list[SegmentedCompletion] | None = None
+    parents = [policy.uri, shard.dataset.uri]
     if shard.segment_seconds is None:
         with timed("rollout"):
             completions = await workspace.connect().generate(request, epoch=workspace.epoch)
     else:
-        segmented = await ShardSegments(workspace, policy, shard, step=step).sample(request)
+        segments = ShardSegments(workspace, policy, shard, step=step)
+        segmented = await segments.sample(request)
+        parents += [ref.uri for ref in segments.committed]
         completions = [completion.completion() for completion in segmented]
 
     # Commit them, with the counts that the metrics of the step read.
@@ -89,10 +92,10 @@ async def _sample(
     }
     if shard.resampled:
         extra["resampled"] = True
-    samplers: dict[str, int] = {}
     if segmented is not None:
-        samplers = tokens_by_policy(segmented)
-        extra["policies"] = dict(samplers)
+        by_policy = tokens_by_policy(segmented)
+        parents += [uri for uri in by_policy if uri not in parents]
+        extra["policies"] = dict(by_policy)
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
     with timed("storage"):
         return commit_table(
@@ -100,7 +103,7 @@ async def _sample(
             key,
             table,
             kind="rollouts",
-            parents=tuple(dict.fromkeys((policy.uri, shard.dataset.uri, *samplers))),
+            parents=parents,
             provenance=workspace.provenance,
             extra=extra,
         )

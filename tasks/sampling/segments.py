@@ -69,12 +69,14 @@ class ShardSegments:
         self.workspace, self.shard, self.step = workspace, shard, step
         self._store = workspace.open_store()
         self._oldest = self._policy = policy
+        self.committed: list[ArtifactRef] = []
+        """The committed segments, in order."""
 
     async def sample(self, request: GenerateRequest) -> list[SegmentedCompletion]:
         """The completions that `request` asks for: the committed segments, and what was left to sample. The policy of
         the request has no effect."""
         completions = [SegmentedCompletion(seed) for seed in request.seeds]
-        number = await asyncio.to_thread(self._read_committed, completions)
+        await asyncio.to_thread(self._read_committed, completions)
         while not all(completion.has_ended for completion in completions):
             policy = await asyncio.to_thread(self._newest_policy)
             open_indices = [index for index, completion in enumerate(completions) if not completion.has_ended]
@@ -86,8 +88,7 @@ class ShardSegments:
                     completions[index].add(policy, completion)
             elif any(completion.token_ids for completion in new):
                 table = _segment_table(open_indices, rest.seeds, new)
-                await asyncio.to_thread(self._commit, number, policy, table, completions)
-                number += 1
+                await asyncio.to_thread(self._commit, policy, table, completions)
         return completions
 
     def _newest_policy(self) -> PolicyRef:
@@ -122,28 +123,24 @@ class ShardSegments:
 
     # -- committed segments ------------------------------------------------------------------------------------
 
-    def _key(self, number: int) -> str:
+    def _next_key(self) -> str:
         policy = self._oldest
-        return keys.segment(policy.run, policy.stage, self.step, self.shard.index, number)
+        return keys.segment(policy.run, policy.stage, self.step, self.shard.index, len(self.committed))
 
-    def _read_committed(self, completions: Sequence[SegmentedCompletion]) -> int:
-        """Adds the segments of earlier attempts to the completions. Returns their number."""
-        number = 0
+    def _read_committed(self, completions: Sequence[SegmentedCompletion]) -> None:
+        """Adds the segments of earlier attempts to the completions."""
         with timed("storage"):
-            while (ref := find_artifact(self._store, self._key(number))) is not None:
+            while (ref := find_artifact(self._store, self._next_key())) is not None:
                 self._add(ref, completions)
-                number += 1
-        return number
 
-    def _commit(
-        self, number: int, policy: PolicyRef, table: pa.Table, completions: Sequence[SegmentedCompletion]
-    ) -> None:
+    def _commit(self, policy: PolicyRef, table: pa.Table, completions: Sequence[SegmentedCompletion]) -> None:
         """Commits a segment and adds it to the completions. If another process has committed this segment first, adds
         that one."""
+        number = len(self.committed)
         with timed("storage"):
             ref = commit_table(
                 self._store,
-                self._key(number),
+                self._next_key(),
                 table,
                 kind="segments",
                 parents=tuple(dict.fromkeys((self._oldest.uri, policy.uri))),
@@ -160,6 +157,7 @@ class ShardSegments:
         for row in read_table(self._store, ref).to_pylist():
             completion = Completion(row["token_ids"], row["logprobs"], row["stop_reason"])
             completions[row["index"]].add(policy, completion)
+        self.committed.append(ref)
 
 
 def _segment_table(indices: Sequence[int], seeds: Sequence[int], completions: Sequence[Completion]) -> pa.Table:

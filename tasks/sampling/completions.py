@@ -96,6 +96,8 @@ async def _sample(
         by_policy = tokens_by_policy(segmented)
         parents += [uri for uri in by_policy if uri not in parents]
         extra["policies"] = dict(by_policy)
+        if sampling.min_new_tokens:
+            extra["min_new_tokens"] = sampling.min_new_tokens
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
     with timed("storage"):
         return commit_table(

@@ -80,24 +80,12 @@ async def _sample(
     else:
         segments = ShardSegments(workspace, policy, shard, step=step)
         segmented = await segments.sample(request)
-        parents += [ref.uri for ref in segments.committed]
+        samplers = [uri for uri in tokens_by_policy(segmented) if uri != policy.uri]
+        parents += [*samplers, *(ref.uri for ref in segments.committed)]
         completions = [completion.completion() for completion in segmented]
 
     # Commit them, with the counts that the metrics of the step read.
     table = rollout_table(renderer, policy, jobs, seeds, completions, segmented)
-    extra: dict[str, JsonValue] = {
-        "prompts": len(shard.rows),
-        "dropped": len(rows) - len(prompts),
-        "completion_tokens": sum(len(completion.token_ids) for completion in completions),
-    }
-    if shard.resampled:
-        extra["resampled"] = True
-    if segmented is not None:
-        by_policy = tokens_by_policy(segmented)
-        parents += [uri for uri in by_policy if uri not in parents]
-        extra["policies"] = dict(by_policy)
-        if sampling.min_new_tokens:
-            extra["min_new_tokens"] = sampling.min_new_tokens
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
     with timed("storage"):
         return commit_table(
@@ -107,8 +95,31 @@ async def _sample(
             kind="rollouts",
             parents=parents,
             provenance=workspace.provenance,
-            extra=extra,
+            extra=_counts(shard, len(rows) - len(prompts), completions, segmented, sampling),
         )
+
+
+def _counts(
+    shard: PromptShard,
+    dropped: int,
+    completions: list[Completion],
+    segmented: list[SegmentedCompletion] | None,
+    sampling: SamplingParams,
+) -> dict[str, JsonValue]:
+    """What the manifest of a shard says of its rows. `dropped`: the number of prompts that were dropped."""
+    counts: dict[str, JsonValue] = {
+        "prompts": len(shard.rows),
+        "dropped": dropped,
+        "completion_tokens": sum(len(completion.token_ids) for completion in completions),
+    }
+    if shard.resampled:
+        counts["resampled"] = True
+    if segmented is not None:
+        counts["policies"] = dict(tokens_by_policy(segmented))
+        # The sampler masks ends before it, so that the logprobs of these tokens are not the policy's own.
+        if sampling.min_new_tokens:
+            counts["min_new_tokens"] = sampling.min_new_tokens
+    return counts
 
 
 def generate_request(

@@ -161,8 +161,7 @@ class ReplicaActor(ActorBase):
         await self._require_state(state)
         sampling_params = SamplingParams.model_validate(params)
         salt, lora = f"{state} {adapter_name}", self._lora_request(adapter_name)
-        chunks: list[Chunk] = []
-        has_news = asyncio.Event()
+        chunks, has_news = list[Chunk](), asyncio.Event()
 
         async def sample(index: int) -> None:
             given = sampled[index] if sampled else []
@@ -173,8 +172,7 @@ class ReplicaActor(ActorBase):
             request.stream_interval = chunk_tokens if stops is None else 1
             prompt = vllm_api.token_prompt([*prompts[prompt_indices[index]], *given], salt=salt)
             outputs = self._client.generate(prompt, request, self._request_name(), lora_request=lora)
-            # Closing the outputs before the last one makes vLLM abort the request.
-            async with aclosing(outputs):
+            async with aclosing(outputs):  # closing them before the last one makes vLLM abort the request
                 async for chunk in self._chunks(index, outputs, sampling_params, end, chunk_tokens):
                     chunks.append(chunk)
                     has_news.set()

@@ -25,7 +25,8 @@ from storage.serialization import MAX_TEMPERATURE, MIN_TEMPERATURE, Frozen, Temp
 from storage.store.artifacts import ArtifactRef, Provenance
 
 TokenIds = list[int]
-StopReason = Literal["eos", "stop", "length"]
+StopReason = Literal["eos", "stop", "length", "interrupted"]
+"""Why a completion has no further token. interrupted: it has not ended (see GenerateRequest.interruptible)."""
 MAX_TENSOR_PARALLEL = 1 << 16
 
 OnToken = Callable[[int, int, float], None]
@@ -111,7 +112,8 @@ class SamplingParams(Frozen):
 class GenerateRequest:
     """Asks for one completion per prompt: `prompts[i]` is continued with the random numbers of `seeds[i]`.
 
-    Raises BadSpec when the numbers of prompts, seeds and images differ. The engine checks the token ids."""
+    Raises BadSpec when the numbers of prompts, seeds, sampled tokens and images differ, and for `interrupt_after` of a
+    call that is not interruptible. The engine checks the token ids."""
 
     policy: PolicyRef
     prompts: list[TokenIds]
@@ -121,6 +123,14 @@ class GenerateRequest:
     """Number of devices that share one copy of the model while it samples. None: the setting of the engine's config."""
     images: list[Images] | None = None
     """The images of each prompt. None: no prompt has images."""
+    sampled: list[TokenIds] | None = None
+    """The tokens of each completion that earlier calls have sampled. They follow the prompt, and the lengths, the stop
+    strings and the JSON schema of `sampling` count from the first of them. None: all completions begin."""
+    interruptible: bool = False
+    """Whether the call ends at a token when the weights of a later policy of its chain are staged for its sampler, or
+    after `interrupt_after`. Completions that have not ended then have the stop reason "interrupted"."""
+    interrupt_after: float | None = None
+    """Seconds of sampling after which an interruptible call ends. None: no such limit."""
 
     def __post_init__(self) -> None:
         # The number of prompts, seeds and images must be equal. Their seeds must fit into int64 for the wire.
@@ -132,6 +142,16 @@ class GenerateRequest:
                 raise BadSpec(f"the seed {seed!r:.40} was given; give a signed integer of 64 bits")
         if self.tensor_parallel is not None and not 1 <= self.tensor_parallel <= MAX_TENSOR_PARALLEL:
             raise BadSpec(f"tensor_parallel={self.tensor_parallel} devices; give 1 to {MAX_TENSOR_PARALLEL}, or None")
+        if self.sampled is not None and len(self.sampled) != prompts:
+            raise BadSpec(
+                f"{prompts} prompts were given with the sampled tokens of {len(self.sampled)} completions; give a list "
+                "per prompt, which may be empty"
+            )
+        if self.interrupt_after is not None and not (self.interruptible and self.interrupt_after > 0):
+            raise BadSpec(
+                f"interrupt_after={self.interrupt_after} was given with interruptible={self.interruptible}; give "
+                "seconds above 0 and interruptible=True, or leave it out"
+            )
         if self.images is None:
             return
         if len(self.images) != prompts:
@@ -142,7 +162,8 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The sampled tokens of one prompt. They include the end-of-sequence token if one was sampled."""
+    """The sampled tokens of one prompt. They include the end-of-sequence token if one was sampled, and none of
+    `GenerateRequest.sampled`."""
 
     token_ids: TokenIds
     logprobs: list[float]

@@ -89,8 +89,10 @@ class GRPO(RolloutLoop):
                     step.policy, batch, plan, collected, kl_beta=kl_beta, total_steps=total_steps
                 )
                 policy = await take_gradient_step(
-                    workspace, request, step=step.index, sampled_later=lookahead.samples_later_from(step.index)
-                )
+                    workspace, request, step=step.index,
+                    sampled_later=lookahead.samples_later_from(step.index),
+                    sampled_next=lookahead.samples_next_from(step.index),
+                )  # fmt: skip
                 step.complete(policy, collected=collected)
         return steps.policy
 

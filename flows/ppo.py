@@ -100,8 +100,10 @@ class PPO(RolloutLoop):
                     kl_beta=kl_beta, total_steps=total_steps, value_only_steps=value_only_steps,
                 )  # fmt: skip
                 policy = await take_gradient_step(
-                    workspace, request, step=step.index, sampled_later=lookahead.samples_later_from(step.index)
-                )
+                    workspace, request, step=step.index,
+                    sampled_later=lookahead.samples_later_from(step.index),
+                    sampled_next=lookahead.samples_next_from(step.index),
+                )  # fmt: skip
                 request = self.value_request(critic, value, batch, collected, total_steps=total_steps)
                 value = await take_value_step(critic.model.workspace, request, step=step.index)
                 step.complete(policy, value, collected=collected)

@@ -20,6 +20,7 @@ FAILPOINTS: frozenset[str] = frozenset(
         "rollout.before_data",
         "rollout.after_data",
         "rollout.after_manifest",
+        "segment.committed",
         "trajectory.turn",
         "grade.after_data",
         "batch.after_data",

@@ -21,6 +21,8 @@ AdvantageEstimator = Literal[
     "reinforce_plus_plus", "reinforce_plus_plus_baseline",
 ]  # fmt: skip
 Returns = Literal["rewards", "advantages"]
+WeightUpdates = Literal["between", "in_flight"]
+"""When the samplers may get newer weights: between completions only, or at any token of a completion."""
 
 
 class TooManyMasked(Exception):
@@ -43,6 +45,9 @@ class PromptShard(Frozen):
     repeated."""
     max_prompt_tokens: int | None = None
     truncation: Truncation = "error"
+    segment_seconds: float | None = Field(None, gt=0, exclude_if=lambda value: value is None)
+    """Seconds of sampling after which the tokens of unfinished completions are committed, and go on under the newest
+    policy, as they do when new weights arrive. None: each completion is sampled from one policy without a cut."""
     resampled: bool = Field(False, exclude_if=lambda value: not value)
     """Whether the step has sampled these prompts before, in shards of which no completion got a grade."""
 
@@ -99,6 +104,7 @@ class BatchPlan(Frozen):
     drop_equal_groups: bool = False
     max_staleness: int = 0
     """How many steps older than the trained policy the sampling policy may be."""
+    weight_updates: WeightUpdates = "between"
     per_trajectory: bool = False
     """Gives every token of an episode the advantage of its one grade; otherwise each turn has an advantage of its
     own."""
@@ -112,7 +118,7 @@ class BatchPlan(Frozen):
     @property
     def rules(self) -> dict[str, JsonValue]:
         """The manifest's entry `rules`. It tells why completions are missing or the sampling policy is older."""
-        names = {"mask_truncated", "drop_equal_groups", "max_staleness"}
+        names = {"mask_truncated", "drop_equal_groups", "max_staleness", "weight_updates"}
         rules = self.model_dump(include=names, exclude_defaults=True)
         return {"rules": rules} if rules else {}
 

@@ -18,10 +18,16 @@ from tasks.task_runs import durable_task
 
 @durable_task("train", "step-{step:06d}")
 async def take_gradient_step(
-    workspace: Workspace, request: StepRequest, *, step: int, sampled_later: bool = False
+    workspace: Workspace,
+    request: StepRequest,
+    *,
+    step: int,
+    sampled_later: bool = False,
+    sampled_next: bool = False,
 ) -> PolicyRef:
     """The policy after the 0-based `step`, committed. A retry, or a second worker, gets the same ref. With
-    `sampled_later`, rollouts are sampled from the step's parent while or after the step is taken.
+    `sampled_later`, rollouts are sampled from the step's parent while or after the step is taken. With `sampled_next`,
+    completions that are being sampled go on under the new policy at once.
 
     Raises:
         StepConflict: another request was committed for this step.
@@ -30,7 +36,11 @@ async def take_gradient_step(
         # Otherwise the samplers' weights of the parent would have to be restored from a checkpoint.
         with timed("sync"):
             await workspace.connect().stage_policy(request.parent, epoch=workspace.epoch)
-    return await _step(workspace, request)
+    policy = await _step(workspace, request)
+    if sampled_next:
+        with timed("sync"):
+            await workspace.connect().stage_policy(policy, epoch=workspace.epoch)
+    return policy
 
 
 @durable_task("train", "value-{step:06d}")

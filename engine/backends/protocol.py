@@ -193,6 +193,10 @@ class BaseGone(SamplerOutOfSync):
     """The sampler has lost the base model of an adapter since the adapter was staged. Both must be staged again."""
 
 
+Interrupted = Callable[[], bool]
+"""Whether a call of `Sampler.sample` must end at its next token. It is asked at every token, so it must be quick."""
+
+
 class StagedWeights(Protocol):
     """The weights of one policy on their way from a trainer to a sampler."""
 
@@ -234,9 +238,20 @@ class Sampler(Protocol):
         ...
 
     def sample(
-        self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams, on_token: OnToken | None = None
+        self,
+        prompts: Sequence[TokenIds],
+        seeds: Sequence[int],
+        params: SamplingParams,
+        on_token: OnToken | None = None,
+        *,
+        sampled: Sequence[TokenIds] | None = None,
+        interrupted: Interrupted | None = None,
     ) -> list[Completion]:
         """Returns one completion per prompt. engine.text.stops.CompletionEnd defines where each of them ends.
+
+        `sampled` are the tokens that each completion has already (`GenerateRequest.sampled`). Once `interrupted`
+        returns true, the call ends at a token, and the completions that have not ended have the stop reason
+        "interrupted".
 
         A sampler whose `accepts_images` is true also takes `images`, the images of each prompt. Other samplers are
         never called with images (engine.models.images.check_images_accepted). The same holds for trainers."""
@@ -431,12 +446,13 @@ def check_prompts(
     vocab_size: int,
     context_length: int,
     eos_token_ids: Collection[int],
+    sampled: Sequence[TokenIds] | None = None,
 ) -> None:
     """Checks a request for completions.
 
     Raises:
-        BadSpec: empty prompts, ids outside the vocabulary, unequal numbers of prompts and seeds, or stop tokens that
-            leave nothing to sample.
+        BadSpec: empty prompts, ids outside the vocabulary (also of `sampled` tokens), unequal numbers of prompts and
+            seeds, or stop tokens that leave nothing to sample.
         SampleTooLong: a prompt and `max_new_tokens` do not fit in the context.
     """
     # The request as a whole.
@@ -456,6 +472,12 @@ def check_prompts(
             raise SampleTooLong(
                 f"prompt {index} has {len(prompt)} tokens; with max_new_tokens={params.max_new_tokens} it passes the "
                 f"model's context of {context_length}{CONTEXT_SOURCE}; truncate the prompt or ask for fewer tokens"
+            )
+    for index, tokens in enumerate(sampled or ()):
+        if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+            raise BadSpec(
+                f"completion {index} was given with sampled token ids outside 0..{vocab_size - 1}; give the tokens "
+                "that this model's sampler returned"
             )
 
 

@@ -38,6 +38,7 @@ from engine.protocol import (
     SamplingParams,
     StopReason,
     TableRows,
+    TokenIds,
     TokenSequence,
 )
 from engine.validation_messages import describe_errors
@@ -69,6 +70,8 @@ class GenerateMetadata(Frozen):
     policy: PolicyRef
     sampling: SamplingParams = SamplingParams()
     tensor_parallel: int | None = Field(None, ge=1, le=1 << 16)
+    interruptible: bool = Field(False, exclude_if=lambda interruptible: not interruptible)
+    interrupt_after: float | None = Field(None, gt=0, allow_inf_nan=False, exclude_if=lambda seconds: seconds is None)
     epoch: int = Field(0, ge=0, lt=1 << 63)
 
 
@@ -99,6 +102,8 @@ def _schema(**columns: pa.DataType) -> pa.Schema:
 
 
 GENERATE = _schema(prompt=_IDS, seed=pa.int64())
+CONTINUE = _schema(prompt=_IDS, seed=pa.int64(), sampled=_IDS)
+"""GENERATE for completions that have tokens already."""
 COMPLETIONS = _schema(token_ids=_IDS, logprobs=_FLOATS, stop_reason=pa.string())
 SEQUENCES = _schema(token_ids=_IDS, loss_mask=pa.list_(pa.bool_()), group=pa.string())
 LOGPROBS = _schema(logprobs=_FLOATS)
@@ -122,19 +127,39 @@ def encode_generate(request: GenerateRequest, *, epoch: int) -> bytes:
     prompts, seeds = request.prompts, request.seeds
     if len(prompts) != len(seeds):
         raise BadSpec(f"{len(prompts)} prompts were given with {len(seeds)} seeds; give one seed per prompt")
-    columns = [_ids(prompts, "prompt"), _numbers(seeds, "q", "seeds")]
+    schema, columns = GENERATE, [_ids(prompts, "prompt"), _numbers(seeds, "q", "seeds")]
+    if request.sampled is not None:
+        schema = CONTINUE
+        columns.append(_ids(request.sampled, "completion"))
     metadata = GenerateMetadata(
-        policy=request.policy, sampling=request.sampling, tensor_parallel=request.tensor_parallel, epoch=epoch
+        policy=request.policy,
+        sampling=request.sampling,
+        tensor_parallel=request.tensor_parallel,
+        interruptible=request.interruptible,
+        interrupt_after=request.interrupt_after,
+        epoch=epoch,
     )
-    return _write(*_with_images(GENERATE, columns, request.images or ()), metadata)
+    return _write(*_with_images(schema, columns, request.images or ()), metadata)
 
 
 def decode_generate(data: bytes, *, context: int | None = None) -> tuple[GenerateRequest, int]:
     """Returns the request and the client's epoch. Raises BadSpec, SampleTooLong for a prompt longer than `context`."""
     metadata, (prompts, seeds, *rest) = _read(data, GENERATE, GenerateMetadata, context=context)
-    images = _images(rest) if rest else None
-    prompt_ids = [prompt.tolist() for prompt in prompts]
-    request = GenerateRequest(metadata.policy, prompt_ids, seeds, metadata.sampling, metadata.tensor_parallel, images)
+    # Those of CONTINUE and of the images follow.
+    sampled: list[TokenIds] | None = None
+    if len(rest) % len(IMAGE_COLUMNS):
+        sampled = [tokens.tolist() for tokens in rest.pop(0)]
+    request = GenerateRequest(
+        metadata.policy,
+        [prompt.tolist() for prompt in prompts],
+        seeds,
+        metadata.sampling,
+        metadata.tensor_parallel,
+        _images(rest) if rest else None,
+        sampled,
+        metadata.interruptible,
+        metadata.interrupt_after,
+    )
     return request, metadata.epoch
 
 
@@ -426,9 +451,9 @@ def _errors_as_bad_spec(schema: pa.Schema) -> Iterator[None]:
 def _open(data: bytes, schema: pa.Schema, kind: type[Metadata]) -> tuple[Metadata, CheckedStream]:
     """Returns the metadata and the checked stream, without decoding it. Raises BadSpec for any malformed bytes."""
     # Only requests may have images.
-    schemas = [schema]
+    schemas = [schema, CONTINUE] if schema == GENERATE else [schema]
     if schema in (GENERATE, SEQUENCES):
-        schemas.append(_schema_with_images(schema))
+        schemas += [_schema_with_images(known) for known in schemas]
     elif schema == SCORES:
         schemas.append(SHORT_SCORES)
     with _errors_as_bad_spec(schema):

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from engine.backends.factory import create_sampler_backend, create_trainer_backend
-from engine.backends.protocol import OnToken, Sampler
+from engine.backends.protocol import Interrupted, OnToken, Sampler
 from engine.backends.weight_files.tensor_files import checked_parameter_count
 from engine.cluster.connection import cluster_info, require_ray
 from engine.errors import EngineBusy, EngineError, Fenced
@@ -33,7 +33,14 @@ from engine.local.apply import (
 )
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy, NoRoomYet
 from engine.local.materialise import Materialiser, check_committed, create_chain
-from engine.local.queue import FairQueue, GenerationBatcher, PendingGeneration, sample_completions
+from engine.local.queue import (
+    FairQueue,
+    GenerationBatcher,
+    Interruption,
+    PendingGeneration,
+    interrupted_before_sampling,
+    sample_completions,
+)
 from engine.local.rebase import Rebaser
 from engine.local.sampling import Holding, SamplerLane, WeightsGone
 from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint, publish_policy, scratch_folder
@@ -187,13 +194,15 @@ class LocalEngine:
         """Calls `on_token` in a thread of the lane for each sampled token. An error that it raises ends the call.
 
         Cancelling the caller also ends the call, at the next token."""
-        call = PendingGeneration(request, on_token=on_token)
+        interruption = Interruption(request.interrupt_after) if request.interruptible else None
+        call = PendingGeneration(request, on_token=on_token, interruption=interruption)
         # A call that streams its tokens is sampled alone, because its `on_token` may end the generation.
         can_share_batch = on_token is None and not self.spec.deterministic
         if can_share_batch:
             self.generation_batcher.add(call)
         try:
-            return await self._generate(call, epoch)
+            with self.sampler_lane.interruptible(call):
+                return await self._generate(call, epoch)
         except asyncio.CancelledError:
             call.abandoned = True
             raise
@@ -206,6 +215,8 @@ class LocalEngine:
         policy, tensor_parallel = call.request.policy, self._tensor_parallel(call.request)
         deadline = time.monotonic() + self.spec.room_seconds
         while True:
+            if _is_interrupted(call):
+                return interrupted_before_sampling(call.request)
             holding = self.sampler_lane.holding_of(policy, tensor_parallel)
             if holding is None:
                 outcome = await self._compute(policy.run, partial(self._sample_or_stage, call, epoch))
@@ -231,6 +242,8 @@ class LocalEngine:
         if call.completions is not None:  # it was sampled in the batch of another call
             check_committed(self.store, policy)
             return call.completions
+        if _is_interrupted(call):
+            return interrupted_before_sampling(call.request)
         staged = self.sampler_lane.holding_of(policy, tensor_parallel)
         if staged is not None:  # for another call
             return staged
@@ -239,8 +252,10 @@ class LocalEngine:
         if sampler.independent:
             return sampler.stage(loaded.trainer, loaded.weights, policy)
 
-        def sample(request: GenerateRequest, on_token: OnToken) -> list[Completion]:
-            return self._sample(self.materialiser.synced(sampler, loaded, policy), request, on_token)
+        def sample(
+            request: GenerateRequest, on_token: OnToken, interrupted: Interrupted | None
+        ) -> list[Completion]:
+            return self._sample(self.materialiser.synced(sampler, loaded, policy), request, on_token, interrupted)
 
         return self.generation_batcher.complete(call, sample)
 
@@ -250,19 +265,23 @@ class LocalEngine:
         check_committed(self.store, policy)
         if call.completions is not None:  # it was sampled in the batch of another call
             return call.completions
+        if _is_interrupted(call):
+            return interrupted_before_sampling(call.request)
         with holding.sampler.holding(holding.weights, policy) as sampler:
             if self.samplers.concurrent_calls > 1:  # the sampler itself batches the calls
                 return self.generation_batcher.complete_alone(call, partial(self._sample, sampler))
             return self.generation_batcher.complete(call, partial(self._sample, sampler))
 
-    def _sample(self, sampler: Sampler, request: GenerateRequest, on_token: OnToken) -> list[Completion]:
+    def _sample(
+        self, sampler: Sampler, request: GenerateRequest, on_token: OnToken, interrupted: Interrupted | None
+    ) -> list[Completion]:
         def on_token_unless_closing(index: int, token: int, logprob: float) -> None:
             if self._closing.is_set():
                 raise EngineBusy("the engine is closing; call again when it is back")
             on_token(index, token, logprob)
 
         log_work("generate", policy=request.policy.uri, completions=len(request.prompts))
-        return sample_completions(sampler, request, on_token_unless_closing)
+        return sample_completions(sampler, request, on_token_unless_closing, interrupted)
 
     def _tensor_parallel(self, request: GenerateRequest) -> int | None:
         """The number of devices that the sampler must have. None: the setting of the engine's config."""
@@ -505,6 +524,10 @@ class LocalEngine:
         self.saver.close()
         self.samplers.close()
         self.backend.close()
+
+
+def _is_interrupted(call: PendingGeneration) -> bool:
+    return call.interruption is not None and call.interruption.is_set()
 
 
 def _sampled_tokens(completions: list[Completion]) -> float:

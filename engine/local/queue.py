@@ -27,10 +27,10 @@ import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from engine.backends.protocol import Sampler
+from engine.backends.protocol import Interrupted, Sampler
 from engine.errors import EngineBusy, PermanentEngineError, TransientEngineError
 from engine.models.images import Images, check_images_accepted
 from engine.protocol import Completion, GenerateRequest, OnToken, TokenIds
@@ -249,18 +249,45 @@ def _clear_frames(error: BaseException) -> None:
         current = current.__cause__ or current.__context__
 
 
+class Interruption:
+    """Tells an interruptible call when to end: after `seconds` of sampling, or when `set` was called. Thread-safe."""
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._deadline: float | None = None
+        self._event = threading.Event()
+
+    def begin(self) -> None:
+        """Starts the time limit, when the call begins to sample."""
+        if self._seconds is not None:
+            self._deadline = self._clock() + self._seconds
+
+    def set(self) -> None:
+        self._event.set()
+
+    def is_set(self) -> bool:
+        return self._event.is_set() or (self._deadline is not None and self._clock() >= self._deadline)
+
+
 @dataclass(eq=False, slots=True)
 class PendingGeneration:
     """The generation request of one caller, and its completions once a batch contained it."""
 
     request: GenerateRequest
     on_token: OnToken | None = None
+    interruption: Interruption | None = None
+    """None: the call is not interruptible."""
     completions: list[Completion] | None = None
     abandoned: bool = False
     """Whether its caller was cancelled."""
 
 
-RunSampler = Callable[[GenerateRequest, OnToken], list[Completion]]
+RunSampler = Callable[[GenerateRequest, OnToken, Interrupted | None], list[Completion]]
+
+
+def interrupted_before_sampling(request: GenerateRequest) -> list[Completion]:
+    """The answer to an interruptible call that sampled nothing."""
+    return [Completion([], [], "interrupted") for _ in request.prompts]
 
 
 def _images_of_prompts(batch: Sequence[PendingGeneration]) -> list[Images] | None:
@@ -273,13 +300,29 @@ def _images_of_prompts(batch: Sequence[PendingGeneration]) -> list[Images] | Non
     return images
 
 
-def sample_completions(sampler: Sampler, request: GenerateRequest, on_token: OnToken) -> list[Completion]:
+def _sampled_of_prompts(batch: Sequence[PendingGeneration]) -> list[TokenIds] | None:
+    """The tokens that the completions of the batch have already, in order. None when all completions begin."""
+    if all(call.request.sampled is None for call in batch):
+        return None
+    sampled: list[TokenIds] = []
+    for call in batch:
+        sampled += call.request.sampled or [[] for _ in call.request.prompts]
+    return sampled
+
+
+def sample_completions(
+    sampler: Sampler, request: GenerateRequest, on_token: OnToken, interrupted: Interrupted | None = None
+) -> list[Completion]:
     """The sampler's completions of the request. Raises UnsupportedFragment if it does not accept the images."""
-    images: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if request.images is not None and any(request.images):
         check_images_accepted(sampler, request.images, "prompts")
-        images = {"images": request.images}
-    return sampler.sample(request.prompts, request.seeds, request.sampling, on_token, **images)
+        options["images"] = request.images
+    if request.sampled is not None:
+        options["sampled"] = request.sampled
+    if interrupted is not None:
+        options["interrupted"] = interrupted
+    return sampler.sample(request.prompts, request.seeds, request.sampling, on_token, **options)
 
 
 class GenerationBatcher:
@@ -294,7 +337,12 @@ class GenerationBatcher:
 
     @staticmethod
     def _key(call: PendingGeneration) -> Hashable:
-        return call.request.policy.state, call.request.sampling, call.request.tensor_parallel
+        request = call.request
+        key: tuple[Hashable, ...] = (request.policy.state, request.sampling, request.tensor_parallel)
+        # Calls that share a batch are interrupted together.
+        if request.interruptible:
+            key = (*key, request.policy, request.interrupt_after)
+        return key
 
     def add(self, call: PendingGeneration) -> None:
         self._waiting.setdefault(self._key(call), []).append(call)
@@ -345,8 +393,14 @@ class GenerationBatcher:
         for call in batch:
             prompts += call.request.prompts
             seeds += call.request.seeds
-        images = _images_of_prompts(batch)
-        request = GenerateRequest(first.policy, prompts, seeds, first.sampling, first.tensor_parallel, images)
+        request = replace(
+            first, prompts=prompts, seeds=seeds, images=_images_of_prompts(batch), sampled=_sampled_of_prompts(batch)
+        )
+        interruptions = [call.interruption for call in batch if call.interruption is not None]
+
+        def interrupted() -> bool:
+            return any(interruption.is_set() for interruption in interruptions)
+
 
         def on_token(index: int, token: int, logprob: float) -> None:
             if all(call.abandoned for call in batch):
@@ -354,8 +408,10 @@ class GenerationBatcher:
             if batch[0].on_token is not None:  # such a call is alone in its batch: see LocalEngine.generate
                 batch[0].on_token(index, token, logprob)
 
+        for interruption in interruptions:
+            interruption.begin()
         try:
-            completions = run_sampler(request, on_token)
+            completions = run_sampler(request, on_token, interrupted if interruptions else None)
         except PermanentEngineError:
             if len(batch) == 1:
                 raise

@@ -5,6 +5,9 @@ lane loads and checks them as soon as no completion of other weights is in progr
 samples from them without the trainer, also after the chain has moved on to later policies.
 
 A sampler that is not `independent` shares tensors or memory with its trainer. It is used in the trainer lane only.
+
+When weights are staged, the interruptible calls for earlier policies of the same chain end at their next token. Their
+callers go on from the tokens so far, under the policy that was staged.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import NamedTuple
 
 from engine.backends.protocol import BaseGone, Sampler, StagedWeights, Trainer
 from engine.errors import TransientEngineError
-from engine.local.queue import FairQueue
+from engine.local.queue import FairQueue, Interruption, PendingGeneration
 from storage.chain.records import PolicyRef, RebaseMark
 from storage.failpoints import failpoint
 from storage.worklog import log_work
@@ -53,6 +56,8 @@ class LaneSampler:
     sampler: Sampler
     tensor_parallel: int | None = None
     """Number of devices that it was created for. None: the setting of the engine's config."""
+    on_staged: Callable[[PolicyRef], None] = lambda policy: None
+    """Called in the trainer lane after the weights of a policy were staged."""
     _staged: dict[Weights, StagedWeights] = field(default_factory=dict)
     _stagings: dict[Weights, int] = field(default_factory=dict)
     """The number of the staging of the staged and the loaded weights."""
@@ -99,6 +104,7 @@ class LaneSampler:
         failpoint("publish.staged")
         if staged is not None:
             staged.close()
+        self.on_staged(policy)
         return holding
 
     @contextmanager
@@ -162,10 +168,13 @@ class SamplerLane:
         self.queue = FairQueue(name="ostinato-sampler", threads=concurrent_calls, prepare=prepare)
         # Weak references: a sampler may share its trainer's weights, which must be freed with their policy.
         self._samplers: list[weakref.ref[LaneSampler]] = []
+        self._interruptible: dict[int, tuple[PolicyRef, Interruption]] = {}
+        """The interruptible calls that wait or run, with the policies that they sample from."""
+        self._lock = threading.Lock()
 
     def add(self, sampler: Sampler, tensor_parallel: int | None) -> LaneSampler:
         """Returns the sampler as both lanes use it. Call it from the trainer lane."""
-        added = LaneSampler(sampler, tensor_parallel)
+        added = LaneSampler(sampler, tensor_parallel, self.interrupt_before)
         # A new list, because other threads may read the old one.
         self._samplers = [*(known for known in self._samplers if known() is not None), weakref.ref(added)]
         return added
@@ -180,6 +189,30 @@ class SamplerLane:
             if holding is not None:
                 return holding
         return None
+
+    @contextmanager
+    def interruptible(self, call: PendingGeneration) -> Iterator[None]:
+        """Within the block, an interruptible call is interrupted when a later policy of its chain is staged."""
+        interruption = call.interruption
+        if interruption is None:
+            yield
+            return
+        with self._lock:
+            self._interruptible[id(interruption)] = (call.request.policy, interruption)
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._interruptible[id(interruption)]
+
+    def interrupt_before(self, policy: PolicyRef) -> None:
+        """Interrupts the calls for the policies before `policy` in its chain."""
+        with self._lock:
+            calls = list(self._interruptible.values())
+        for of_call, interruption in calls:
+            same_chain = (of_call.run, of_call.stage, of_call.model) == (policy.run, policy.stage, policy.model)
+            if same_chain and of_call.step < policy.step:
+                interruption.set()
 
     def close(self) -> None:
         """Ends the calls, and frees what is staged."""

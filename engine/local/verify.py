@@ -3,9 +3,10 @@
 Each chain is divided into segments. By default the whole chain is one segment, which is redone from the chain's root
 without reading checkpoints. Otherwise the segments lie between checkpoints, and each is redone from the one at its
 start. Every recorded digest of weights, every stored checkpoint and every published model is compared with the redone
-weights. The report names the first step and the first tensor that differ. Steps that differ by rounding alone, on a
-device that does not repeat its sums or under other numerics, are only noted (engine.local.closeness). Links, batches
-and records of all steps are checked, too.
+weights, and tokens that were sampled in flight with the logprobs of the policies that they name. The report names the
+first step and the first tensor that differ. Steps that differ by rounding alone, on a device that does not repeat its
+sums or under other numerics, are only noted (engine.local.closeness). Links, batches and records of all steps are
+checked, too.
 
 A rebase always ends a segment. The steps before it are redone under the numerics before it, and the steps after it from
 its checkpoint under the new numerics. The checkpoint of an exact rebase must hold the redone weights. Any other rebase
@@ -36,6 +37,7 @@ from engine.local.redo import (
     clean_backend,
     numerics_notes,
 )
+from engine.local.sampled_parts import SampledParts
 from storage.chain.listing import run_chains
 from storage.chain.rebase import Rebase, RedoneStep, rebase_manifest, rebases_in_effect
 from storage.chain.records import Chain, CommitRecord
@@ -70,6 +72,9 @@ class ChainReport(Frozen):
     """Number of stored checkpoints that were compared tensor by tensor."""
     models: int
     """Number of published models that were compared tensor by tensor."""
+    sampled_tokens: int = 0
+    """Number of sampled tokens whose logprobs were compared with those of the policies that their rows name. They are
+    compared if weights were updated in flight."""
     notes: tuple[str, ...]
     """The numerics that differ between the commits and this verification, the rebases of the chain, and the steps that
     differ by rounding alone."""
@@ -168,6 +173,10 @@ class _ChainVerification:
     models: int = 0
     published: dict[str, list[Manifest]] = field(default_factory=dict)
     """The store's published models, by the URI of the policy."""
+    sampled: SampledParts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sampled = SampledParts(self.chain, self.findings)
 
     def report(self) -> ChainReport:
         name = (self.chain.run, self.chain.stage, self.chain.model)
@@ -189,7 +198,8 @@ class _ChainVerification:
             digests=self.digests,
             checkpoints=self.checkpoints,
             models=self.models,
-            notes=(*self.changed_numerics, *self.rebase_notes, *self.rounding_notes),
+            sampled_tokens=self.sampled.tokens,
+            notes=(*self.changed_numerics, *self.rebase_notes, *self.rounding_notes, *self.sampled.notes),
             problems=tuple(self.findings.problems),
         )
 
@@ -215,7 +225,8 @@ class _ChainVerification:
         if start == 0 and start not in self.rebases:
             self._compare_checkpoint(trainer, 0)
 
-        # Redo its steps, and compare the weights after each.
+        # Redo its steps, and compare the weights after each. Each policy but the last may have sampled for later steps.
+        self.sampled.compare(trainer, self.chain.policy(start))
         redo, sketch = Redo(), trainer.weights_sketch()
         for record in self.chain.records(after=start, until=end):
             self.changed_numerics |= dict.fromkeys(numerics_notes(record.numerics, backend.numerics()))
@@ -226,6 +237,8 @@ class _ChainVerification:
             redo.add(record, sketch - before, *trainer.weights_digest())
             if not redo.differing:
                 self._compare_files(trainer, record)
+            if record.policy.step < end:
+                self.sampled.compare(trainer, record.policy)
         if not redo.differing:
             if end in self.rebases:
                 self._compare_rebase(trainer, self.rebases[end])

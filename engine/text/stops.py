@@ -7,7 +7,7 @@ tokens. UTF-8 is self-synchronising: a string occurs in the text where its bytes
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -65,14 +65,26 @@ class CompletionEnd:
     """Tells after each token of one completion whether it has ended, and why."""
 
     def __init__(
-        self, params: SamplingParams, eos_token_ids: Collection[int], stops: StopStrings | None = None
+        self,
+        params: SamplingParams,
+        eos_token_ids: Collection[int],
+        stops: StopStrings | None = None,
+        sampled: Sequence[int] = (),
     ) -> None:
-        """`stops` are the strings of `params.stop`; None: there are none."""
+        """`stops` are the strings of `params.stop`; None: there are none. `sampled` are the tokens that the completion
+        has already. Raises BadSpec if it has ended with one of them."""
         self._params, self._stops = params, stops
         self._eos: Collection[int] = () if params.ignore_eos else eos_token_ids
         self._tokens = 0
         self._tail = b""
         """The end of the text, in which a stop string may have begun."""
+        for position, token in enumerate(sampled):
+            reason = self.after(token)
+            if reason is not None:
+                raise BadSpec(
+                    f"a completion was given with {len(sampled)} sampled tokens, and it ended at token {position + 1} "
+                    f"(stop reason {reason!r}); leave completions that have ended out of the call"
+                )
 
     def after(self, token: int) -> StopReason | None:
         """Adds the next token. Returns why the completion ends with it; None if it goes on."""

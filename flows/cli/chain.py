@@ -114,7 +114,8 @@ def _print_verification(report: Any, to: Console) -> None:
 
 def _compared(chain: Any) -> str:
     """What the redone weights of a chain were compared with."""
-    return f"checkpoints: {chain.checkpoints}, published models: {chain.models}, step digests: {chain.digests}"
+    compared = f"checkpoints: {chain.checkpoints}, published models: {chain.models}, step digests: {chain.digests}"
+    return f"{compared}, sampled tokens: {chain.sampled_tokens}" if chain.sampled_tokens else compared
 
 
 # -- replay ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from engine.protocol import SamplingParams
 from storage.chain.records import OldLogprobs, StepOldLogprobs
 from storage.serialization import Coefficient, Divisor, Frozen, Positive, default_of
 from tasks.batches.advantages import AdaptiveKL, Overlong
-from tasks.plans import BatchPlan
+from tasks.plans import BatchPlan, WeightUpdates
 
 if TYPE_CHECKING:
     from flows.configs.common import GRPOAlgorithm
@@ -22,6 +22,8 @@ ImportPath = Annotated[str, Field(pattern=import_paths.PATTERN)]
 KLPlace = Literal["loss", "reward"]
 KLControl = Literal["fixed", "adaptive"]
 RefillEnd = Literal["short", "fail"]
+SEGMENT_SECONDS = 60.0
+"""Default of `segment_seconds`."""
 
 
 class RunRules(Frozen):
@@ -47,6 +49,15 @@ class BatchRules(RunRules):
     """Age in steps of the policy that completions are sampled from. Above 0, completions are sampled while earlier
     steps train, and the loss corrects for their age: by regularisation.importance_cap or importance_mask, or by
     algorithm.old_logprobs=sampler. Without any of them, importance_cap is 2."""
+    weight_updates: WeightUpdates = Field("between", exclude_if=lambda value: value == "between")
+    """When completions that are being sampled get newer weights. between: never, so that all tokens of a step come from
+    the policy that is max_staleness steps old. in_flight: as soon as a step is committed. The tokens so far are
+    committed as a segment, and the completions go on under the new policy; no token is older than max_staleness steps.
+    Where completions are cut depends on the timing, and is recorded."""
+    segment_seconds: Positive = Field(SEGMENT_SECONDS, exclude_if=lambda seconds: seconds == SEGMENT_SECONDS)
+    """Seconds of sampling after which a segment is committed even if there are no newer weights, with
+    weight_updates=in_flight. A crash loses at most this much of a completion. A sampler that shares the trainer's
+    weights takes newer ones only then."""
     mask_truncated: bool = False
     """Leave completions that were cut at max_new_tokens out of the loss."""
     overlong_buffer: int | None = Field(None, ge=1)
@@ -66,7 +77,21 @@ class BatchRules(RunRules):
             raise ValueError(f"{refill} act only with dynamic_sampling=true; set it, or leave them out")
         if _changed(self, "overlong_penalty") and self.overlong_buffer is None:
             raise ValueError("overlong_penalty acts only with overlong_buffer; give it in tokens, or leave both out")
+        if self.weight_updates == "in_flight" and self.max_staleness == 0:
+            raise ValueError(
+                "weight_updates='in_flight' was given with max_staleness=0, with which no completion is sampled while "
+                "a step is taken; give max_staleness of 1 or more, or leave weight_updates out"
+            )
+        if _changed(self, "segment_seconds") and self.weight_updates == "between":
+            raise ValueError(
+                f"segment_seconds={self.segment_seconds:g} acts only with weight_updates='in_flight', and that is "
+                "'between'; set it, or leave segment_seconds out"
+            )
         return self
+
+    @property
+    def in_flight(self) -> bool:
+        return self.weight_updates == "in_flight"
 
 
 TAU_POSITIVE, TAU_NEGATIVE = default_of(SAPOSpec, "tau_positive"), default_of(SAPOSpec, "tau_negative")

@@ -32,13 +32,13 @@ from tasks.batches.advantages import ESTIMATORS
 from tasks.batches.truncation import Cut
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec, in_process_spec
-from tasks.plans import AdvantageEstimator, EpisodePlan, Returns, Truncation
+from tasks.plans import AdvantageEstimator, EpisodePlan, Returns, Truncation, WeightUpdates
 
 Config = TypeVar("Config", bound=Frozen)
 
 NOT_OF_EPISODES = (
     "dynamic_sampling", "mask_truncated", "overlong_buffer", "overlong_penalty", "max_refill_rounds", "refill_end",
-    "max_skipped_steps",
+    "max_skipped_steps", "weight_updates",
 )  # fmt: skip
 """Options that act on single answers, of which an episode has several."""
 
@@ -128,6 +128,8 @@ class BatchOptions(TypedDict, total=False):
     max_refill_rounds: int
     refill_end: RefillEnd
     max_staleness: int
+    weight_updates: WeightUpdates
+    segment_seconds: Positive
     mask_truncated: bool
     overlong_buffer: int | None
     overlong_penalty: Positive

@@ -61,6 +61,8 @@ class PromptShards:
     order: RunOrder
     max_prompt_tokens: int | None
     truncation: Truncation
+    segment_seconds: float | None = None
+    """None: each completion is sampled from one policy."""
 
     def shards(
         self, rows: list[int], *, earlier_rows: list[int], first_index: int, resampled: bool = False
@@ -81,6 +83,7 @@ class PromptShards:
                 repetitions=tuple(repeated[start : start + size]),
                 max_prompt_tokens=self.max_prompt_tokens,
                 truncation=self.truncation,
+                segment_seconds=self.segment_seconds,
                 resampled=resampled,
             )
             shards.append(shard)
@@ -176,7 +179,8 @@ class RolloutLookahead:
     """Collects the rollouts of step after step, `staleness` steps ahead of training.
 
     The rollouts of the 0-based step k are always sampled from policy max(0, k - staleness), even if a later policy is
-    ready, so that the result does not depend on the timing.
+    ready, so that the result does not depend on the timing. If weights are updated in flight, that is the oldest policy
+    that may sample them, and their tasks take the newest one (tasks.sampling.segments).
     """
 
     collector: RolloutCollector
@@ -184,6 +188,8 @@ class RolloutLookahead:
     """The position in the dataset before the first step that is collected."""
     total_steps: int | None
     staleness: int = 0
+    in_flight: bool = False
+    """Whether completions that are being sampled get newer weights."""
     _tasks: dict[int, asyncio.Task[CollectedRollouts]] = field(default_factory=dict, init=False)
     """The collections that have been started, by step."""
 
@@ -192,6 +198,10 @@ class RolloutLookahead:
         when that step is taken."""
         is_needed = self.total_steps is None or step + self.staleness < self.total_steps
         return self.staleness > 0 and is_needed
+
+    def samples_next_from(self, step: int) -> bool:
+        """Whether rollouts of a later step may come from the policy after the 0-based `step` once it is taken."""
+        return self.in_flight and (self.total_steps is None or step + 1 < self.total_steps)
 
     async def rollouts_for(self, policy: PolicyRef) -> CollectedRollouts:
         """Returns the rollouts that train `policy`. Also starts to collect up to `staleness` later steps."""

@@ -166,6 +166,7 @@ class RolloutLoop(TrainingLoop):
     def lookahead(self, data: LoadedDataset, order: RunOrder, steps: TrainingSteps) -> RolloutLookahead:
         """Creates the object that collects the rollouts of the steps, in this order of the dataset's rows, with dynamic
         sampling and staleness."""
+        rules = self.rules
         prompts = PromptShards(
             model=self.model,
             data=data,
@@ -175,11 +176,11 @@ class RolloutLoop(TrainingLoop):
             order=order,
             max_prompt_tokens=self.max_prompt_tokens,
             truncation=self.truncation,
+            segment_seconds=rules.segment_seconds if rules.in_flight else None,
         )
-        rules = self.rules
         refill = Refill(rules.max_refill_rounds, rules.refill_end) if rules.dynamic_sampling else None
         collector = RolloutCollector(prompts, self.source, refill)
-        return RolloutLookahead(collector, steps.cursor, steps.total_steps, rules.max_staleness)
+        return RolloutLookahead(collector, steps.cursor, steps.total_steps, rules.max_staleness, rules.in_flight)
 
     def next_kl_beta(self, steps: TrainingSteps) -> float:
         """The coefficient of the KL term in the next step."""
@@ -208,6 +209,7 @@ class RolloutLoop(TrainingLoop):
             mask_truncated=rules.mask_truncated,
             drop_equal_groups=rules.dynamic_sampling,
             max_staleness=rules.max_staleness,
+            weight_updates=rules.weight_updates,
             per_trajectory=self.per_trajectory,
         )
 

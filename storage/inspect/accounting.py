@@ -162,22 +162,26 @@ class _Accounting:
         rules = read_manifest(self.store, self.inputs.batch.key).extra.get("rules")
         return rules if isinstance(rules, dict) else {}
 
-    def _sampler_state(self) -> str:
-        """Returns the state of the policy that must have sampled the rollouts.
+    def _sampler_states(self) -> list[str]:
+        """Returns the states of the policies that may have sampled the rollouts, the oldest first.
 
-        It is the parent of the step, or the policy `max_staleness` steps before. For the step of a value model, it is
-        the policy that the batch was made for.
+        It is the parent of the step, or the policy `max_staleness` steps before; if weights were updated in flight, it
+        is each policy from that one to the parent. For the step of a value model, it is the policy that the batch was
+        made for.
         """
         parent = self.record.request.parent
         batch_parents = read_manifest(self.store, self.inputs.batch.key).parents
         policy_uri = next((uri for uri in batch_parents if uri.startswith("policy:")), parent.uri)
         policy = PolicyRef.from_uri(policy_uri)
 
-        staleness = int(self._rules().get("max_staleness", 0))
+        rules = self._rules()
+        staleness = int(rules.get("max_staleness", 0))
         if staleness:
             chain = Chain(self.store, parent.run, parent.stage, policy.model)
-            return chain.policy(max(0, parent.step - staleness)).state
-        return parent.state if policy.model == parent.model else policy.state
+            oldest = max(0, parent.step - staleness)
+            newest = parent.step if rules.get("weight_updates") == "in_flight" else oldest
+            return [chain.policy(step).state for step in range(oldest, newest + 1)]
+        return [parent.state if policy.model == parent.model else policy.state]
 
     def _check_trained(self, expected: Counter[CompletionId]) -> None:
         # compare with multiplicity: a completion may be neither missing nor doubled
@@ -192,7 +196,7 @@ class _Accounting:
                 )
 
     def _check_sampled(self, manifests: list[Manifest], sampled: dict[str, list[Row]]) -> None:
-        state = self._sampler_state()
+        states = self._sampler_states()
         indices: dict[tuple[int, str], list[int]] = defaultdict(list)
         for manifest in manifests:
             rows = sampled[manifest.ref.uri]
@@ -202,7 +206,7 @@ class _Accounting:
                 if (prompts == 0 and rows) or (prompts and (not rows or len(rows) % prompts)):
                     self.problems.append(f"{manifest.key} has {len(rows)} completions of {prompts} prompts")
             # all were sampled from the right policy
-            if any(row["policy_state"] != state for row in rows):
+            if not all(_is_sampled_by(row, states) for row in rows):
                 self.problems.append(f"{manifest.key} was sampled by another policy than the one that the step says")
             # the segments of a trajectory are adjacent and in order
             expected: tuple[CompletionId, int] | None = None
@@ -293,8 +297,19 @@ def _grades_of_environment(sampled: dict[str, list[Row]]) -> dict[str, dict[Comp
     return grades_by_shard
 
 
+def _is_sampled_by(row: Row, states: list[str]) -> bool:
+    """Whether all tokens of the row come from these policies, later ones from the same policy or a later one."""
+    parts = row.get("policy_states")
+    if parts is None:
+        return row["policy_state"] in states
+    if not set(parts) <= set(states) or sum(row["policy_tokens"]) != sum(row["turn_tokens"]):
+        return False
+    return [states.index(state) for state in parts] == sorted(states.index(state) for state in parts)
+
+
 _COMPLETION_COLUMNS = [
     "prompt_index", "prompt_id", "completion", "segment", "turn_tokens", "stop_reasons", "policy_state",
+    "policy_states", "policy_tokens",
 ]  # fmt: skip
 _EPISODE_COLUMNS = [*_COMPLETION_COLUMNS, "grades", "status"]
 

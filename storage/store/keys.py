@@ -50,6 +50,7 @@ _REBASE_CHECKPOINT = re.compile(r"runs/(.+)/stages/([^/]+)/rebased/([^/]+)/(\d{6
 _CHECKPOINT = re.compile(r".*/checkpoints/[^/]+/(\d{6,})/manifest\.json", re.ASCII)
 _CHAIN_OBJECT = re.compile(r"runs/.*/stages/([^/]+)/chains/([^/]+)/(?:root|\d{6,})\.json", re.ASCII)
 _CHECKPOINT_KEY = re.compile(r"runs/(.+)/stages/([^/]+)/checkpoints/([^/]+)/\d{6,}", re.ASCII)
+_SEGMENT = re.compile(r"runs/.+/stages/[^/]+/steps/\d{6,}/segments-\d{5,}/\d{5,}", re.ASCII)
 _ALIAS = re.compile(r"models/([^/]+)/aliases/([^/]+)/\d{6,}\.json", re.ASCII)
 _INDEXED = "@run.json"
 _INDEX_RUN = re.compile(r"index/(?:runs|chains)/([^/]+(?:/[^/]+)?)@run\.json", re.ASCII)
@@ -296,6 +297,18 @@ def step_artifact(run: str, stage: str, step: int, kind: str, shard: int) -> str
     if shard < 0:
         raise InvalidKey(f"{shard} is not the number of a shard; give 0 or more")
     return f"{step_prefix(run, stage, step)}{validate_name(kind)}/{shard:05d}"
+
+
+def segment(run: str, stage: str, step: int, shard: int, number: int) -> str:
+    """Logical key of one segment of a shard's completions: …/steps/000042/segments-00003/00000."""
+    if shard < 0:
+        raise InvalidKey(f"{shard} is not the number of a shard; give 0 or more")
+    return step_artifact(run, stage, step, f"segments-{shard:05d}", number)
+
+
+def is_segment(key: str) -> bool:
+    """Whether this is the logical key of a segment."""
+    return _SEGMENT.fullmatch(key) is not None
 
 
 def step_metrics(run: str, stage: str, step: int) -> str:

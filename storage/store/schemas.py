@@ -49,6 +49,13 @@ SCHEMAS: dict[str, pa.Schema] = {
         ("thread", pa.string()),  # the prompt of a completion, or the whole conversation of an episode
         ("policy_state", pa.string()),
     ),
+    "segments": _schema(  # the tokens that one call sampled of the unfinished completions of a shard
+        ("index", pa.int32()),  # of the completion, in the shard
+        ("seed", pa.uint64()),  # of these tokens
+        ("token_ids", _LISTS_INT),
+        ("logprobs", _LISTS_FLOAT),
+        ("stop_reason", pa.string()),  # interrupted: a later segment continues the completion
+    ),
     "graded": pa.schema(
         [
             pa.field("prompt_index", pa.int64(), nullable=False),
@@ -124,6 +131,9 @@ OPTIONAL: dict[str, pa.Schema] = {
             # of a completion
             ("seed", pa.uint64()),
             ("text", pa.string()),
+            # of a completion whose policy may change at a token: one per part that was sampled without a cut
+            ("policy_states", pa.list_(pa.string())),
+            ("policy_tokens", _LISTS_INT),
             # of an episode, which its environment graded
             ("graded_turns", _LISTS_INT),  # indices of the turns that have a grade; `grades` has one value for each
             ("grades", _LISTS_DOUBLE),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow.compute as pc
 from pydantic import JsonValue
@@ -126,10 +127,14 @@ def _lag(
     rules = extra.get("rules")
     if not isinstance(rules, dict) or not rules.get("max_staleness") or not shards:
         return None, None
-    lags = [record.request.parent.step - PolicyRef.from_uri(shard.policy_uri).step for shard in shards]
-    tokens = sum(shard.tokens for shard in shards)
-    weighted = sum(lag * shard.tokens for lag, shard in zip(lags, shards, strict=True))
-    return weighted / tokens if tokens else None, max(lags)
+    # The number of tokens by their age.
+    tokens_by_lag: Counter[int] = Counter()
+    for shard in shards:
+        for uri, tokens in shard.tokens_by_policy.items():
+            tokens_by_lag[record.request.parent.step - PolicyRef.from_uri(uri).step] += tokens
+    weighted = sum(lag * tokens for lag, tokens in tokens_by_lag.items())
+    total = tokens_by_lag.total()
+    return weighted / total if total else None, max(tokens_by_lag, default=None)
 
 
 def _effective_sample_size(metrics: Mapping[str, float]) -> float | None:
@@ -155,8 +160,8 @@ class _ShardCounts(NamedTuple):
     """Completions, or episodes."""
     dropped: int
     """Prompts that were dropped for their length."""
-    policy_uri: str
-    """The policy that sampled."""
+    tokens_by_policy: dict[str, int]
+    """The number of tokens that each policy sampled, by its URI."""
 
 
 def _shard_counts(store: ObjectStore, rollouts: ArtifactRef) -> _ShardCounts:
@@ -165,11 +170,14 @@ def _shard_counts(store: ObjectStore, rollouts: ArtifactRef) -> _ShardCounts:
     extra = manifest.extra
     # An episode may have several rows, so its shard has a count of episodes.
     completions = extra.get("episodes", rollouts.rows)
+    tokens = int(extra["completion_tokens"])  # type: ignore[arg-type]
+    # If weights were updated in flight, the manifest says which policy sampled how many tokens.
+    by_policy: Any = extra.get("policies", {manifest.parents[0]: tokens})
     return _ShardCounts(
-        tokens=int(extra["completion_tokens"]),  # type: ignore[arg-type]
+        tokens=tokens,
         completions=int(completions),  # type: ignore[arg-type]
         dropped=int(extra["dropped"]),  # type: ignore[arg-type]
-        policy_uri=manifest.parents[0],
+        tokens_by_policy=by_policy,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import JsonValue
 
 from engine.errors import BadSpec, SampleTooLong, UnsupportedFragment
 from engine.models.images import images_or_none, images_to_rows
@@ -28,6 +29,7 @@ from tasks.committed import commit_once
 from tasks.datasets.naming import NameRow, row_name
 from tasks.plans import PromptShard, Truncation
 from tasks.reports.clock import timed
+from tasks.sampling.segments import SegmentedCompletion, ShardSegments, tokens_by_policy
 from tasks.task_runs import durable_task
 
 
@@ -69,12 +71,21 @@ async def _sample(
             jobs.append((row, prompt, number))
     seeds = [workspace.seed_for(policy.stage, step, row["id"], number) for row, _, number in jobs]
     failpoint("rollout.sampling")
-    with timed("rollout"):
-        request = generate_request(policy, [prompt for _, prompt, _ in jobs], seeds, sampling)
-        completions = await workspace.connect().generate(request, epoch=workspace.epoch)
+    request = generate_request(policy, [prompt for _, prompt, _ in jobs], seeds, sampling)
+    segmented: list[SegmentedCompletion] | None = None
+    parents = [policy.uri, shard.dataset.uri]
+    if shard.segment_seconds is None:
+        with timed("rollout"):
+            completions = await workspace.connect().generate(request, epoch=workspace.epoch)
+    else:
+        segments = ShardSegments(workspace, policy, shard, step=step)
+        segmented = await segments.sample(request)
+        samplers = [uri for uri in tokens_by_policy(segmented) if uri != policy.uri]
+        parents += [*samplers, *(ref.uri for ref in segments.committed)]
+        completions = [completion.completion() for completion in segmented]
 
     # Commit them, with the counts that the metrics of the step read.
-    table = rollout_table(renderer, policy, jobs, seeds, completions)
+    table = rollout_table(renderer, policy, jobs, seeds, completions, segmented)
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
     with timed("storage"):
         return commit_table(
@@ -82,15 +93,33 @@ async def _sample(
             key,
             table,
             kind="rollouts",
-            parents=(policy.uri, shard.dataset.uri),
+            parents=parents,
             provenance=workspace.provenance,
-            extra={
-                "prompts": len(shard.rows),
-                "dropped": len(rows) - len(prompts),
-                "completion_tokens": sum(len(completion.token_ids) for completion in completions),
-                **({"resampled": True} if shard.resampled else {}),
-            },
+            extra=_counts(shard, len(rows) - len(prompts), completions, segmented, sampling),
         )
+
+
+def _counts(
+    shard: PromptShard,
+    dropped: int,
+    completions: list[Completion],
+    segmented: list[SegmentedCompletion] | None,
+    sampling: SamplingParams,
+) -> dict[str, JsonValue]:
+    """What the manifest of a shard says of its rows. `dropped`: the number of prompts that were dropped."""
+    counts: dict[str, JsonValue] = {
+        "prompts": len(shard.rows),
+        "dropped": dropped,
+        "completion_tokens": sum(len(completion.token_ids) for completion in completions),
+    }
+    if shard.resampled:
+        counts["resampled"] = True
+    if segmented is not None:
+        counts["policies"] = dict(tokens_by_policy(segmented))
+        # The sampler masks ends before it, so that the logprobs of these tokens are not the policy's own.
+        if sampling.min_new_tokens:
+            counts["min_new_tokens"] = sampling.min_new_tokens
+    return counts
 
 
 def generate_request(
@@ -168,12 +197,14 @@ def rollout_table(
     jobs: list[tuple[dict[str, Any], TokenSequence, int]],
     seeds: list[int],
     completions: list[Completion],
+    segmented: list[SegmentedCompletion] | None = None,
 ) -> pa.Table:
     """The rollouts table: a row per completion, with its tokens and its text. If the model takes images, the rows also
     have the prompt's images.
 
     Args:
         jobs: (dataset row, prompt, number of the completion) of each completion.
+        segmented: which policy sampled which tokens. None: `policy` sampled all of them.
     """
     prompts = [prompt for _, prompt, _ in jobs]
     answers = [completion.token_ids for completion in completions]
@@ -204,6 +235,10 @@ def rollout_table(
     # Only tables of such models have the column `images`, so that other tables need not store empty lists.
     if renderer.tokenizer.images:
         columns["images"] = [images_to_rows(prompt.images) for prompt in prompts]
+    if segmented is not None:
+        columns["policy_states"] = [[policy.state for policy in completion.policies] for completion in segmented]
+        columns["policy_tokens"] = [completion.lengths for completion in segmented]
+        columns["policy_state"] = [states[0] for states in columns["policy_states"]]  # the oldest one
     schema = table_schema("rollouts", columns)
     return pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
 

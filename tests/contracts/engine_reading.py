@@ -105,6 +105,31 @@ class ReadingContract(EngineFixtures):
         assert first[0].token_ids != first[2].token_ids  # 259 nearly equal odds for each of twelve tokens
         assert same_draws(await engine.generate(request), first, exact=self.exact)
 
+    async def test_an_interrupted_completion_is_continued_from_its_tokens(
+        self, engine: Engine, start: PolicyRef, tiny_folder: Path
+    ) -> None:
+        """In calls that end after a millisecond, as many as it takes. The logprobs are those of the whole text."""
+        sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        calls = 0
+        while len(tokens) < 24:
+            request = GenerateRequest(
+                start, [[10, 11, 12]], [calls], sampling,
+                sampled=[tokens], interruptible=True, interrupt_after=1e-3,
+            )  # fmt: skip
+            (completion,) = await engine.generate(request)
+            tokens, logprobs, calls = tokens + completion.token_ids, logprobs + completion.logprobs, calls + 1
+            assert completion.stop_reason == ("length" if len(tokens) == 24 else "interrupted")
+        assert calls > 1
+        assert close(logprobs, hugging_face_logprobs(tiny_folder, [10, 11, 12, *tokens])[2:])
+
+    async def test_a_request_that_cannot_be_interrupted_so_is_refused(self, start: PolicyRef) -> None:
+        with pytest.raises(BadSpec, match="interruptible=True, or leave it out"):
+            GenerateRequest(start, [[1]], [0], interrupt_after=1.0)
+        with pytest.raises(BadSpec, match="2 prompts were given with the sampled tokens of 1"):
+            GenerateRequest(start, [[1], [2]], [0, 1], sampled=[[3]])
+
     async def test_a_fresh_engine_draws_the_same(self, engine: Engine, connect: Connect, start: PolicyRef) -> None:
         assert same_draws(await draw(await connect(), start), await draw(engine, start), exact=self.exact)
 

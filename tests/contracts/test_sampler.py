@@ -262,6 +262,59 @@ class SamplerContract:
         assert {completion.token_ids[-1] for completion in drawn if completion.stop_reason == "eos"} == {END, 5}
         sampler.close()
 
+    # -- completions that are continued ---------------------------------------------------------------------------
+
+    def test_a_continued_completion_is_drawn_after_its_tokens(self, sampler: Sampler, model: Any) -> None:
+        """The lengths count from its first token: 9 tokens in all, of which the first 7 do not end it."""
+        params = SamplingParams(max_new_tokens=9, min_new_tokens=7, stop_token_ids=(50, 60))
+        sampled = [[], [11], [11, 12, 13, 14, 15, 16, 17, 18], [70, 71], [11], []]
+        drawn = sampler.sample(PROMPTS, [3 + n for n in range(len(PROMPTS))], params, sampled=sampled)
+        for prompt, tokens, completion in zip(PROMPTS, sampled, drawn, strict=True):
+            whole = len(tokens) + len(completion.token_ids)
+            assert whole == 9 if completion.stop_reason == "length" else 7 < whole <= 9
+            rows = next_logits(model, [*prompt, *tokens], completion.token_ids)
+            for place, (token, logprob, row) in enumerate(
+                zip(completion.token_ids, completion.logprobs, rows, strict=True), len(tokens)
+            ):
+                expected = distribution(row, params, forbidden={END, 50, 60} if place < 7 else set())
+                assert logprob == pytest.approx(expected[token], abs=TOLERANCE)
+
+    def test_a_stop_string_may_begin_in_the_tokens_of_an_earlier_call(
+        self, sampler: Sampler, tiny_folder: Path
+    ) -> None:
+        tokenizer, free = load_tokenizer(tiny_folder), SamplingParams(temperature=0, max_new_tokens=1, top_k=1)
+        (letter,) = tokenizer.encode("q")
+        (drawn,) = sampler.sample([[40]], [0], free.model_copy(update={"max_new_tokens": 2}), sampled=[[letter]])
+        first = tokenizer.token_bytes[drawn.token_ids[0]]
+        assert len(first) == 1
+        text = f"q{first.decode('ascii')}"
+        stopping = SamplingParams(temperature=0, max_new_tokens=8, stop=(text,))
+        (stopped,) = sampler.sample([[40]], [0], stopping, sampled=[[letter]])
+        assert (stopped.token_ids, stopped.stop_reason) == (drawn.token_ids, "stop")
+
+    def test_a_completion_that_has_ended_is_not_continued(self, sampler: Sampler) -> None:
+        for tokens, params in (
+            ([END], SamplingParams()), ([5, 6], SamplingParams(max_new_tokens=2)),
+            ([5, 9], SamplingParams(stop_token_ids=(9,))),
+        ):  # fmt: skip
+            with pytest.raises(BadSpec, match="ended at token"):
+                sampler.sample([[40]], [0], params, sampled=[tokens])
+        with pytest.raises(BadSpec, match="sampled token ids outside"):
+            sampler.sample([[40]], [0], SamplingParams(), sampled=[[10_000]])
+
+    def test_an_interrupted_call_returns_the_tokens_so_far(self, sampler: Sampler, model: Any) -> None:
+        params = SamplingParams(max_new_tokens=400, ignore_eos=True)
+        heard: list[int] = []
+        drawn = sampler.sample(
+            PROMPTS, [1] * 6, params, lambda index, token, logprob: heard.append(token),
+            interrupted=lambda: len(heard) >= 30,
+        )  # fmt: skip
+        assert {completion.stop_reason for completion in drawn} == {"interrupted"}
+        assert 30 <= sum(len(completion.token_ids) for completion in drawn) < 6 * 400
+        for prompt, completion in zip(PROMPTS, drawn, strict=True):
+            if completion.token_ids:
+                assert_drawn_from(model, prompt, completion, params)
+
     # -- JSON ---------------------------------------------------------------------------------------------------
 
     def test_a_constrained_completion_fits_its_schema(self, sampler: Sampler, tiny_folder: Path) -> None:
@@ -476,6 +529,14 @@ class TestTorchSampler(SamplerContract):
     def backend(self) -> SamplerBackend:
         return TorchSamplerBackend(SPEC, compute_dtype=torch.float32, device=torch.device("cpu"))
 
+    def test_a_json_is_continued_by_its_schema(self, sampler: Sampler, tiny_folder: Path) -> None:
+        tokenizer = load_tokenizer(tiny_folder)
+        params = SamplingParams(max_new_tokens=256, json_schema=json.dumps(Verdict.model_json_schema()))
+        begun = tokenizer.encode('{"why": "')
+        for completion in sampler.sample([[40]] * 4, [1, 2, 3, 4], params, sampled=[begun] * 4):
+            assert completion.stop_reason == "eos"
+            Verdict.model_validate_json(tokenizer.decode([*begun, *completion.token_ids]))
+
 
 @pytest.mark.slow
 class TestTorchSamplerWithItsOwnLane(SamplerContract):
@@ -495,3 +556,8 @@ class TestVllmSampler(SamplerContract):
         backend = VllmSamplers(SPEC, compute_dtype=torch.float32, device=torch.device("cpu"))
         yield backend
         backend.close()
+
+    def test_a_json_is_not_continued(self, sampler: Sampler) -> None:
+        params = SamplingParams(max_new_tokens=256, json_schema=json.dumps(Verdict.model_json_schema()))
+        with pytest.raises(UnsupportedSchema, match="torch sampler"):
+            sampler.sample([[40]], [1], params, sampled=[[5]])

@@ -41,11 +41,11 @@ HITS = {
 }
 """Which hit of a failpoint kills: late enough that steps are committed before it."""
 
-ELSEWHERE = ("rebase.", "trajectory.", "retention.", "deletion.", "publish.")
+ELSEWHERE = ("rebase.", "trajectory.", "retention.", "deletion.", "publish.", "segment.")
 REACHED = sorted(name for name in FAILPOINTS if not name.startswith(ELSEWHERE))
 """The failpoints that every run of one engine without episodes reaches. tests/engine/local/rebase/test_rebase_races.py,
-test_kill_lanes.py and test_kill_episodes.py in tests/e2e, test_finished.py and test_deletion.py in tests/storage/chain
-kill at the others."""
+test_kill_lanes.py, test_kill_in_flight.py and test_kill_episodes.py in tests/e2e, test_finished.py and
+test_deletion.py in tests/storage/chain kill at the others."""
 
 QUICK = ("step.before_commit",)
 

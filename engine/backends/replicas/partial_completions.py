@@ -9,9 +9,9 @@ from concurrent.futures import CancelledError
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
-from engine.backends.protocol import OnToken
+from engine.backends.protocol import Interrupted, OnToken
 from engine.errors import CompletionDiverged, WorkerDied
 from engine.protocol import Completion, StopReason, TokenIds
 
@@ -21,6 +21,10 @@ SMALL_CALL = 4
 """Number of completions up to which a call gets its tokens one by one."""
 CHUNK_TOKENS = 16
 """Tokens that a replica collects for one chunk in a larger call."""
+
+INTERRUPT_SECONDS = 0.02
+"""Seconds between two looks at whether a call was interrupted."""
+Result = TypeVar("Result")
 
 Chunk = tuple[int, TokenIds, list[float], StopReason | None]
 """New tokens of a completion: (position of the completion in the request, token ids, logprobs, stop reason or None)."""
@@ -70,6 +74,10 @@ class PartialCompletion:
                     "between replicas); call again, or set engine.compute_dtype='float32' for equal tokens"
                 )
 
+    def interrupt(self) -> None:
+        """Ends a completion that has not ended, because its call was interrupted."""
+        self.stop = self.stop or "interrupted"
+
     def completion(self) -> Completion:
         """The finished completion."""
         assert self.stop is not None  # the stream of a replica ends when all its completions have ended
@@ -109,6 +117,25 @@ async def receive_chunks(
                 index = indices[position]
                 for token, logprob in completions[index].add_chunk(tokens, logprobs, stop):
                     new_tokens.put((index, token, logprob))
+
+
+async def run_unless_interrupted(
+    work: Coroutine[Any, Any, Result], interrupted: Interrupted | None
+) -> Result | None:
+    """Runs `work` and returns its result. Cancels it when `interrupted` is true, and returns None."""
+    if interrupted is None:
+        return await work
+    running = asyncio.ensure_future(work)
+    try:
+        while not running.done():
+            if interrupted():
+                return None
+            await asyncio.wait([running], timeout=INTERRUPT_SECONDS)
+        return running.result()
+    finally:
+        # It must have ended when this returns: the caller may use the replicas for another call right away.
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def run_with_listener(

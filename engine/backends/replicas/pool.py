@@ -21,7 +21,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from engine.backends.protocol import OnToken
+from engine.backends.protocol import Interrupted, OnToken
 from engine.backends.replicas import partial_completions
 from engine.backends.replicas.delivery import FILE_DELIVERY, LoadRequest, WeightDelivery
 from engine.backends.replicas.dispatch import WorkItem, affinity_key, dispatch_work
@@ -350,28 +350,42 @@ class ReplicaPool:
         *,
         adapter: str | None = None,
         stops: StopStrings | None = None,
+        sampled: Sequence[TokenIds] | None = None,
+        interrupted: Interrupted | None = None,
     ) -> list[Completion]:
         """Prompts may repeat. Calls `on_token` in the calling thread; with many prompts the tokens arrive in chunks."""
         completions, new_tokens = [PartialCompletion() for _ in prompts], TokenQueue()
         chunk_tokens = partial_completions.tokens_per_chunk(len(prompts))
         json_params = params.model_dump(mode="json")
+        actors: dict[int, ActorHandle | None] = {}
+        """The process that each completion was sent to last."""
 
         async def send(replica: Replica, indices: list[int]) -> None:
             # Send each distinct prompt once: the completions of a group share a prompt, which may be long.
             distinct, prompt_indices = partial_completions.distinct_prompts([prompts[index] for index in indices])
             replica_seeds = [seeds[index] for index in indices]
-            state = replica.loaded_state
+            given = None if sampled is None else [sampled[index] for index in indices]
             stream = replica.running_actor().stream(
-                "generate", state, distinct, prompt_indices, replica_seeds, json_params, chunk_tokens, adapter, stops
-            )
+                "generate", replica.loaded_state, distinct, prompt_indices, replica_seeds, json_params, chunk_tokens,
+                adapter, stops, given,
+            )  # fmt: skip
             for index in indices:
                 completions[index].restart()  # a replica that has failed may have begun it
+                actors[index] = replica.actor
             await partial_completions.receive_chunks(stream, completions, indices, new_tokens)
 
         async def dispatch() -> None:
+            work = dispatch_work(work_items, send, lambda: self._ready_replicas(adapter))
+            samplers = await partial_completions.run_unless_interrupted(work, interrupted)
+            if samplers is None:
+                samplers = set()
+                for index, completion in enumerate(completions):
+                    completion.interrupt()
+                    actor = actors.get(index)
+                    if actor is not None and completion.tokens:
+                        samplers.add(actor)
             # `check` must prove the weights of every process that sampled.
-            actors = await dispatch_work(work_items, send, lambda: self._ready_replicas(adapter))
-            self._unchecked_actors.update(dict.fromkeys(actors, object()))
+            self._unchecked_actors.update(dict.fromkeys(samplers, object()))
 
         work_items = [WorkItem(affinity_key(prompt), len(prompt) + params.max_new_tokens) for prompt in prompts]
         partial_completions.run_with_listener(dispatch(), new_tokens, on_token, self._thread.loop)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from engine.backends.protocol import OnToken
+from engine.backends.protocol import Interrupted, OnToken
 from engine.backends.replicas.broadcast import BroadcastGroup, DeviceInfo, Parts
 from engine.backends.weight_files.digests import digest_tensor
 from engine.backends.weight_files.tensor_files import read_tensors
@@ -139,6 +139,8 @@ class Runtime(Protocol):
         *,
         adapter: str | None = None,
         stops: StopStrings | None = None,
+        sampled: Sequence[TokenIds] | None = None,
+        interrupted: Interrupted | None = None,
     ) -> list[Completion]:
         """One completion per (prompt, seed), in order, all submitted together. The caller has checked the prompts.
 
@@ -147,6 +149,8 @@ class Runtime(Protocol):
                 and is raised.
             adapter: name under which `load_adapter` loaded a LoRA adapter.
             stops: the strings of `params.stop`, for the tokens of the model's tokenizer.
+            sampled: the tokens that each completion has already.
+            interrupted: ends the call, as in engine.backends.protocol.Sampler.
         """
         ...
 

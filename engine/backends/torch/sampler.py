@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.backends.protocol import check_prompts
+from engine.backends.protocol import Interrupted, check_prompts
 from engine.backends.torch.attention import PrefillLayout
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.decoding.drawing import NoiseStream, draw_tokens
@@ -71,8 +71,14 @@ class _Row:
     noise: NoiseStream | None = None
     """None while the row is not in the batch."""
     tokens: TokenIds = field(default_factory=list)
+    """The whole completion: `given` tokens of earlier calls, and the tokens of this call."""
+    given: int = 0
     logprobs: list[float] = field(default_factory=list)
+    """Of the tokens of this call."""
     stop: StopReason | None = None
+
+    def completion(self) -> Completion:
+        return Completion(self.tokens[self.given :], self.logprobs, self.stop or "interrupted")
 
 
 class TorchSampler:
@@ -102,14 +108,18 @@ class TorchSampler:
         params: SamplingParams,
         on_token: OnToken | None = None,
         images: Sequence[Images] | None = None,
+        *,
+        sampled: Sequence[TokenIds] | None = None,
+        interrupted: Interrupted | None = None,
     ) -> list[Completion]:
         """One completion per (prompt, seed), in order. `images` are those of each prompt. `on_token` is called for each
-        token when it is drawn, in this thread; an exception from it ends the call.
+        token when it is drawn, in this thread; an exception from it ends the call. For `sampled` and `interrupted`, see
+        engine.backends.protocol.Sampler.
 
         Raises:
             UnsupportedSchema: json_schema, without a tokenizer or with a schema that has no grammar.
             BadSpec: empty prompts, ids outside the vocabulary, unequal numbers of prompts and seeds, stop tokens that
-                leave nothing to draw, or stop strings without a tokenizer.
+                leave nothing to draw, stop strings without a tokenizer, or a completion that has ended.
             SampleTooLong: a prompt and `max_new_tokens` do not fit the model's context.
             UnsupportedFragment: images, and the model takes text only.
         """
@@ -121,20 +131,38 @@ class TorchSampler:
             vocab_size=self.model.vocab_size,
             context_length=self.model.context_length,
             eos_token_ids=self.eos_token_ids,
+            sampled=sampled,
         )
+        none_yet: list[Any] = [()] * len(prompts)
+        rows = self._rows(prompts, seeds, params, images or none_yet, sampled or none_yet)
+        if rows:
+            _Call(self, rows, params, on_token).run(interrupted or (lambda: False))
+        return [row.completion() for row in rows]
+
+    def _rows(
+        self,
+        prompts: Sequence[TokenIds],
+        seeds: Sequence[int],
+        params: SamplingParams,
+        images: Sequence[Images],
+        sampled: Sequence[Sequence[int]],
+    ) -> list[_Row]:
+        """The completions before their first token of this call. Raises as `sample`."""
         stops = stop_strings(self.tokenizer, params)
         matcher = JsonMatcher.of(
             self.tokenizer, params, vocab_size=self.model.vocab_size, eos_token_ids=self.eos_token_ids
         )
-        images = images or [()] * len(prompts)
-        with_images = [_Prompt(tuple(ids), of_prompt) for ids, of_prompt in zip(prompts, images, strict=True)]
         rows: list[_Row] = []
-        for index, (prompt, seed) in enumerate(zip(with_images, seeds, strict=True)):
-            end = CompletionEnd(params, self.eos_token_ids, stops)
-            rows.append(_Row(index, prompt, seed, end, matcher and matcher.copy()))
-        if rows:
-            _Call(self, rows, params, on_token).run()
-        return [Completion(row.tokens, row.logprobs, row.stop or "length") for row in rows]
+        for ids, seed, of_prompt, given in zip(prompts, seeds, images, sampled, strict=True):
+            # The model computes the tokens that the completion has like further tokens of the prompt.
+            prompt = _Prompt((*ids, *given), of_prompt)
+            end = CompletionEnd(params, self.eos_token_ids, stops, given)
+            of_row = matcher and matcher.copy()
+            if of_row is not None:
+                for token in given:
+                    of_row.advance(token)
+            rows.append(_Row(len(rows), prompt, seed, end, of_row, tokens=list(given), given=len(given)))
+        return rows
 
     @property
     def accepts_images(self) -> bool:
@@ -171,14 +199,16 @@ class _Call:
         self._places = min(sampler.max_rows, len(rows))
         self._layout = DecodeLayout(rows=self._places, capacity=longest + params.max_new_tokens, device=device)
 
-    def run(self) -> None:
-        """Samples all rows."""
+    def run(self, interrupted: Interrupted) -> None:
+        """Samples all rows, or some tokens of them until `interrupted` is true. It samples one token at least."""
         while self._waiting or self._batch:
             free = self._places - len(self._batch)
             if self._waiting and free >= min(max(1, self._places // REFILL_SHARE), len(self._waiting)):
                 self._enter(free)
             else:
                 self._decode()
+            if interrupted():
+                return
 
     def _enter(self, free: int) -> None:
         """Moves waiting rows into the free places of the batch, and draws their first tokens."""

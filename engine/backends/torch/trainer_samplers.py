@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from engine.backends.protocol import BaseGone, Sampler, Trainer, is_sampled_on_base
+from engine.backends.protocol import BaseGone, Interrupted, Sampler, Trainer, is_sampled_on_base
 from engine.backends.torch.attention import IMPLEMENTATION, register_attention
 from engine.backends.torch.causal_lm import CausalLM, frozen_copy, master_dtype_of
 from engine.backends.torch.decoding.lean_decoder import LeanModel, can_be_lean, packed_nbytes
@@ -193,9 +193,14 @@ class _LoraSampler(TorchSampler):
         params: SamplingParams,
         on_token: OnToken | None = None,
         images: Sequence[Images] | None = None,
+        *,
+        sampled: Sequence[TokenIds] | None = None,
+        interrupted: Interrupted | None = None,
     ) -> list[Completion]:
         with use_pairs(self._layers, self._pairs):
-            return super().sample(prompts, seeds, params, on_token, images)
+            return super().sample(
+                prompts, seeds, params, on_token, images, sampled=sampled, interrupted=interrupted
+            )
 
 
 @dataclass

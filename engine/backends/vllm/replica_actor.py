@@ -141,7 +141,7 @@ class ReplicaActor(ActorBase):
 
     # -- tokens -----------------------------------------------------------------------------------------------
 
-    async def generate(
+    async def generate(  # noqa: PLR0913 - one argument per part of the request
         self,
         state: str,
         prompts: Sequence[TokenIds],
@@ -151,6 +151,7 @@ class ReplicaActor(ActorBase):
         chunk_tokens: int,
         adapter_name: str | None,
         stops: StopStrings | None = None,
+        sampled: Sequence[TokenIds] | None = None,
     ) -> AsyncIterator[list[Chunk]]:
         """Yields the chunks of all completions as they are sampled. Closing the iterator ends the completions.
 
@@ -161,22 +162,23 @@ class ReplicaActor(ActorBase):
             params: SamplingParams as JSON.
             chunk_tokens: tokens per chunk, at least, unless the completion ends.
             stops: the strings of `params.stop`, for the tokens of the model's tokenizer.
+            sampled: the tokens that each completion has already. None: all of them begin.
         """
         await self._require_state(state)
         sampling_params = SamplingParams.model_validate(params)
         salt, lora = f"{state} {adapter_name}", self._lora_request(adapter_name)
-        chunks: list[Chunk] = []
-        has_news = asyncio.Event()
+        chunks, has_news = list[Chunk](), asyncio.Event()
 
         async def sample(index: int) -> None:
-            request = vllm_api.vllm_params(sampling_params, seeds[index], self.options, stream=True)
+            given = sampled[index] if sampled else []
+            end = CompletionEnd(sampling_params, self.options.eos_token_ids, stops, given)
+            rest = vllm_api.params_after(sampling_params, len(given))
+            request = vllm_api.vllm_params(rest, seeds[index], self.options, stream=True)
             # vLLM ends a completion at its stop tokens and its length. For strings, each token must be seen here.
             request.stream_interval = chunk_tokens if stops is None else 1
-            prompt = vllm_api.token_prompt(prompts[prompt_indices[index]], salt=salt)
+            prompt = vllm_api.token_prompt([*prompts[prompt_indices[index]], *given], salt=salt)
             outputs = self._client.generate(prompt, request, self._request_name(), lora_request=lora)
-            end = CompletionEnd(sampling_params, self.options.eos_token_ids, stops)
-            # Closing the outputs before the last one makes vLLM abort the request.
-            async with aclosing(outputs):
+            async with aclosing(outputs):  # closing them before the last one makes vLLM abort the request
                 async for chunk in self._chunks(index, outputs, sampling_params, end, chunk_tokens):
                     chunks.append(chunk)
                     has_news.set()
@@ -209,7 +211,7 @@ class ReplicaActor(ActorBase):
         async for output in outputs:
             if output.outputs[0].finish_reason == "abort":
                 raise WorkerDied("vLLM aborted a completion")
-            new_tokens, new_logprobs, stop = vllm_api.until_end(vllm_api.sampled(output.outputs[0], params), end)
+            new_tokens, new_logprobs, stop = vllm_api.until_end(vllm_api.output_tokens(output.outputs[0], params), end)
             tokens += new_tokens
             logprobs += new_logprobs
             if stop is not None or len(tokens) >= chunk_tokens:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.protocol import BaseGone, OnToken, Trainer, check_prompts, is_sampled_on_base
+from engine.backends.protocol import BaseGone, Interrupted, OnToken, Trainer, check_prompts, is_sampled_on_base
 from engine.backends.replicas.pool import ReplicaPool
 from engine.backends.replicas.replica import count_replicas
 from engine.backends.replicas.runtime import (
@@ -41,7 +41,7 @@ from engine.backends.torch.lora import ADAPTER_FILE, PEFT_PREFIX
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.vllm.architecture import Architecture, EngineOptions
 from engine.backends.weight_files.tensor_files import staging_folder
-from engine.errors import BadSpec, SamplerOutOfSync, WorkerDied
+from engine.errors import BadSpec, SamplerOutOfSync, UnsupportedSchema, WorkerDied
 from engine.models.samples import FloatArray
 from engine.protocol import ActorCount, Completion, SamplingParams, TokenIds, TokenSequence
 from engine.specs.adapters import LoraSpec
@@ -280,11 +280,19 @@ class VllmSampler:
     # -- tokens -----------------------------------------------------------------------------------------------
 
     def sample(
-        self, prompts: Sequence[TokenIds], seeds: Sequence[int], params: SamplingParams, on_token: OnToken | None = None
+        self,
+        prompts: Sequence[TokenIds],
+        seeds: Sequence[int],
+        params: SamplingParams,
+        on_token: OnToken | None = None,
+        *,
+        sampled: Sequence[TokenIds] | None = None,
+        interrupted: Interrupted | None = None,
     ) -> list[Completion]:
         """As engine.backends.torch.sampler.TorchSampler.sample.
 
         Raises:
+            UnsupportedSchema: json_schema with tokens that earlier calls sampled: vLLM cannot go on within a JSON.
             SamplerOutOfSync: the sampler holds no proven weights, or the weights changed during the call. No completion
                 is returned.
         """
@@ -298,7 +306,13 @@ class VllmSampler:
             vocab_size=shared.architecture.vocab_size,
             context_length=shared.options.max_context,
             eos_token_ids=shared.options.eos_token_ids,
+            sampled=sampled,
         )
+        if params.json_schema is not None and any(sampled or ()):
+            raise UnsupportedSchema(
+                "json_schema was given with completions that have tokens already, and vLLM can only constrain whole "
+                "completions; use the torch sampler (engine.sampler.kind='torch'), or leave json_schema out"
+            )
         stops = stop_strings(self._tokenizer, params)
         if params.json_schema is not None:
             params = params.model_copy(update={"json_schema": guidance_schema(self._tokenizer, params.json_schema)})
@@ -309,7 +323,10 @@ class VllmSampler:
             # Check the adapter first: vLLM may have dropped it to make room for the adapters of other policies.
             if adapter is not None:
                 runtime.check_adapter(adapter)
-            completions = runtime.generate(prompts, seeds, params, on_token, adapter=adapter, stops=stops)
+            completions = runtime.generate(
+                prompts, seeds, params, on_token,
+                adapter=adapter, stops=stops, sampled=sampled, interrupted=interrupted,
+            )  # fmt: skip
             # Check again after sampling, so that no completion of changed weights is returned.
             runtime.check(base)
             if adapter is not None:

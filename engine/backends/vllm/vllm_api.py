@@ -11,15 +11,15 @@ import itertools
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
-from engine.backends.protocol import OnToken
+from engine.backends.protocol import Interrupted, OnToken
 from engine.backends.replicas.partial_completions import PartialCompletion
 from engine.backends.replicas.runtime import (
     HeldWeights,
@@ -129,21 +129,34 @@ class InProcessRuntime:
         *,
         adapter: str | None = None,
         stops: StopStrings | None = None,
+        sampled: Sequence[TokenIds] | None = None,
+        interrupted: Interrupted | None = None,
     ) -> list[Completion]:
         # vLLM ends a completion at its stop tokens and its length. For strings, each token must be seen here.
-        stream = on_token is not None or stops is not None
-        request_params = [vllm_params(params, seed, self.options, stream=stream) for seed in seeds]
-        ends = [CompletionEnd(params, self.options.eos_token_ids, stops) for _ in prompts]
+        stream = on_token is not None or stops is not None or interrupted is not None
+        given = sampled or [[] for _ in prompts]
+        ends = [CompletionEnd(params, self.options.eos_token_ids, stops, tokens) for tokens in given]
+        request_params = []
+        for seed, tokens in zip(seeds, given, strict=True):
+            rest = params_after(params, len(tokens))
+            request_params.append(vllm_params(rest, seed, self.options, stream=stream))
+        whole_prompts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, given, strict=True)]
         buffers = [PartialCompletion() for _ in prompts]
 
         def has_ended(index: int) -> bool:
             return buffers[index].stop is not None
 
-        for index, output in self._run(list(prompts), request_params, adapter, has_ended):
-            tokens, logprobs, stop = until_end(sampled(output.outputs[0], params), ends[index])
-            for token, logprob in buffers[index].add_chunk(tokens, logprobs, stop):
-                if on_token is not None:
-                    on_token(index, token, logprob)
+        # Closing the outputs aborts the completions that have not ended.
+        with closing(self._run(whole_prompts, request_params, adapter, has_ended)) as outputs:
+            for index, output in outputs:
+                tokens, logprobs, stop = until_end(output_tokens(output.outputs[0], params), ends[index])
+                for token, logprob in buffers[index].add_chunk(tokens, logprobs, stop):
+                    if on_token is not None:
+                        on_token(index, token, logprob)
+                if interrupted is not None and interrupted():
+                    for buffer in buffers:
+                        buffer.interrupt()
+                    break
         return [buffer.completion() for buffer in buffers]
 
     def score(
@@ -162,7 +175,7 @@ class InProcessRuntime:
         params: Sequence[Any],
         adapter: str | None,
         has_ended: Callable[[int], bool] = lambda index: False,
-    ) -> Iterator[tuple[int, Any]]:
+    ) -> Generator[tuple[int, Any]]:
         """Submits all prompts, and yields (index of the prompt, RequestOutput) until all are done. A prompt for which
         `has_ended(index)` is true after one of its outputs is aborted. Closing the iterator aborts the rest."""
         # With the state in the salt, a prompt never matches cache entries of other weights.
@@ -235,6 +248,17 @@ def until_end(
         if stop is not None:
             return tokens, logprobs, stop
     return tokens, logprobs, None
+
+
+def params_after(params: SamplingParams, tokens: int) -> SamplingParams:
+    """The parameters of the rest of a completion that has this many tokens already."""
+    if not tokens:
+        return params
+    lengths = {
+        "max_new_tokens": params.max_new_tokens - tokens,
+        "min_new_tokens": max(0, params.min_new_tokens - tokens),
+    }
+    return params.model_copy(update=lengths)
 
 
 def vllm_params(params: SamplingParams, seed: int, options: EngineOptions, *, stream: bool) -> Any:
@@ -316,7 +340,7 @@ def _filters_greedy(params: SamplingParams) -> bool:
     return params.temperature == 0 and (params.top_k > 0 or params.top_p < 1)
 
 
-def sampled(output: Any, params: SamplingParams) -> list[tuple[int, float]]:
+def output_tokens(output: Any, params: SamplingParams) -> list[tuple[int, float]]:
     """(token, logprob) of the new tokens in one vLLM output."""
     new_tokens = []
     for token, entry in zip(output.token_ids, output.logprobs, strict=True):

@@ -52,7 +52,22 @@ def test_generate_requests_come_back_as_they_were(given_rows: list, epoch: int) 
     assert wire.decode_generate(wire.encode_generate(request, epoch=epoch)) == (request, epoch)
 
 
-@given(rows(IDS, st.lists(FLOATS, max_size=20), st.sampled_from(["eos", "stop", "length"])))
+@given(rows(IDS, SEEDS, IDS), st.booleans(), st.sampled_from([None, 0.5]))
+def test_requests_that_continue_completions_come_back_as_they_were(
+    given_rows: list, with_images: bool, seconds: float | None
+) -> None:
+    prompts = [[7, *ids] for ids, _, _ in given_rows]
+    images = None
+    if with_images and given_rows:
+        images = [(PlacedImage(0, 1, b"png"),), *(() for _ in given_rows[1:])]
+    request = GenerateRequest(
+        POLICY, prompts, [seed for _, seed, _ in given_rows], images=images,
+        sampled=[tokens for _, _, tokens in given_rows], interruptible=True, interrupt_after=seconds,
+    )  # fmt: skip
+    assert wire.decode_generate(wire.encode_generate(request, epoch=2)) == (request, 2)
+
+
+@given(rows(IDS, st.lists(FLOATS, max_size=20), st.sampled_from(["eos", "stop", "length", "interrupted"])))
 def test_completions_come_back_as_they_were(given_rows: list) -> None:
     completions = [Completion(*columns) for columns in given_rows]
     assert wire.decode_completions(wire.encode_completions(completions)) == completions

@@ -252,7 +252,7 @@ def test_a_call_with_images_is_drawn_together_with_one_of_text() -> None:
     for call in calls:
         batcher.add(call)
 
-    def draw(request: GenerateRequest, _on_token: OnToken) -> list[Completion]:
+    def draw(request: GenerateRequest, _on_token: OnToken, _interrupted: object) -> list[Completion]:
         heard.append(request.images)
         return [Completion([prompt[-1]], [0.0], "length") for prompt in request.prompts]
 

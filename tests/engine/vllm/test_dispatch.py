@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from engine.backends.replicas.dispatch import MAX_FAILURES, WorkItem, affinity_key, dispatch_work
-from engine.backends.replicas.partial_completions import PartialCompletion
+from engine.backends.replicas.partial_completions import PartialCompletion, run_unless_interrupted
 from engine.backends.replicas.replica import Replica
 from engine.errors import BadSpec, CompletionDiverged, SamplerOutOfSync, WorkerDied
+from engine.protocol import Completion
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -156,6 +157,48 @@ def test_a_repetition_that_contradicts_delivered_tokens_is_refused() -> None:
     completion.restart()
     with pytest.raises(CompletionDiverged, match="token id 3 at position 1, where 2 was already delivered"):
         list(completion.add_chunk([1, 3], [-1.0, -1.0], "length"))
+
+
+def test_an_interrupted_completion_has_the_tokens_so_far_and_an_ended_one_its_end() -> None:
+    for stop, expected in ((None, "interrupted"), ("eos", "eos")):
+        completion = PartialCompletion()
+        list(completion.add_chunk([1, 2], [-1.0, -2.0], stop))  # type: ignore[arg-type]
+        completion.interrupt()
+        assert completion.completion() == Completion([1, 2], [-1.0, -2.0], expected)  # type: ignore[arg-type]
+
+
+def test_an_interruption_ends_the_work_before_the_call_returns() -> None:
+    events: list[str] = []
+
+    async def work(end: asyncio.Event) -> str:
+        try:
+            await end.wait()
+            return "done"
+        finally:
+            await asyncio.sleep(0)
+            events.append("ended")
+
+    async def failing() -> str:
+        raise WorkerDied("gone")
+
+    async def main() -> None:
+        never, now = asyncio.Event(), asyncio.Event()
+        now.set()
+        looks = iter([False, False, True])
+        assert await run_unless_interrupted(work(never), lambda: next(looks)) is None
+        assert events == ["ended"]
+        assert await run_unless_interrupted(work(now), lambda: False) == "done"
+        assert await run_unless_interrupted(work(now), None) == "done"
+        with pytest.raises(WorkerDied):
+            await run_unless_interrupted(failing(), lambda: False)
+        # A caller that is cancelled ends the work, too.
+        running = asyncio.create_task(run_unless_interrupted(work(never), lambda: False))
+        await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert running.cancelled() and len(events) == 4
+
+    run(main())
 
 
 def test_a_replica_that_contradicts_delivered_tokens_is_not_ended() -> None:

@@ -58,7 +58,7 @@ def fake_vllm_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the functions that import vLLM."""
     monkeypatch.setattr(vllm_api, "vllm_params", lambda params, seed, options, stream: SimpleNamespace(seed=seed))
     monkeypatch.setattr(vllm_api, "token_prompt", lambda tokens, salt: tokens)
-    monkeypatch.setattr(vllm_api, "sampled", lambda output, params: [(output.new, -1.0)])
+    monkeypatch.setattr(vllm_api, "output_tokens", lambda output, params: [(output.new, -1.0)])
 
 
 def run(test: Callable[[ReplicaActor, FakeEngine], Coroutine[Any, Any, None]]) -> None:
@@ -91,6 +91,32 @@ def test_it_samples_only_from_weights_proven_in_this_process() -> None:
         for state in ("s", "t"):
             with pytest.raises(SamplerOutOfSync, match="holds None"):
                 await actor.score(state, [], None)
+
+    run(test)
+
+
+def test_a_completion_is_continued_after_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt of vLLM has them, and the lengths that it is asked for are those of the rest."""
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        vllm_api, "vllm_params",
+        lambda params, seed, options, stream: asked.append(params) or SimpleNamespace(seed=seed),
+    )  # fmt: skip
+    prompts: list[Any] = []
+    monkeypatch.setattr(vllm_api, "token_prompt", lambda tokens, salt: prompts.append(tokens) or tokens)
+    params = SamplingParams(max_new_tokens=4, min_new_tokens=3).model_dump(mode="json")
+
+    async def test(actor: ReplicaActor, engine: FakeEngine) -> None:
+        await load(actor, "s")
+        engine.end.set()
+        chunks = []
+        async for item in actor.generate("s", [[1]], [0, 0], [5, 6], params, 1, None, None, [[8, 9], []]):
+            chunks += item
+        assert [chunk for chunk in chunks if chunk[0] == 0] == [(0, [5], [-1.0], None), (0, [5], [-1.0], "length")]
+        assert prompts == [[1, 8, 9], [1]]
+        assert [(rest.max_new_tokens, rest.min_new_tokens) for rest in asked] == [(2, 1), (4, 3)]
+        with pytest.raises(BadSpec, match="ended at token 4"):
+            await anext(actor.generate("s", [[1]], [0], [5], params, 1, None, None, [[6, 7, 8, 9]]))
 
     run(test)
 

@@ -72,6 +72,23 @@ def refusal(model: type[FlowConfig], config: dict[str, Any], tmp_path: Path) -> 
             ["the correction for max_staleness=1 compares", "top_p=0.9", "leave top_p and top_k out"],
         ),
         (
+            {"rules__weight_updates": "in_flight"},
+            ["weight_updates='in_flight'", "max_staleness=0", "give max_staleness of 1 or more"],
+        ),
+        (
+            {"rules__max_staleness": 1, "rules__segment_seconds": 5.0},
+            ["segment_seconds=5", "'between'", "leave segment_seconds out"],
+        ),
+        (
+            {"rules__max_staleness": 1, "rules__weight_updates": "in_flight", "rules__segment_seconds": 0},
+            ["rules.segment_seconds", "greater than 0"],
+        ),
+        (
+            {"sampling__json_schema": '{"type": "object"}', "rules__max_staleness": 1,
+             "rules__weight_updates": "in_flight"},
+            ["the correction for max_staleness=1", "json_schema={", "leave top_p and top_k out"],
+        ),
+        (
             {"sampling__top_p": 0.9, "regularisation__importance_cap": 2.0},
             ["importance_cap=2.0 compares", "top_p=0.9", "leave top_p and top_k out"],
         ),
@@ -119,6 +136,15 @@ def test_the_config_that_the_bad_ones_are_changes_of_is_fine() -> None:
     SFTConfig.model_validate(changed(SFT))
     endless = changed(GRPO, algorithm__steps=None, optimizer__schedule="constant", checkpoints={"frequency": None})
     GRPOConfig.model_validate(endless)
+
+
+def test_rules_that_are_not_given_are_not_in_the_config_of_a_run() -> None:
+    """So configs of before these rules have the digests that they had."""
+    rules = GRPOConfig.model_validate(changed(GRPO)).model_dump()["rules"]
+    assert not {"weight_updates", "segment_seconds"} & rules.keys()
+    given = {"rules__max_staleness": 1, "rules__weight_updates": "in_flight", "rules__segment_seconds": 5.0}
+    rules = GRPOConfig.model_validate(changed(GRPO, **given)).model_dump()["rules"]
+    assert (rules["weight_updates"], rules["segment_seconds"]) == ("in_flight", 5.0)
 
 
 def test_every_wrong_key_is_listed_at_once(tmp_path: Path) -> None:

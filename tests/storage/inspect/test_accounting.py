@@ -8,6 +8,7 @@ from uuid import uuid4
 import pyarrow as pa
 
 from storage.chain.records import Chain, CommitRecord, Numerics, OptimizerSpec, Root, StepRequest
+from storage.inspect import accounting
 from storage.inspect.accounting import check_accounting
 from storage.store import keys
 from storage.store.artifacts import Provenance
@@ -97,3 +98,16 @@ def test_a_shard_of_another_policy_is_one_problem() -> None:
     assert check_accounting(store, record) == [
         f"{shard.key} was sampled by another policy than the one that the step says"
     ]
+
+
+def test_the_parts_of_a_completion_are_of_allowed_policies_in_their_order() -> None:
+    """States 1 and 2 may have sampled. The row has a completion of three tokens."""
+    cases = [
+        (["1"], [3], True), (["1", "2"], [1, 2], True), (["1", "1", "2"], [1, 1, 1], True),
+        (["2", "1"], [1, 2], False), (["0", "1"], [1, 2], False), (["1", "2"], [1, 1], False),
+    ]  # fmt: skip
+    for states, tokens, is_allowed in cases:
+        row = {"policy_state": states[0], "policy_states": states, "policy_tokens": tokens, "turn_tokens": [3]}
+        assert accounting._is_sampled_by(row, ["1", "2"]) == is_allowed
+    assert accounting._is_sampled_by({"policy_state": "2"}, ["1", "2"])
+    assert not accounting._is_sampled_by({"policy_state": "3"}, ["1", "2"])

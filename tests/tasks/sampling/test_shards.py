@@ -279,6 +279,17 @@ def test_the_lag_of_a_step_counts_every_sampled_token(store: ObjectStore) -> Non
         assert ("lag_mean" in metrics.model_dump()) == bool(rules)
 
 
+def test_the_lag_of_tokens_of_several_policies_counts_each_token(store: ObjectStore) -> None:
+    """A step after policy 5 with 2 tokens of policy 5 and 4 tokens of policy 4: (2 · 0 + 4 · 1) / 6 steps."""
+    rows = read_table(store, rollouts(store, 10, ["p"])).to_pylist()
+    oldest, middle, newest = (POLICY.model_copy(update={"step": step}).uri for step in (3, 4, 5))
+    extra = {"prompts": 1, "dropped": 0, "completion_tokens": 6, "policies": {middle: 4, newest: 2}}
+    ref = commit(store, "rollouts", 0, rows, parents=(oldest, middle, newest), extra=extra)
+    rules = {"max_staleness": 2, "weight_updates": "in_flight"}
+    metrics = measure_step(store, record_after(store, 5, rules), [ref], [], total_steps=9, lap=NO_TIME)
+    assert (metrics.lag_mean, metrics.lag_max) == (2 / 3, 1)
+
+
 @pytest.mark.parametrize(
     ("weights", "size"),
     [

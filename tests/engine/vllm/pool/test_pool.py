@@ -56,6 +56,35 @@ def test_what_a_listener_raises_ends_the_call_on_the_replicas(loaded: ReplicaPoo
     load(loaded, weights[0])  # resets the prefix cache, which completions that still ran would keep busy
 
 
+def test_an_interrupted_call_is_continued_from_the_tokens_that_arrived(loaded: ReplicaPool) -> None:
+    """The logprobs of both parts are those of the whole text, and the completions have their length in all."""
+    params, arrived = LONG.model_copy(update={"max_new_tokens": 60, "min_new_tokens": 60}), 0
+
+    def count(index: int, token: int, logprob: float) -> None:
+        nonlocal arrived
+        arrived += 1
+
+    begun = loaded.generate(PROMPTS, SEEDS, params, count, interrupted=lambda: arrived >= 200)
+    loaded.check("state-0")  # the replicas that sampled still have the weights
+    assert [replica.outstanding_tokens for replica in loaded.replicas] == [0, 0]
+    assert "interrupted" in {completion.stop_reason for completion in begun}
+    left = [index for index, completion in enumerate(begun) if completion.stop_reason == "interrupted"]
+    assert sum(len(completion.token_ids) for completion in begun) >= 200
+    rest = loaded.generate(
+        [PROMPTS[index] for index in left], [100 + index for index in left], params,
+        sampled=[begun[index].token_ids for index in left],
+    )  # fmt: skip
+    wholes = []
+    for index, completion in zip(left, rest, strict=True):
+        assert completion.stop_reason == "length"
+        assert len(begun[index].token_ids) + len(completion.token_ids) == 60
+        wholes.append([*PROMPTS[index], *begun[index].token_ids, *completion.token_ids])
+    for index, completion, scores in zip(left, rest, loaded.score(wholes), strict=True):
+        reported = begun[index].logprobs + completion.logprobs
+        # The sampler masks the ends of sequence before min_new_tokens: -ln(1 - 1/259) is about 0.004.
+        assert scores[len(PROMPTS[index]) - 1 :] == pytest.approx(reported, abs=0.02)
+
+
 def test_scores_are_the_logprobs_of_the_draw(loaded: ReplicaPool) -> None:
     drawn = loaded.generate(PROMPTS[:3], SEEDS[:3], SHORT)
     scored = loaded.score([p + c.token_ids for p, c in zip(PROMPTS[:3], drawn, strict=True)])

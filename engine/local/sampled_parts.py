@@ -1,0 +1,114 @@
+"""Compares the logprobs of sampled tokens with those of the policies that their rows name, for `ostinato verify`.
+
+If weights were updated in flight, each completion has parts that different policies sampled (the columns
+`policy_states` and `policy_tokens` of a rollouts table). A part is scored by teacher forcing: under the weights of its
+policy, after the prompt and the parts before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from engine.backends.protocol import Trainer
+from engine.backends.vllm.sampler import allowed_gap
+from engine.models.images import images_from_rows
+from engine.models.samples import FloatArray
+from engine.protocol import TokenSequence
+from storage.chain.records import Chain, CommitRecord, PolicyRef
+from storage.inspect.accounting import step_inputs
+from storage.inspect.findings import Findings
+from storage.store.artifacts import ArtifactRef, read_manifest
+from storage.store.tables import read_table
+
+_COLUMNS = ["token_ids", "logprobs", "policy_states", "policy_tokens", "images"]
+
+
+class _Part(NamedTuple):
+    """A part of a completion whose logprobs can be compared."""
+
+    sequence: TokenSequence
+    """The tokens up to the end of the part. Only those of the part are scored."""
+    logprobs: FloatArray
+    """As the sampler reported them."""
+
+
+class SampledParts:
+    """The parts that the policies of one chain sampled, and how far their logprobs are from the policies'."""
+
+    def __init__(self, chain: Chain, findings: Findings) -> None:
+        self._chain, self._findings = chain, findings
+        self.tokens = 0
+        """Number of tokens that were compared."""
+        self._sum, self._max = 0.0, 0.0
+
+    @property
+    def notes(self) -> list[str]:
+        if not self.tokens:
+            return []
+        mean = self._sum / self.tokens
+        return [
+            f"{self.tokens} sampled tokens were scored under the policies that they name: their logprobs differ by "
+            f"{mean:.2g} nats in the mean, at most by {self._max:.2g}"
+        ]
+
+    def compare(self, trainer: Trainer, policy: PolicyRef) -> None:
+        """Scores what the policy sampled for the steps after it. `trainer` has its weights."""
+        step = policy.step
+        while (record := self._chain.record(step + 1)) is not None:
+            rules: Any = read_manifest(self._chain.store, record.request.batch.key).extra.get("rules")
+            in_flight = isinstance(rules, dict) and rules.get("weight_updates") == "in_flight"
+            if not in_flight or step - policy.step > rules["max_staleness"]:
+                return
+            for rollouts in step_inputs(self._chain.store, record).rollouts:
+                self._compare_shard(trainer, policy, record, rollouts)
+            step += 1
+
+    def _compare_shard(
+        self, trainer: Trainer, policy: PolicyRef, record: CommitRecord, rollouts: ArtifactRef
+    ) -> None:
+        parts = list(self._parts(policy, rollouts))
+        if not parts:
+            return
+        scored = trainer.logprobs(
+            [part.sequence for part in parts],
+            temperature=record.request.temperature,
+            max_tokens=record.numerics.max_tokens,
+        )
+        reported_T = np.concatenate([part.logprobs for part in parts])
+        gaps_T = np.abs(np.concatenate(scored).astype(np.float64) - reported_T)
+        self.tokens += len(gaps_T)
+        self._sum += float(gaps_T.sum())
+        self._max = max(self._max, float(gaps_T.max()))
+        mean, allowed = float(gaps_T.mean()), allowed_gap("auto", getattr(torch, record.numerics.compute_dtype))
+        if not mean <= allowed:  # also true for NaN
+            self._findings.error(
+                rollouts.key,
+                f"its tokens of {policy.uri} have logprobs that differ from those of this policy by {mean:.3g} nats in "
+                f"the mean, and rounding explains {allowed:g}",
+                "the table was altered, or a sampler had other weights than it said; the steps that trained on it are "
+                "what was committed, and the run can be forked before them",
+            )
+
+    def _parts(self, policy: PolicyRef, rollouts: ArtifactRef) -> Iterator[_Part]:
+        """The parts of the shard that the policy sampled."""
+        # The sampler masks the ends of completions before min_new_tokens, so those logprobs are not the policy's.
+        extra = read_manifest(self._chain.store, rollouts.key).extra
+        masked = int(extra.get("min_new_tokens", 0))  # type: ignore[arg-type]
+        table = read_table(self._chain.store, rollouts, _COLUMNS)
+        if "policy_states" not in table.column_names:
+            return
+        for row in table.to_pylist():
+            prompt, start = len(row["token_ids"]) - len(row["logprobs"]), 0
+            for state, length in zip(row["policy_states"], row["policy_tokens"], strict=True):
+                first, start = max(start, masked), start + length
+                if state != policy.state or first >= start:
+                    continue
+                ids = np.array(row["token_ids"][: prompt + start], np.int32)
+                sequence = TokenSequence(
+                    ids, np.arange(len(ids)) >= prompt + first, images=images_from_rows(row.get("images"))
+                )
+                yield _Part(sequence, np.array(row["logprobs"][first:start]))

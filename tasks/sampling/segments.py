@@ -1,0 +1,188 @@
+"""Samples the completions of a shard in segments, between which the weights may change (`rules.weight_updates`).
+
+A segment holds the tokens that one call of the engine sampled from one policy. When the engine interrupts the call, the
+segment is committed, and the unfinished completions go on from their tokens, under the newest committed policy. So a
+task that was killed loses at most the tokens since the last segment, and the committed segments are the journal of
+where each completion was cut. The last segment is committed with the table of rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
+
+from engine.protocol import Completion, GenerateRequest, StopReason, TokenIds
+from engine.workspace import Workspace, derive_seed
+from storage.chain.records import Chain, PolicyRef
+from storage.failpoints import failpoint
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, find_artifact, require_parent
+from storage.store.tables import SCHEMAS, commit_table, read_table
+from storage.worklog import log_work
+from tasks.plans import PromptShard
+from tasks.reports.clock import timed
+
+
+@dataclass(slots=True)
+class SegmentedCompletion:
+    """The tokens of one completion so far, and the policies that sampled them."""
+
+    seed: int
+    tokens: TokenIds = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop_reason: StopReason = "interrupted"
+    policies: list[PolicyRef] = field(default_factory=list)
+    """The policy of each segment that added tokens."""
+    lengths: list[int] = field(default_factory=list)
+    """Number of tokens of each of these segments."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.stop_reason != "interrupted"
+
+    @property
+    def next_seed(self) -> int:
+        """The seed of the next segment. A cut changes the tokens after it, so that these need random numbers of their
+        own."""
+        return derive_seed(self.seed, len(self.tokens)) if self.tokens else self.seed
+
+    def add(self, policy: PolicyRef, completion: Completion) -> None:
+        self.tokens = self.tokens + completion.token_ids
+        self.logprobs = self.logprobs + completion.logprobs
+        self.stop_reason = completion.stop_reason
+        if completion.token_ids:
+            self.policies.append(policy)
+            self.lengths.append(len(completion.token_ids))
+
+    def completion(self) -> Completion:
+        return Completion(self.tokens, self.logprobs, self.stop_reason)
+
+
+class ShardSegments:
+    """The segments of one shard of a step: those that are committed, and those that are sampled next."""
+
+    def __init__(self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, *, step: int) -> None:
+        """`policy` is the oldest one that may sample for the 0-based `step`."""
+        self.workspace, self.shard, self.step = workspace, shard, step
+        self._store = workspace.open_store()
+        self._oldest = self._policy = policy
+        self.committed: list[ArtifactRef] = []
+        """The committed segments, in order."""
+
+    async def sample(self, request: GenerateRequest) -> list[SegmentedCompletion]:
+        """The completions that `request` asks for: the committed segments, and what was left to sample. The policy of
+        the request has no effect."""
+        completions = [SegmentedCompletion(seed) for seed in request.seeds]
+        await asyncio.to_thread(self._read_committed, completions)
+        while not all(completion.has_ended for completion in completions):
+            policy = await asyncio.to_thread(self._newest_policy)
+            open_indices = [index for index, completion in enumerate(completions) if not completion.has_ended]
+            rest = self._rest(request, policy, completions, open_indices)
+            with timed("rollout"):
+                new = await self.workspace.connect().generate(rest, epoch=self.workspace.epoch)
+            if all(completion.stop_reason != "interrupted" for completion in new):
+                for index, completion in zip(open_indices, new, strict=True):
+                    completions[index].add(policy, completion)
+            elif any(completion.token_ids for completion in new):
+                table = _segment_table(open_indices, rest.seeds, new)
+                await asyncio.to_thread(self._commit, policy, table, completions)
+        return completions
+
+    def _newest_policy(self) -> PolicyRef:
+        """The policy after the last committed step, at most the one that this step trains."""
+        chain = Chain.of(self._store, self._policy)
+        while self._policy.step < self.step:
+            record = chain.record(self._policy.step + 1)
+            if record is None:
+                break
+            self._policy = record.policy
+        return self._policy
+
+    def _rest(
+        self,
+        request: GenerateRequest,
+        policy: PolicyRef,
+        completions: Sequence[SegmentedCompletion],
+        indices: Sequence[int],
+    ) -> GenerateRequest:
+        """Asks for the rest of the completions with these indices."""
+        sampled = [completions[index].tokens for index in indices]
+        return replace(
+            request,
+            policy=policy,
+            prompts=[request.prompts[index] for index in indices],
+            seeds=[completions[index].next_seed for index in indices],
+            images=request.images and [request.images[index] for index in indices],
+            sampled=sampled if any(sampled) else None,
+            interruptible=True,
+            interrupt_after=self.shard.segment_seconds,
+        )
+
+    # -- committed segments ------------------------------------------------------------------------------------
+
+    def _next_key(self) -> str:
+        policy = self._oldest
+        return keys.segment(policy.run, policy.stage, self.step, self.shard.index, len(self.committed))
+
+    def _read_committed(self, completions: Sequence[SegmentedCompletion]) -> None:
+        """Adds the segments of earlier attempts to the completions."""
+        with timed("storage"):
+            while (ref := find_artifact(self._store, self._next_key())) is not None:
+                self._add(ref, completions)
+
+    def _commit(self, policy: PolicyRef, table: pa.Table, completions: Sequence[SegmentedCompletion]) -> None:
+        """Commits a segment and adds it to the completions. If another process has committed this segment first, adds
+        that one."""
+        number = len(self.committed)
+        with timed("storage"):
+            ref = commit_table(
+                self._store,
+                self._next_key(),
+                table,
+                kind="segments",
+                parents=tuple(dict.fromkeys((self._oldest.uri, policy.uri))),
+                provenance=self.workspace.provenance,
+            )
+            log_work("segment", stage=policy.stage, step=self.step, shard=self.shard.index, number=number)
+            failpoint("segment.committed")
+            self._add(ref, completions)
+
+    def _add(self, ref: ArtifactRef, completions: Sequence[SegmentedCompletion]) -> None:
+        policy = PolicyRef.from_uri(require_parent(ref, self._oldest.uri).parents[-1])
+        if policy.step > self._policy.step:
+            self._policy = policy
+        for row in read_table(self._store, ref).to_pylist():
+            completion = Completion(row["token_ids"], row["logprobs"], row["stop_reason"])
+            completions[row["index"]].add(policy, completion)
+        self.committed.append(ref)
+
+
+def _segment_table(indices: Sequence[int], seeds: Sequence[int], completions: Sequence[Completion]) -> pa.Table:
+    rows = []
+    for index, seed, completion in zip(indices, seeds, completions, strict=True):
+        rows.append(
+            {
+                "index": index,
+                "seed": seed,
+                "token_ids": completion.token_ids,
+                "logprobs": completion.logprobs,
+                "stop_reason": completion.stop_reason,
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=SCHEMAS["segments"])
+
+
+def tokens_by_policy(completions: Sequence[SegmentedCompletion]) -> dict[str, int]:
+    """The number of tokens that each policy sampled, by its URI, in the order of their steps."""
+    counts: dict[PolicyRef, int] = {}
+    for policy, tokens in _segments_of(completions):
+        counts[policy] = counts.get(policy, 0) + tokens
+    return {policy.uri: counts[policy] for policy in sorted(counts, key=lambda policy: policy.step)}
+
+
+def _segments_of(completions: Sequence[SegmentedCompletion]) -> Iterator[tuple[PolicyRef, int]]:
+    for completion in completions:
+        yield from zip(completion.policies, completion.lengths, strict=True)

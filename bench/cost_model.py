@@ -30,10 +30,10 @@ TRAINER_BYTES = 18
 UPLOAD_BYTES_PER_SECOND, DOWNLOAD_BYTES_PER_SECOND = 0.33e9, 0.37e9
 """Rates of one process to and from object storage, which its one event loop limits, measured by bench/transfers.py
 (docs/scaling.md). Each rank transfers its part of a checkpoint. It is assumed that the ranks do not slow each other."""
-DIGEST_BYTES_PER_SECOND, SKETCH_BYTES_PER_SECOND = 1.88e9, 1.83e9
-"""Bytes of weights that one thread of a host digests and sketches, measured by bench/weight_digests.py."""
-GPU_DIGEST_BYTES_PER_SECOND = 1e11
-"""Assumed bytes of weights that a GPU digests."""
+DIGEST_BYTES_PER_SECOND = 1.88e9
+"""Bytes of weights that one thread of a host digests, measured by bench/weight_digests.py."""
+GPU_DIGEST_BYTES_PER_SECOND, GPU_SKETCH_BYTES_PER_SECOND = 23.4e9, 21e9
+"""Bytes of weights that an H100 digests and sketches, measured by bench/gpu (part `redo`) on 0.5B parameters."""
 BROADCAST_START_SECONDS = 20e-6
 """Assumed time for starting one NCCL broadcast. Those of one bucket are started one after another."""
 FOLDER_BYTES_PER_SECOND = 1e9

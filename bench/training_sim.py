@@ -116,14 +116,17 @@ def seconds_of(
     split = model.step_split(shape, cluster, work)
     master, synced = 4 * shape.parameters, model.WEIGHT_BYTES * shape.parameters
     checkpoint = model.STATE_BYTES * shape.parameters
+    sent_rate = cluster.train * model.GPU_DIGEST_BYTES_PER_SECOND
+    if folder_rate:
+        sent_rate = model.DIGEST_BYTES_PER_SECOND
     return Seconds(
         sample=split.sample,
         score=split.score,
         train=split.train,
-        digest=master / cluster.train / model.DIGEST_BYTES_PER_SECOND,
-        sketch=master / cluster.train / model.SKETCH_BYTES_PER_SECOND,
+        digest=master / cluster.train / model.GPU_DIGEST_BYTES_PER_SECOND,
+        sketch=master / cluster.train / model.GPU_SKETCH_BYTES_PER_SECOND,
         sync=2 * synced / folder_rate if folder_rate else split.sync + broadcast_overhead(cluster.train),
-        sent=synced / (1 if folder_rate else cluster.train) / model.DIGEST_BYTES_PER_SECOND,
+        sent=synced / sent_rate,
         received=synced / receiver_rate,
         copy=checkpoint / disk,
         upload=checkpoint / (uploaders * model.UPLOAD_BYTES_PER_SECOND),

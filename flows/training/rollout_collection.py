@@ -150,6 +150,12 @@ class RolloutCollector:
             graded += new_graded
         return CollectedRollouts(rollouts, graded, cursor, cursor_out)
 
+    def cursor_after(self, cursor: DataCursor) -> DataCursor | None:
+        """The position after a step that begins at `cursor`. None if it depends on the step's grades."""
+        if self.refill is not None:
+            return None
+        return self.prompts.order.take(cursor, self.prompts.prompts_per_step)[1]
+
     async def sample_and_grade(
         self, policy: PolicyRef, shards: list[PromptShard], *, step: int
     ) -> tuple[list[ArtifactRef], list[ArtifactRef]]:
@@ -192,6 +198,8 @@ class RolloutLookahead:
     """Whether completions that are being sampled get newer weights."""
     _tasks: dict[int, asyncio.Task[CollectedRollouts]] = field(default_factory=dict, init=False)
     """The collections that have been started, by step."""
+    _cursors: dict[int, DataCursor] = field(default_factory=dict, init=False)
+    """The positions in the dataset before later steps, where they do not depend on grades."""
 
     def samples_later_from(self, step: int) -> bool:
         """Whether rollouts of a later step come from the policy before the 0-based `step`, which may still be sampled
@@ -209,20 +217,34 @@ class RolloutLookahead:
         last = step + self.staleness
         if self.total_steps is not None:
             last = min(last, self.total_steps - 1)
-        # each collection continues the cursor of the one before, so they run in order
         for collected_step in range(step, last + 1):
             if collected_step not in self._tasks:
-                before = self._tasks.get(collected_step - 1)
-                self._tasks[collected_step] = asyncio.create_task(self._collect(policy, collected_step, before))
+                collection = self._collect(policy, collected_step, self._position_before(collected_step))
+                self._tasks[collected_step] = asyncio.create_task(collection)
         collected = await self._tasks[step]
         self._tasks.pop(step - 1, None)
         return collected
 
+    def _position_before(self, step: int) -> DataCursor | asyncio.Task[CollectedRollouts]:
+        """The cursor of a step, or the collection that gives it.
+
+        In flight, all completions come from the newest policy, so a step need not wait for late completions of the step
+        before. Otherwise its policy is another one, and samplers would load weights back and forth."""
+        before = self._tasks.get(step - 1)
+        cursor = self.cursor if before is None else self._cursors.pop(step, None)
+        if cursor is not None and self.in_flight:
+            after = self.collector.cursor_after(cursor)
+            if after is not None:
+                self._cursors[step + 1] = after
+        if cursor is not None:
+            return cursor
+        assert before is not None
+        return before
+
     async def _collect(
-        self, policy: PolicyRef, step: int, before: asyncio.Task[CollectedRollouts] | None
+        self, policy: PolicyRef, step: int, position: DataCursor | asyncio.Task[CollectedRollouts]
     ) -> CollectedRollouts:
-        """Waits for the collection of the step before, and continues from its cursor."""
-        cursor = self.cursor if before is None else (await before).cursor_out
+        cursor = (await position).cursor_out if isinstance(position, asyncio.Task) else position
         # the policy is fixed by the step, and not by which policy is ready first
         sampling_step = max(0, step - self.staleness)
         sampling_policy = policy

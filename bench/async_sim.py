@@ -1,11 +1,11 @@
 """Simulates samplers and a trainer with long-tailed lengths: synchronous, with a fixed lag, and with updates in flight.
 
-    PYTHONPATH=. .venv/bin/python bench/async_sim.py --samplers 64 --steps 30
+    PYTHONPATH=. .venv/bin/python bench/async_sim.py --samplers 64 --steps 20
 
 The rules are those of `rules.max_staleness` and `rules.weight_updates`; the rates are those of bench/cost_model.py. A
 sampler decodes its rows together, `CHUNK` tokens at a time, and gives a free place to the next completion of the oldest
-step that may begin; the samplers share the completions evenly. No completion is dropped: a step trains when its last
-one has ended. Grading takes no time.
+step that may begin; the samplers share the completions evenly. Between updates, all samplers have one policy. No
+completion is dropped: a step trains when its last one has ended. Grading takes no time.
 """
 
 from __future__ import annotations
@@ -153,6 +153,9 @@ class Simulation:
         self.trained += 1
         self.ends.append(now)
         self._maybe_train(now)
+        self._wake_samplers(now)
+
+    def _wake_samplers(self, now: float) -> None:
         for number, sampler in enumerate(self.samplers):
             if sampler.waits:
                 sampler.waits = False
@@ -162,10 +165,9 @@ class Simulation:
 
     def _policy_of(self, step: int) -> int | None:
         """The policy that begins completions of this step (counted from 0), or None if it is not trained yet."""
-        oldest = max(0, step - self.rule.max_staleness)
-        if self.trained < oldest:
+        if step >= self._open_steps():
             return None
-        return self.trained if self.rule.in_flight else oldest
+        return self.trained if self.rule.in_flight else max(0, step - self.rule.max_staleness)
 
     def _decode(self, sampler: Sampler, number: int, now: float) -> None:
         """Loads new weights where the rule says so, fills free places, and decodes one chunk."""
@@ -179,8 +181,6 @@ class Simulation:
             if policy is None:
                 break
             if policy != sampler.policy:
-                if len(sampler.left):  # the rows of the older policy end first
-                    break
                 now = self._load(sampler, policy, now)
             self.waiting.popleft()
             sampler.steps = np.append(sampler.steps, step)
@@ -203,7 +203,8 @@ class Simulation:
         sampler.done += tokens
         sampler.left -= tokens
         ended = sampler.left == 0
-        np.subtract.at(self.unfinished, sampler.steps[ended], 1)
+        ended_steps = sampler.steps[ended]
+        np.subtract.at(self.unfinished, ended_steps, 1)
         sampler.steps, sampler.done, sampler.left = (
             values[~ended] for values in (sampler.steps, sampler.done, sampler.left)
         )
@@ -211,10 +212,21 @@ class Simulation:
         heapq.heappush(self.events, (end, number))
         if ended.any():
             self._maybe_train(end)
+            if not self.unfinished[ended_steps].all():
+                self._wake_samplers(end)
+
+    def _open_steps(self) -> int:
+        """The number of steps whose completions may begin."""
+        steps = min(self.case.steps, self.trained + self.rule.max_staleness + 1)
+        if self.rule.in_flight:
+            return steps
+        # All samplers have one policy: a step begins when the last completion of the step before has ended.
+        unfinished = np.flatnonzero(self.unfinished[:steps])
+        return int(unfinished[0]) + 1 if len(unfinished) else steps
 
     def _share(self) -> int:
         """Rows of each sampler, if all that run or may begin are spread evenly."""
-        may_begin = min(self.case.steps, self.trained + self.rule.max_staleness + 1) * self.lengths.shape[1]
+        may_begin = self._open_steps() * self.lengths.shape[1]
         running = sum(len(sampler.left) for sampler in self.samplers)
         begun = self.lengths.size - len(self.waiting)
         return min(self.samplers[0].places, -(-(running + may_begin - begun) // len(self.samplers)))

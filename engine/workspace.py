@@ -52,6 +52,12 @@ def derive_seed(seed: int, *parts: str | int) -> int:
     return int(digest(canonical_json([seed, *parts]))[:16], 16) >> 1
 
 
+def segment_seed(seed: int, tokens: int) -> int:
+    """The seed with which a completion goes on after its first `tokens` tokens. A cut changes the tokens after it, so
+    that these need random numbers of their own."""
+    return derive_seed(seed, tokens) if tokens else seed
+
+
 @lru_cache(maxsize=8)
 def _open_store(url: str) -> ObjectStore:
     return open_store(url)

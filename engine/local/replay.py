@@ -74,7 +74,7 @@ def replay_step(
     not exist.
     """
     what_if = what_if or WhatIf()
-    record = _require_record(chain, step)
+    record = require_record(chain, step)
     request = _changed_request(chain, record.request, what_if)
     # The backend follows the committed numerics, since other ones give other bits even without a change.
     with clean_backend(record.numerics) as backend:
@@ -102,7 +102,7 @@ def replay_step(
         )
 
 
-def _require_record(chain: Chain, step: int) -> CommitRecord:
+def require_record(chain: Chain, step: int) -> CommitRecord:
     record = chain.record(step) if step >= 1 else None
     if record is None:
         head = max(chain.steps(), default=0)
@@ -116,5 +116,5 @@ def _changed_request(chain: Chain, request: StepRequest, what_if: WhatIf) -> Ste
     if what_if.lr is not None:
         changes["optimizer"] = request.optimizer.model_copy(update={"lr": what_if.lr})
     if what_if.batch_of is not None:
-        changes["batch"] = _require_record(chain, what_if.batch_of).request.batch
+        changes["batch"] = require_record(chain, what_if.batch_of).request.batch
     return request.model_copy(update=changes)

@@ -17,7 +17,7 @@ from engine.backends.protocol import Trainer
 from engine.backends.vllm.sampler import allowed_gap
 from engine.models.images import images_from_rows
 from engine.models.samples import FloatArray
-from engine.protocol import TokenSequence
+from engine.protocol import SamplingParams, TokenSequence
 from storage.chain.records import Chain, CommitRecord, PolicyRef
 from storage.inspect.accounting import step_inputs
 from storage.inspect.findings import Findings
@@ -96,8 +96,8 @@ class SampledParts:
     def _parts(self, policy: PolicyRef, rollouts: ArtifactRef) -> Iterator[_Part]:
         """The parts of the shard that the policy sampled."""
         # The sampler masks the ends of completions before min_new_tokens, so those logprobs are not the policy's.
-        extra = read_manifest(self._chain.store, rollouts.key).extra
-        masked = int(extra.get("min_new_tokens", 0))  # type: ignore[arg-type]
+        sampling = read_manifest(self._chain.store, rollouts.key).extra.get("sampling") or {}
+        masked = SamplingParams.model_validate(sampling).min_new_tokens
         table = read_table(self._chain.store, rollouts, _COLUMNS)
         if "policy_states" not in table.column_names:
             return

@@ -131,11 +131,19 @@ def replay(  # noqa: PLR0913 - one option of the command each
     ] = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Change the learning rate.", min=0)] = None,
     batch_of: Annotated[int | None, typer.Option("--batch-of", help="Use the batch of another step.", min=1)] = None,
+    rollouts: Annotated[
+        bool, typer.Option("--rollouts", help="Sample the step's completions again, instead of training on them.")
+    ] = False,
     storage: Storage = DEFAULT_STORAGE,
     as_json: AsJson = False,
 ) -> None:
     """Executes one committed step again, unchanged or with another loss, rate or batch. Commits nothing."""
     fields = _loss_fields(loss or [])
+    if rollouts and (fields or lr is not None or batch_of is not None):
+        raise usage_error("--rollouts samples the completions as they were sampled; leave --loss, --lr, --batch-of out")
+    if rollouts:
+        _replay_rollouts(run, step, stage, model, storage=storage, as_json=as_json)
+        return
     # execute the step; no progress total, since the number of steps to the checkpoint is not known
     with report_errors(), _progress_bar(hidden=as_json) as bar:
         chain = _find_chain(open_store(storage), run, stage, model)
@@ -151,6 +159,35 @@ def replay(  # noqa: PLR0913 - one option of the command each
     # a replay without changes must be equal; one with changes may differ
     differs = report.weights_equal is False or not report.metrics_equal
     raise typer.Exit(1 if differs and not what_if else 0)
+
+
+def _replay_rollouts(run: str, step: int, stage: str, model: str, *, storage: str, as_json: bool) -> None:
+    """Samples the completions of a step again, and prints whether their tokens are equal."""
+    with report_errors(), _progress_bar(hidden=as_json) as bar:
+        chain = _find_chain(open_store(storage), run, stage, model)
+        replaying = _import_with_torch("engine.local.replay_rollouts")
+        task = bar.add_task(f"redoing up to step {step}", total=None)
+        report = replaying.replay_rollouts(chain, step, on_step=lambda _, done: bar.update(task, completed=done))
+    if as_json:
+        print_json(report.model_dump(mode="json") | {"equal": report.equal})
+    else:
+        to = console()
+        print_plain(
+            to,
+            f"step {report.step} of {report.chain}: {report.completions} completions, {report.tokens} tokens, "
+            f"{report.cuts} cuts",
+        )
+        for note in report.notes:
+            print_plain(to, f"numerics: {note}")
+        if report.equal:
+            to.print("[green]equal tokens[/green]: the completions are sampled again as they were")
+        else:
+            to.print(
+                f"[red]NOT equal[/red]: {report.different_tokens} tokens of {report.different_completions} completions "
+                "differ. Equal tokens are promised for the torch sampler with engine.deterministic=true"
+            )
+        print_plain(to, f"logprobs of equal tokens differ by {report.gap_mean:.2g} nats, at most {report.gap_max:.2g}")
+    raise typer.Exit(0 if report.equal else 1)
 
 
 def _loss_fields(pairs: list[str]) -> dict[str, Any]:

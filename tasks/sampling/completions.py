@@ -111,14 +111,12 @@ def _counts(
         "prompts": len(shard.rows),
         "dropped": dropped,
         "completion_tokens": sum(len(completion.token_ids) for completion in completions),
+        "sampling": sampling.model_dump(mode="json", exclude_defaults=True),
     }
     if shard.resampled:
         counts["resampled"] = True
     if segmented is not None:
         counts["policies"] = dict(tokens_by_policy(segmented))
-        # The sampler masks ends before it, so that the logprobs of these tokens are not the policy's own.
-        if sampling.min_new_tokens:
-            counts["min_new_tokens"] = sampling.min_new_tokens
     return counts
 
 

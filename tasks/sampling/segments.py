@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import pyarrow as pa
 
 from engine.protocol import Completion, GenerateRequest, StopReason, TokenIds
-from engine.workspace import Workspace, derive_seed
+from engine.workspace import Workspace, segment_seed
 from storage.chain.records import Chain, PolicyRef
 from storage.failpoints import failpoint
 from storage.store import keys
@@ -45,9 +45,7 @@ class SegmentedCompletion:
 
     @property
     def next_seed(self) -> int:
-        """The seed of the next segment. A cut changes the tokens after it, so that these need random numbers of their
-        own."""
-        return derive_seed(self.seed, len(self.tokens)) if self.tokens else self.seed
+        return segment_seed(self.seed, len(self.tokens))
 
     def add(self, policy: PolicyRef, completion: Completion) -> None:
         self.tokens = self.tokens + completion.token_ids

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
+from typer.testing import CliRunner
 
 from engine.local.redo import PolicyRebuilder, clean_backend
+from engine.local.replay_rollouts import replay_rollouts
 from engine.local.sampled_parts import SampledParts
 from engine.local.verify import verify_run
+from flows.cli.main import app
 from flows.configs.common import GRPOConfig
 from flows.grpo import grpo
 from storage.chain.records import Chain
@@ -26,12 +31,23 @@ STEPS, COMPLETIONS, LENGTH, FIRST = 4, 16, 32, 3
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, prefect_server: str) -> ObjectStore:
     """A finished run of the toy task whose weights were updated in flight."""
-    folder = tmp_path_factory.mktemp("in-flight")
+    return run_in_flight(tmp_path_factory.mktemp("in-flight"), tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def deterministic_store(
+    tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, prefect_server: str
+) -> ObjectStore:
+    """The same with `deterministic`, whose calls are not joined into batches."""
+    return run_in_flight(tmp_path_factory.mktemp("deterministic"), tiny_folder, engine__deterministic=True)
+
+
+def run_in_flight(folder: Path, tiny_folder: Path, **changes: Any) -> ObjectStore:
     config = toy_config(
         folder, tiny_folder, run="toy", grader__path="tests.fixtures.grading:even_share",
         sampling={"max_new_tokens": LENGTH, "min_new_tokens": FIRST, "ignore_eos": True}, optimizer__lr=0.01,
         rules={"max_staleness": 1, "weight_updates": "in_flight", "segment_seconds": 0.02},
-        engine__sampler={"kind": "torch", "own_lane": True},
+        engine__sampler={"kind": "torch", "own_lane": True}, **changes,
     )  # fmt: skip
     asyncio.run(grpo(GRPOConfig.model_validate(config)))
     return open_store(folder / "data")
@@ -78,3 +94,40 @@ def test_the_parts_of_a_completion_are_all_of_its_tokens(store: ObjectStore) -> 
         for ref in step_inputs(store, record).rollouts:
             for row in read_table(store, ref).to_pylist():
                 assert sum(row["policy_tokens"]) == len(row["logprobs"]) == LENGTH
+
+
+@pytest.mark.slow
+def test_completions_with_cuts_are_sampled_again(deterministic_store: ObjectStore) -> None:
+    """Each call is repeated with its policies and cuts, which makes the tokens equal."""
+    chain, cuts = chain_of(deterministic_store), 0
+    for step in range(1, STEPS + 1):
+        report = replay_rollouts(chain, step)
+        assert report.equal and report.different_completions == 0
+        assert (report.completions, report.tokens) == (COMPLETIONS, COMPLETIONS * LENGTH)
+        assert report.gap_max == 0
+        cuts += report.cuts
+    assert cuts > 0
+
+
+@pytest.mark.slow
+def test_a_changed_token_is_found(deterministic_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_changed(*arguments: Any) -> pa.Table:
+        table = read_table(*arguments)
+        if "policy_tokens" not in table.column_names:
+            return table
+        rows = table.to_pylist()
+        rows[0]["token_ids"][-1] += 1
+        return pa.Table.from_pylist(rows, table.schema)
+
+    monkeypatch.setattr("engine.local.replay_rollouts.read_table", read_changed)
+    report = replay_rollouts(chain_of(deterministic_store), 2)
+    assert not report.equal and report.different_tokens >= 1
+
+
+@pytest.mark.slow
+def test_the_command_says_that_the_tokens_are_equal(deterministic_store: ObjectStore) -> None:
+    words = ["replay", "toy", "--step", "3", "--rollouts", "--storage", deterministic_store.url]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0 and "equal tokens" in result.output, result.output
+    refused = CliRunner().invoke(app, [*words, "--lr", "0.1"])
+    assert refused.exit_code == 2 and "--rollouts" in refused.output

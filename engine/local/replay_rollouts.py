@@ -134,7 +134,7 @@ def replay_rollouts(
     Raises UnknownPolicy if the step was never taken, and BadSpec if its completions were not sampled by such calls."""
     record = require_record(chain, step)
     store = chain.store
-    shards = [_read_shard(store, chain, ref, step) for ref in step_inputs(store, record).rollouts]
+    shards = [_read_shard(store, ref) for ref in step_inputs(store, record).rollouts]
     if not shards:
         raise BadSpec(f"step {step} of {chain.run}/{chain.stage} sampled no completions; give a step that did")
     policies = {call.policy for shard in shards for call in shard.calls}
@@ -168,7 +168,7 @@ def replay_rollouts(
     )
 
 
-def _read_shard(store: ObjectStore, chain: Chain, ref: ArtifactRef, step: int) -> _Shard:
+def _read_shard(store: ObjectStore, ref: ArtifactRef) -> _Shard:
     """The completions of a rollouts table, and the calls that sampled them."""
     manifest = read_manifest(store, ref.key)
     sampling = manifest.extra.get("sampling")
@@ -183,9 +183,8 @@ def _read_shard(store: ObjectStore, chain: Chain, ref: ArtifactRef, step: int) -
     calls: list[_Call] = []
 
     # the calls that were interrupted: a segment of another task that lost is no parent of the table
-    index = int(ref.key.rpartition("/")[2])
     while True:
-        segment = find_artifact(store, keys.segment(chain.run, chain.stage, step - 1, index, len(calls)))
+        segment = find_artifact(store, keys.segment_of(ref.key, len(calls)))
         if segment is None or segment.uri not in manifest.parents:
             break
         of_rows = {row["index"]: len(row["token_ids"]) for row in read_table(store, segment).to_pylist()}

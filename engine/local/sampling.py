@@ -38,6 +38,10 @@ class Weights(NamedTuple):
     rebase: RebaseMark | None
 
 
+OVERTAKEN_KEPT = 4
+"""Weights that stay staged when later ones are loaded. With `max_staleness`, rollouts may still come from them."""
+
+
 class Holding(NamedTuple):
     """Weights that a sampler holds, or that are staged for it. Calls of the sampler lane for an equal holding run at
     the same time."""
@@ -141,9 +145,16 @@ class LaneSampler:
             staged.close()
         with self._lock:
             self._loaded = weights
+            # Most weights that were staged before these are never loaded. If they are, they are staged again.
+            number = self._stagings[weights]
+            overtaken = sorted((self._stagings[known], known) for known in self._staged)
+            earlier = [known for known_number, known in overtaken if known_number < number]
+            freed = [self._staged.pop(known) for known in earlier[: max(0, len(earlier) - OVERTAKEN_KEPT)]]
             kept = {weights, *self._staged}
             self._names = {name: known for name, known in self._names.items() if known in kept}
             self._stagings = {known: number for known, number in self._stagings.items() if known in kept}
+        for entry in freed:
+            entry.close()
         log_work("sync", policy=policy.uri, step=policy.step)
         failpoint("publish.loaded")
 

@@ -22,7 +22,8 @@ WORTH = 0.05
 """A larger lag is proposed only if it saves this share of a step: stale tokens cost learning."""
 ASSUMPTION = (
     "Assumes that sampling and training speed up in proportion to their GPUs, and that a step takes the longer of the "
-    "two, or the sum of all parts divided by max_staleness + 1."
+    "two, or the sum of all parts divided by max_staleness + 1. Without max_staleness, time in which a run sampled and "
+    "graded counts half for each."
 )
 
 

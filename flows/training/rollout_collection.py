@@ -110,6 +110,7 @@ class RolloutCollector:
     prompts: PromptShards
     source: RolloutSource
     refill: Refill | None = None
+    shards_at_once: int = SHARDS_AT_ONCE
 
     async def collect(self, policy: PolicyRef, cursor: DataCursor, *, step: int) -> CollectedRollouts:
         """Collects the rollouts of 0-based `step`, sampled from `policy`. A committed shard is not sampled again.
@@ -160,14 +161,14 @@ class RolloutCollector:
         self, policy: PolicyRef, shards: list[PromptShard], *, step: int
     ) -> tuple[list[ArtifactRef], list[ArtifactRef]]:
         """The rollouts of each shard, and their grades. A shard is graded as soon as it is sampled, while the engine
-        samples other shards. At most SHARDS_AT_ONCE are sampled or graded at a time. The first error cancels the work
+        samples other shards. At most `shards_at_once` are sampled or graded at a time. The first error cancels the work
         on the other shards and is raised."""
         model = self.prompts.model
 
         async def one_shard(shard: PromptShard) -> tuple[ArtifactRef, ArtifactRef]:
             return await self.source.sample_and_grade(model.workspace, policy, shard, model.sampling, step=step)
 
-        of_shards = await async_map(one_shard, shards, at_once=SHARDS_AT_ONCE)
+        of_shards = await async_map(one_shard, shards, at_once=self.shards_at_once)
         return [rollouts for rollouts, _ in of_shards], [graded for _, graded in of_shards]
 
     async def _has_grades(self, graded: list[ArtifactRef]) -> bool:
@@ -209,7 +210,10 @@ class RolloutLookahead:
 
     def samples_next_from(self, step: int) -> bool:
         """Whether rollouts of a later step may come from the policy after the 0-based `step` once it is taken."""
-        return self.in_flight and (self.total_steps is None or step + 1 < self.total_steps)
+        if not self.in_flight:
+            return False
+        all_started = self.total_steps is not None and self.total_steps - 1 in self._tasks
+        return not all_started or any(not task.done() for later, task in self._tasks.items() if later > step)
 
     async def rollouts_for(self, policy: PolicyRef) -> CollectedRollouts:
         """Returns the rollouts that train `policy`. Also starts to collect up to `staleness` later steps."""

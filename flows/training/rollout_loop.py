@@ -43,7 +43,7 @@ from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
 from tasks.load import load_prompts
 from tasks.plans import BatchPlan, Grading
-from tasks.sampling.shards import rows_that_fit
+from tasks.sampling.shards import SHARDS_AT_ONCE, rows_that_fit
 
 COUNTS = ("samples_per_batch", "samples_per_mini_batch", "completions_per_sample", "mini_epochs_per_batch", "epochs")
 """Options that are whole numbers."""
@@ -179,7 +179,9 @@ class RolloutLoop(TrainingLoop):
             segment_seconds=rules.segment_seconds if rules.in_flight else None,
         )
         refill = Refill(rules.max_refill_rounds, rules.refill_end) if rules.dynamic_sampling else None
-        collector = RolloutCollector(prompts, self.source, refill)
+        # In flight, max_staleness + 1 steps are collected at once.
+        at_once = SHARDS_AT_ONCE // (rules.max_staleness + 1 if rules.in_flight else 1)
+        collector = RolloutCollector(prompts, self.source, refill, max(1, at_once))
         return RolloutLookahead(collector, steps.cursor, steps.total_steps, rules.max_staleness, rules.in_flight)
 
     def next_kl_beta(self, steps: TrainingSteps) -> float:

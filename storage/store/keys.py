@@ -306,6 +306,12 @@ def segment(run: str, stage: str, step: int, shard: int, number: int) -> str:
     return step_artifact(run, stage, step, f"segments-{shard:05d}", number)
 
 
+def segment_of(rollouts: str, number: int) -> str:
+    """Logical key of a segment of the shard whose rollouts have this key, which may be of another run (a fork)."""
+    step, _, shard = rollouts.rpartition("/rollouts/")
+    return f"{step}/segments-{shard}/{number:05d}"
+
+
 def is_segment(key: str) -> bool:
     """Whether this is the logical key of a segment."""
     return _SEGMENT.fullmatch(key) is not None

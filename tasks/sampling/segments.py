@@ -74,7 +74,8 @@ class ShardSegments:
         """The completions that `request` asks for: the committed segments, and what was left to sample. The policy of
         the request has no effect."""
         completions = [SegmentedCompletion(seed) for seed in request.seeds]
-        await asyncio.to_thread(self._read_committed, completions)
+        with timed("storage"):
+            await asyncio.to_thread(self._read_committed, completions)
         while not all(completion.has_ended for completion in completions):
             policy = await asyncio.to_thread(self._newest_policy)
             open_indices = [index for index, completion in enumerate(completions) if not completion.has_ended]
@@ -86,7 +87,8 @@ class ShardSegments:
                     completions[index].add(policy, completion)
             elif any(completion.token_ids for completion in new):
                 table = _segment_table(open_indices, rest.seeds, new)
-                await asyncio.to_thread(self._commit, policy, table, completions)
+                with timed("storage"):
+                    await asyncio.to_thread(self._commit, policy, table, completions)
         return completions
 
     def _newest_policy(self) -> PolicyRef:
@@ -127,26 +129,24 @@ class ShardSegments:
 
     def _read_committed(self, completions: Sequence[SegmentedCompletion]) -> None:
         """Adds the segments of earlier attempts to the completions."""
-        with timed("storage"):
-            while (ref := find_artifact(self._store, self._next_key())) is not None:
-                self._add(ref, completions)
+        while (ref := find_artifact(self._store, self._next_key())) is not None:
+            self._add(ref, completions)
 
     def _commit(self, policy: PolicyRef, table: pa.Table, completions: Sequence[SegmentedCompletion]) -> None:
         """Commits a segment and adds it to the completions. If another process has committed this segment first, adds
         that one."""
         number = len(self.committed)
-        with timed("storage"):
-            ref = commit_table(
-                self._store,
-                self._next_key(),
-                table,
-                kind="segments",
-                parents=tuple(dict.fromkeys((self._oldest.uri, policy.uri))),
-                provenance=self.workspace.provenance,
-            )
-            log_work("segment", stage=policy.stage, step=self.step, shard=self.shard.index, number=number)
-            failpoint("segment.committed")
-            self._add(ref, completions)
+        ref = commit_table(
+            self._store,
+            self._next_key(),
+            table,
+            kind="segments",
+            parents=tuple(dict.fromkeys((self._oldest.uri, policy.uri))),
+            provenance=self.workspace.provenance,
+        )
+        log_work("segment", stage=policy.stage, step=self.step, shard=self.shard.index, number=number)
+        failpoint("segment.committed")
+        self._add(ref, completions)
 
     def _add(self, ref: ArtifactRef, completions: Sequence[SegmentedCompletion]) -> None:
         policy = PolicyRef.from_uri(require_parent(ref, self._oldest.uri).parents[-1])

@@ -6,6 +6,7 @@ engine.backends.replicas.delivery decides when they are sent, and to which repli
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -33,12 +34,13 @@ class RankSenders:
 
     def __init__(self, group: RankGroup, start_number: int) -> None:
         self._group, self.start_number = group, start_number
-        self._broadcast = ""
-        """Name of the broadcast group that the ranks joined last."""
+        self._joined: set[str] = set()
+        """Names of the broadcast groups that the ranks have joined."""
+        self._lock = threading.Lock()
+        """Held during a call, so that all ranks get the calls of several pools in the same order."""
 
-    @property
-    def usable(self) -> bool:
-        return bool(self._broadcast) and self._alive
+    def is_in(self, group: str) -> bool:
+        return group in self._joined and self._alive
 
     @property
     def _alive(self) -> bool:
@@ -49,21 +51,22 @@ class RankSenders:
 
     def join(self, group: BroadcastGroup) -> None:
         self._raise_reason(self._call("join_broadcast", asdict(group)))
-        self._broadcast = group.name
+        self._joined.add(group.name)
 
-    def leave(self, reason: str) -> None:
+    def leave(self, group: str, reason: str) -> None:
         # The abort flag of the group tells the ranks. They leave it when they join the next one.
-        self._broadcast = ""
+        self._joined.discard(group)
 
-    def send(self, source: Source, manifest: Manifest) -> None:
+    def send(self, source: Source, manifest: Manifest, group: str) -> None:
         assert isinstance(source, HeldWeights)
-        self._raise_reason(self._call("send_weights", source.number, self._broadcast))
+        self._raise_reason(self._call("send_weights", source.number, group))
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """The results of all ranks. Raises WorkerDied if the ranks are gone, and SamplerOutOfSync if a call failed."""
         results: dict[int, Any] = {}
-        if self._alive:
-            results = self._group.call_beside(method, *args, lane="weights")
+        with self._lock:
+            if self._alive:
+                results = self._group.call_beside(method, *args, lane="weights")
         if not self._alive:
             raise WorkerDied("the ranks ended before they had sent their weights; the next call starts them again")
         if len(results) < self._group.size:

@@ -173,9 +173,8 @@ class EngineSender:
         self._device = device
         self.member: GroupMember | None = None
 
-    @property
-    def usable(self) -> bool:
-        return self.member is not None and self.member.usable
+    def is_in(self, group: str) -> bool:
+        return self.member is not None and self.member.group.name == group and self.member.usable
 
     def devices(self) -> list[DeviceInfo]:
         return [device_info(self._device)]
@@ -183,12 +182,12 @@ class EngineSender:
     def join(self, group: BroadcastGroup) -> None:
         self.member = GroupMember(group, 0, self._device)
 
-    def leave(self, reason: str) -> None:
+    def leave(self, group: str, reason: str) -> None:
         if self.member is not None:
             self.member.leave(reason)
         self.member = None
 
-    def send(self, source: Source, manifest: Manifest) -> None:
+    def send(self, source: Source, manifest: Manifest, group: str) -> None:
         if self.member is None:
             raise BroadcastAborted("the engine's process has left the group")
         try:
@@ -230,7 +229,7 @@ class BroadcastDelivery:
         """The group that the last weights were sent to. None before the first sync, and after an aborted one."""
         self._senders: Senders = self._engine_sender
         self._actors: list[ActorHandle | None] = []
-        """The senders and the replicas' processes in the group."""
+        """The replicas' processes in the group."""
 
     def paths(self, source: Source) -> tuple[str, ...]:
         return ()
@@ -275,7 +274,7 @@ class BroadcastDelivery:
         loading: dict[asyncio.Task[LoadProof], Replica] = {}
         for replica in replicas:
             loading[asyncio.create_task(_awaited(load_into(replica, group_request)))] = replica
-        sending = asyncio.create_task(asyncio.to_thread(senders.send, source, request.manifest))
+        sending = asyncio.create_task(asyncio.to_thread(senders.send, source, request.manifest, group.name))
         await asyncio.wait([sending, *loading], return_when=asyncio.FIRST_EXCEPTION)
         error = _first_error([sending, *loading])
         if error is None:
@@ -342,7 +341,7 @@ class BroadcastDelivery:
 
     def _is_usable(self) -> bool:
         """Whether no process of the group has left it."""
-        if self.group is None or self._store is None or not self._senders.usable:
+        if self.group is None or self._store is None or not self._senders.is_in(self.group.name):
             return False
         return not is_aborted(self._store[0], self.group.name)
 
@@ -397,7 +396,7 @@ class BroadcastDelivery:
         if self.group is not None and self._store is not None:
             # Senders in other processes read the flag. This process is no member of their group.
             abort_group(self._store[0], self.group.name, reason)
-            self._senders.leave(reason)
+            self._senders.leave(self.group.name, reason)
         self.group = None
 
     def close(self) -> None:

@@ -355,7 +355,9 @@ class ReplicaPool:
     ) -> list[Completion]:
         """Prompts may repeat. Calls `on_token` in the calling thread; with many prompts the tokens arrive in chunks."""
         completions, new_tokens = [PartialCompletion() for _ in prompts], TokenQueue()
-        chunk_tokens = partial_completions.tokens_per_chunk(len(prompts))
+        # A cut must not lose tokens: a completion that ended within a chunk would be kept, and one that went on would
+        # be sampled again, so that ends would come more often than the policy draws them.
+        chunk_tokens = partial_completions.tokens_per_chunk(1 if interrupted else len(prompts))
         json_params = params.model_dump(mode="json")
         actors: dict[int, ActorHandle | None] = {}
         """The process that each completion was sent to last."""

@@ -30,11 +30,11 @@ tensor). In JSON the tuples are lists; both are accepted."""
 
 class Senders(Protocol):
     """The processes that have the weights and send them to the replicas. They are the first members of a broadcast
-    group. Every method may block, and may be called in any thread, one at a time."""
+    group, or of several: each pool of replicas has its own. Every method may block, and may be called in any thread,
+    one at a time for each group."""
 
-    @property
-    def usable(self) -> bool:
-        """Whether they are in the group that they joined last, as far as they know."""
+    def is_in(self, group: str) -> bool:
+        """Whether they are in the group of this name, as far as they know."""
         ...
 
     def devices(self) -> list[DeviceInfo]:
@@ -45,12 +45,13 @@ class Senders(Protocol):
         """Returns when all members of the group are connected. Raises BroadcastAborted and WorkerDied."""
         ...
 
-    def send(self, source: Source, manifest: Manifest) -> None:
-        """Sends the weights. Raises BroadcastAborted, WorkerDied, or SamplerOutOfSync for weights that have changed."""
+    def send(self, source: Source, manifest: Manifest, group: str) -> None:
+        """Sends the weights to the group of this name. Raises BroadcastAborted, WorkerDied, or SamplerOutOfSync for
+        weights that have changed."""
         ...
 
-    def leave(self, reason: str) -> None:
-        """Leaves the group, whose other members abort. Does not block."""
+    def leave(self, group: str, reason: str) -> None:
+        """Leaves the group of this name, whose other members abort. Does not block."""
         ...
 
 

@@ -9,16 +9,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from engine.backends.deepspeed import backend as backend_module
 from engine.backends.deepspeed.backend import DeepSpeedBackend, DeepSpeedTrainer
+from engine.backends.deepspeed.sending import RankSenders
 from engine.backends.protocol import Objective
+from engine.backends.replicas.broadcast import BroadcastGroup
 from engine.backends.replicas.delivery import BroadcastDelivery, LoadRequest
 from engine.backends.replicas.runtime import HeldWeights, LoadProof, manifest_of, manifest_of_files
+from engine.cluster.rank_group import RankGroup
 from engine.errors import SamplerOutOfSync, WorkerDied
 from engine.losses.likelihood import CrossEntropySpec
 from engine.specs.adapters import LoraSpec
@@ -204,3 +207,23 @@ def test_the_base_of_an_adapter_or_the_merged_weights_arrive(
     held = trainer.hold_weights(dtype=torch.float32)
     assert held.manifest == manifest_of_files(trainer.stage_weights(tmp_path / "staged", dtype=torch.float32))
     assert_arrived(delivery, replicas, held)
+
+
+def test_the_ranks_are_in_the_groups_of_several_pools() -> None:
+    """Each sync goes to its own group, and a pool that closes leaves the others their groups."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Ranks:
+        alive, start_number, size = True, 1, 1
+
+        def call_beside(self, method: str, *arguments: Any, lane: str) -> dict[int, str]:
+            calls.append((method, *arguments))
+            return {0: ""}
+
+    senders = RankSenders(cast(RankGroup, Ranks()), 1)
+    for name in ("a", "b"):
+        senders.join(BroadcastGroup(name, "127.0.0.1", 1, 2, "gloo", 1.0))
+    senders.send(HeldWeights(senders, 7, {}, (), lambda: None), {}, "a")
+    assert calls[-1] == ("send_weights", 7, "a")
+    senders.leave("a", "the pool closes")
+    assert not senders.is_in("a") and senders.is_in("b")

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -339,3 +339,51 @@ async def test_a_group_that_begins_takes_its_waiting_calls_along() -> None:
             wait_until, lambda before=before, begun=begun: sorted(calls.begun[before:]) == begun.split()
         )
     await asyncio.to_thread(queue.close)
+
+
+# -- staged weights that are never loaded --------------------------------------------------------------------------
+
+
+class StagedOnce:
+    """Weights on their way, which know whether they were freed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class StagingSampler:
+    """Stages and loads nothing but names."""
+
+    independent, loaded_state = True, None
+
+    def __init__(self) -> None:
+        self.staged: list[StagedOnce] = []
+
+    def stage(self, trainer: Any, state: str) -> StagedOnce:
+        self.staged.append(StagedOnce())
+        return self.staged[-1]
+
+    def load(self, staged: StagedOnce) -> None:
+        self.loaded_state = f"{self.staged.index(staged)}"
+
+
+def test_weights_that_were_overtaken_are_freed() -> None:
+    """In flight, completions go on under the newest policy: many policies are staged and never sampled."""
+    sampler = StagingSampler()
+    lane_sampler = LaneSampler(cast(Any, sampler))
+    policy = PolicyRef(run="r", stage="grpo", model="policy", step=0, state="0" * 64)
+    all_weights = []
+    for step in range(8):
+        weights = Weights(str(step), None)
+        all_weights.append(weights)
+        lane_sampler.stage(cast(Any, None), weights, policy.model_copy(update={"step": step}))
+    with lane_sampler.holding(all_weights[6], policy.model_copy(update={"step": 6})):
+        pass
+    # six were staged before, of which the newest four stay; the loaded one is closed; a later one stays
+    assert [staged.closed for staged in sampler.staged] == [True, True, False, False, False, False, True, False]
+    assert lane_sampler.holding_of(policy) is None
+    with pytest.raises(WeightsGone), lane_sampler.holding(all_weights[0], policy):
+        pass

@@ -82,7 +82,7 @@ def test_tokens_of_another_policy_than_they_name_are_a_problem(store: ObjectStor
         assert not found.problems
         rebuilder.redo_step(trainer, record)
         SampledParts(chain, found).compare(trainer, chain.policy(0))
-    assert found.problems and all("rounding explains 0.001" in problem.what for problem in found.problems)
+    assert found.problems and all("rounding explains 0.00" in problem.what for problem in found.problems)
     assert {problem.key for problem in found.problems} <= {
         ref.key for step in (1, 2) for ref in step_inputs(store, chain.committed_record(step)).rollouts
     }

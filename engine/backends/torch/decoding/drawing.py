@@ -97,13 +97,10 @@ def processed_logits(logits_BV: Tensor, params: SamplingParams) -> Tensor:
     return logits_BV
 
 
-RAISES = 2
-"""torch's debug mode in which an operation without a deterministic kernel raises."""
-
-
 def _running_sum(x_BV: Tensor) -> Tensor:
-    """Cumulative sum. Where torch raises for operations without a deterministic kernel, it is computed on the CPU,
-    because torch has none for a GPU."""
-    if x_BV.is_cuda and torch.get_deterministic_debug_mode() == RAISES:
+    """Cumulative sum. Where deterministic kernels are in use, it is computed on the CPU, because torch has none for a
+    GPU, and may raise for it (also under `warn_only`, while another thread computes a gradient:
+    engine.backends.torch.determinism)."""
+    if x_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
         return x_BV.cpu().cumsum(-1).to(x_BV.device)
     return x_BV.cumsum(-1)

@@ -223,7 +223,7 @@ def test_the_ranks_are_in_the_groups_of_several_pools() -> None:
     senders = RankSenders(cast(RankGroup, Ranks()), 1)
     for name in ("a", "b"):
         senders.join(BroadcastGroup(name, "127.0.0.1", 1, 2, "gloo", 1.0))
-    senders.send(HeldWeights(senders, 7, {}, (), lambda: None), {}, "a")
+    senders.send(HeldWeights(senders, 7, {}, {}, lambda: None), {}, "a")
     assert calls[-1] == ("send_weights", 7, "a")
     senders.leave("a", "the pool closes")
     assert not senders.is_in("a") and senders.is_in("b")

@@ -76,10 +76,11 @@ class ShardSegments:
         completions = [SegmentedCompletion(seed) for seed in request.seeds]
         with timed("storage"):
             await asyncio.to_thread(self._read_committed, completions)
+        seconds = self.shard.segment_seconds
         while not all(completion.has_ended for completion in completions):
             policy = await asyncio.to_thread(self._newest_policy)
             open_indices = [index for index, completion in enumerate(completions) if not completion.has_ended]
-            rest = self._rest(request, policy, completions, open_indices)
+            rest = self._rest(request, policy, completions, open_indices, seconds)
             with timed("rollout"):
                 new = await self.workspace.connect().generate(rest, epoch=self.workspace.epoch)
             if all(completion.stop_reason != "interrupted" for completion in new):
@@ -89,6 +90,9 @@ class ShardSegments:
                 table = _segment_table(open_indices, rest.seeds, new)
                 with timed("storage"):
                     await asyncio.to_thread(self._commit, policy, table, completions)
+                seconds = self.shard.segment_seconds
+            elif seconds is not None:
+                seconds *= 2  # the samplers have so much to do that no token came in this time
         return completions
 
     def _newest_policy(self) -> PolicyRef:
@@ -107,8 +111,9 @@ class ShardSegments:
         policy: PolicyRef,
         completions: Sequence[SegmentedCompletion],
         indices: Sequence[int],
+        seconds: float | None,
     ) -> GenerateRequest:
-        """Asks for the rest of the completions with these indices."""
+        """Asks for the rest of the completions with these indices, for at most `seconds`."""
         sampled = [completions[index].tokens for index in indices]
         return replace(
             request,
@@ -118,7 +123,7 @@ class ShardSegments:
             images=request.images and [request.images[index] for index in indices],
             sampled=sampled if any(sampled) else None,
             interruptible=True,
-            interrupt_after=self.shard.segment_seconds,
+            interrupt_after=seconds,
         )
 
     # -- committed segments ------------------------------------------------------------------------------------

@@ -215,3 +215,14 @@ async def test_completions_that_have_ended_are_not_in_later_segments(
     assert [row["policy_tokens"] for row in rows] == [[5, 11], [3], [5, 11], [5, 11]]
     assert [row["stop_reasons"] for row in rows] == [["length"], ["eos"], ["length"], ["length"]]
     assert Chain.of(batches.store, batches.policy).head() == batches.policy
+
+
+async def test_a_call_that_brought_no_token_gets_more_time(
+    batches: BatchWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samplers that have so much to do that no token comes in `segment_seconds` would else be asked for ever."""
+    cutting = CutEngine(batches, monkeypatch, [0, 0, 4])
+    rows = batches.rows(await sample(batches, seconds=3))
+    assert [request.interrupt_after for request in cutting.requests] == [3, 6, 12, 3]
+    assert all(len(sampled_ids(row)) == 16 for row in rows)
+    assert segment_ref(batches, 0) is not None and segment_ref(batches, 1) is None

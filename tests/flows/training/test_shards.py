@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 
-from flows.training import rollout_collection
 from flows.training import rollout_sources as module
 from flows.training.rollout_collection import PromptShards, RolloutCollector
+from tasks.sampling.shards import SHARDS_AT_ONCE
 
 
-def run(monkeypatch: pytest.MonkeyPatch, generate: Any, grade: Any, *, shards: int = 2) -> Any:
+def run(
+    monkeypatch: pytest.MonkeyPatch, generate: Any, grade: Any, *, shards: int = 2, at_once: int = SHARDS_AT_ONCE
+) -> Any:
     """Samples and grades shards with these tasks."""
     monkeypatch.setattr(module, "generate_rollouts", generate)
     monkeypatch.setattr(module, "grade_rollouts", grade)
     all_shards: Any = [SimpleNamespace(index=index) for index in range(shards)]
     anything: Any = SimpleNamespace(stage="0-grpo", workspace=None, sampling=None)
     prompts: Any = PromptShards(anything, anything, 2, 1, 1, anything, None, "error")
-    collector = RolloutCollector(prompts, module.Completions(anything))
+    collector = RolloutCollector(prompts, module.Completions(anything), shards_at_once=at_once)
     call = collector.sample_and_grade(anything, all_shards, step=3)
     return asyncio.run(asyncio.wait_for(call, 10))
 
@@ -44,7 +46,6 @@ def test_a_shard_is_graded_while_another_is_sampled(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_step_of_many_shards_works_on_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_collection, "SHARDS_AT_ONCE", 3)
     in_progress, most = 0, 0
 
     async def generate(workspace: Any, policy: Any, shard: Any, sampling: Any, *, step: int) -> int:
@@ -60,7 +61,7 @@ def test_a_step_of_many_shards_works_on_a_few_at_a_time(monkeypatch: pytest.Monk
         in_progress -= 1
         return -rollouts
 
-    rollouts, graded = run(monkeypatch, generate, grade, shards=20)
+    rollouts, graded = run(monkeypatch, generate, grade, shards=20, at_once=3)
     assert (rollouts, graded) == (list(range(20)), [-index for index in range(20)])
     assert most == 3
 

@@ -6,8 +6,8 @@ of the precision. In bfloat16 this is one or a few percent of an update, since s
 activations. So each redone update is compared with the committed one, by their sketches (weight_files.sketches), and
 the bound is measured: the same steps are redone, with rounding noise added to the weights before each of them. A redo
 is *close* if every update differs from the committed one by at most `FACTOR` times as much as the noise made it differ,
-and every tensor of it by at most `TENSOR_FACTOR` times. A learning rate that is 1.1 times too high changes an update by
-0.09 of its length, a lost step or another batch by about a half or more.
+and every tensor of it by at most `TENSOR_FACTOR` times, or by `FLIPPED` of its own update. A learning rate that is 1.1
+times too high changes an update by 0.09 of its length, a lost step or another batch by about a half or more.
 
 Noise may or may not move a token over a threshold, such as the clip range of its ratio, and an update with that token
 differs much more from one without it. So a step that one redo with noise does not explain is redone with other noise,
@@ -35,6 +35,10 @@ FACTOR = 2.0
 """Largest ratio of the difference to the noise, over all tensors. Both are estimated with an error of a few percent."""
 TENSOR_FACTOR = 5.0
 """The same for one tensor, where both are estimated with an error of 17 %."""
+FLIPPED = 0.1
+"""Share of its own update by which a tensor may differ in any case. AdamW moves each element by about the rate, so one
+of 3,000 elements whose gradient is nearly 0 and changes its sign changes the update by 0.036. A wrong tensor differs by
+about a half or more."""
 NOISY_REDOS = 6
 FAR = 8.0
 """A difference of more than this many bounds is not redone with other noise."""
@@ -196,7 +200,7 @@ def _judge_step(
 
     # A tensor may be as noisy as all together, even if its own sketch saw less.
     noises_N = np.maximum(measured.of_tensors_N, lengths_N * noise / length)
-    excess_N = differences_N - TENSOR_FACTOR * noises_N
+    excess_N = differences_N - np.maximum(TENSOR_FACTOR * noises_N, FLIPPED * lengths_N)
     worst = int(np.argmax(excess_N))
     return RedoneStep(
         step=step,

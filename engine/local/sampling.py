@@ -147,9 +147,9 @@ class LaneSampler:
             self._loaded = weights
             # Most weights that were staged before these are never loaded. If they are, they are staged again.
             number = self._stagings[weights]
-            overtaken = sorted((self._stagings[known], known) for known in self._staged)
-            earlier = [known for known_number, known in overtaken if known_number < number]
-            freed = [self._staged.pop(known) for known in earlier[: max(0, len(earlier) - OVERTAKEN_KEPT)]]
+            earlier = [known for known in self._staged if self._stagings[known] < number]
+            earlier.sort(key=self._stagings.__getitem__)
+            freed = [self._staged.pop(known) for known in earlier[:-OVERTAKEN_KEPT]]
             kept = {weights, *self._staged}
             self._names = {name: known for name, known in self._names.items() if known in kept}
             self._stagings = {known: number for known, number in self._stagings.items() if known in kept}

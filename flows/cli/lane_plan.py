@@ -69,7 +69,7 @@ def measured_lanes(store: ObjectStore, run: str, *, train_gpus: int, sample_gpus
 
 
 def _seconds(step: StepMetrics, lane: str) -> float:
-    if step.lanes is None:  # nothing overlaps
+    if step.lanes is None:  # a step without max_staleness
         return step.seconds.get(lane, 0.0)
     return sum(end - begin for begin, end in step.lanes.get(lane, ()))
 

@@ -301,13 +301,13 @@ def step_artifact(run: str, stage: str, step: int, kind: str, shard: int) -> str
 
 def segment(run: str, stage: str, step: int, shard: int, number: int) -> str:
     """Logical key of one segment of a shard's completions: …/steps/000042/segments-00003/00000."""
-    if shard < 0:
-        raise InvalidKey(f"{shard} is not the number of a shard; give 0 or more")
-    return step_artifact(run, stage, step, f"segments-{shard:05d}", number)
+    return segment_of(step_artifact(run, stage, step, "rollouts", shard), number)
 
 
 def segment_of(rollouts: str, number: int) -> str:
     """Logical key of a segment of the shard whose rollouts have this key, which may be of another run (a fork)."""
+    if number < 0:
+        raise InvalidKey(f"{number} is not the number of a segment; give 0 or more")
     step, _, shard = rollouts.rpartition("/rollouts/")
     return f"{step}/segments-{shard}/{number:05d}"
 

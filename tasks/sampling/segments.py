@@ -9,7 +9,7 @@ where each completion was cut. The last segment is committed with the table of r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
@@ -181,11 +181,7 @@ def _segment_table(indices: Sequence[int], seeds: Sequence[int], completions: Se
 def tokens_by_policy(completions: Sequence[SegmentedCompletion]) -> dict[str, int]:
     """The number of tokens that each policy sampled, by its URI, in the order of their steps."""
     counts: dict[PolicyRef, int] = {}
-    for policy, tokens in _segments_of(completions):
-        counts[policy] = counts.get(policy, 0) + tokens
-    return {policy.uri: counts[policy] for policy in sorted(counts, key=lambda policy: policy.step)}
-
-
-def _segments_of(completions: Sequence[SegmentedCompletion]) -> Iterator[tuple[PolicyRef, int]]:
     for completion in completions:
-        yield from zip(completion.policies, completion.lengths, strict=True)
+        for policy, tokens in zip(completion.policies, completion.lengths, strict=True):
+            counts[policy] = counts.get(policy, 0) + tokens
+    return {policy.uri: counts[policy] for policy in sorted(counts, key=lambda policy: policy.step)}

@@ -366,10 +366,10 @@ class ReplicaPool:
             # Send each distinct prompt once: the completions of a group share a prompt, which may be long.
             distinct, prompt_indices = partial_completions.distinct_prompts([prompts[index] for index in indices])
             replica_seeds = [seeds[index] for index in indices]
-            given = None if sampled is None else [sampled[index] for index in indices]
+            earlier = None if sampled is None else [sampled[index] for index in indices]
             stream = replica.running_actor().stream(
                 "generate", replica.loaded_state, distinct, prompt_indices, replica_seeds, json_params, chunk_tokens,
-                adapter, stops, given,
+                adapter, stops, earlier,
             )  # fmt: skip
             for index in indices:
                 completions[index].restart()  # a replica that has failed may have begun it

@@ -71,14 +71,14 @@ class _Row:
     noise: NoiseStream | None = None
     """None while the row is not in the batch."""
     tokens: TokenIds = field(default_factory=list)
-    """The whole completion: `given` tokens of earlier calls, and the tokens of this call."""
-    given: int = 0
+    """The whole completion: the first `earlier` tokens are those of earlier calls."""
+    earlier: int = 0
     logprobs: list[float] = field(default_factory=list)
     """Of the tokens of this call."""
     stop: StopReason | None = None
 
     def completion(self) -> Completion:
-        return Completion(self.tokens[self.given :], self.logprobs, self.stop or "interrupted")
+        return Completion(self.tokens[self.earlier :], self.logprobs, self.stop or "interrupted")
 
 
 class TorchSampler:
@@ -153,15 +153,15 @@ class TorchSampler:
             self.tokenizer, params, vocab_size=self.model.vocab_size, eos_token_ids=self.eos_token_ids
         )
         rows: list[_Row] = []
-        for ids, seed, of_prompt, given in zip(prompts, seeds, images, sampled, strict=True):
+        for ids, seed, of_prompt, earlier in zip(prompts, seeds, images, sampled, strict=True):
             # The model computes the tokens that the completion has like further tokens of the prompt.
-            prompt = _Prompt((*ids, *given), of_prompt)
-            end = CompletionEnd(params, self.eos_token_ids, stops, given)
+            prompt = _Prompt((*ids, *earlier), of_prompt)
+            end = CompletionEnd(params, self.eos_token_ids, stops, earlier)
             of_row = matcher and matcher.copy()
             if of_row is not None:
-                for token in given:
+                for token in earlier:
                     of_row.advance(token)
-            rows.append(_Row(len(rows), prompt, seed, end, of_row, tokens=list(given), given=len(given)))
+            rows.append(_Row(len(rows), prompt, seed, end, of_row, tokens=list(earlier), earlier=len(earlier)))
         return rows
 
     @property

@@ -170,13 +170,13 @@ class ReplicaActor(ActorBase):
         chunks, has_news = list[Chunk](), asyncio.Event()
 
         async def sample(index: int) -> None:
-            given = sampled[index] if sampled else []
-            end = CompletionEnd(sampling_params, self.options.eos_token_ids, stops, given)
-            rest = vllm_api.params_after(sampling_params, len(given))
+            earlier = sampled[index] if sampled else []
+            end = CompletionEnd(sampling_params, self.options.eos_token_ids, stops, earlier)
+            rest = vllm_api.params_after(sampling_params, len(earlier))
             request = vllm_api.vllm_params(rest, seeds[index], self.options, stream=True)
             # vLLM ends a completion at its stop tokens and its length. For strings, each token must be seen here.
             request.stream_interval = chunk_tokens if stops is None else 1
-            prompt = vllm_api.token_prompt([*prompts[prompt_indices[index]], *given], salt=salt)
+            prompt = vllm_api.token_prompt([*prompts[prompt_indices[index]], *earlier], salt=salt)
             outputs = self._client.generate(prompt, request, self._request_name(), lora_request=lora)
             async with aclosing(outputs):  # closing them before the last one makes vLLM abort the request
                 async for chunk in self._chunks(index, outputs, sampling_params, end, chunk_tokens):

@@ -134,13 +134,13 @@ class InProcessRuntime:
     ) -> list[Completion]:
         # vLLM ends a completion at its stop tokens and its length. For strings, each token must be seen here.
         stream = on_token is not None or stops is not None or interrupted is not None
-        given = sampled or [[] for _ in prompts]
-        ends = [CompletionEnd(params, self.options.eos_token_ids, stops, tokens) for tokens in given]
+        earlier = sampled or [[] for _ in prompts]
+        ends = [CompletionEnd(params, self.options.eos_token_ids, stops, tokens) for tokens in earlier]
         request_params = []
-        for seed, tokens in zip(seeds, given, strict=True):
+        for seed, tokens in zip(seeds, earlier, strict=True):
             rest = params_after(params, len(tokens))
             request_params.append(vllm_params(rest, seed, self.options, stream=stream))
-        whole_prompts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, given, strict=True)]
+        whole_prompts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, earlier, strict=True)]
         buffers = [PartialCompletion() for _ in prompts]
 
         def has_ended(index: int) -> bool:

@@ -3,6 +3,7 @@ with --lanes gradient steps with sampling.
 
     python bench/overlap.py [--rounds 6] [--steps 8] [--grade-seconds 0.5] [--write-seconds 0.05] [--out FILE]
     python bench/overlap.py --lanes --model FOLDER --new-tokens 64 --rounds 3     # SmolLM2-135M, vLLM in .venv-vllm
+    .venv-vllm/bin/python bench/overlap.py --long-tail --model FOLDER --rounds 1
 
 The engine is another process (`ostinato engine serve`). A grade takes `--grade-seconds` of waiting, and each write of
 the run to the store takes `--write-seconds` more. A round takes each combination of max_staleness and number of shards
@@ -14,6 +15,11 @@ last step of a run are left out. There is no Prefect server; bench/prefect_overh
 With --lanes, one vLLM replica samples (torch with `own_lane` if there is no .venv-vllm), grades and writes take no
 extra time, and max_staleness is 0 or 1. The time of a step with max_staleness 1 is divided by the longer of two parts
 of a step with max_staleness 0: the time in which a `generate` call was open, and that of a scoring or step call.
+
+With --long-tail, the engine is in this process, and a vLLM replica decodes at most ROWS completions of 16 to 512 tokens
+at a time; stop strings end most of them early. The settings are max_staleness 0, and 4 with updates in flight. The
+result is also the share of the replica's rows that were busy: the mean over time of min(unfinished completions, ROWS),
+divided by ROWS, from the end of the first step to the end of the step before the last max_staleness + 1.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,10 +41,11 @@ from typing import Any
 import bench.without_prefect  # noqa: F401 - first, before the tasks
 from bench.cost_per_step import PROVENANCE, Context, load, write_rows
 from bench.grpo_work import bootstrap_interval
+from engine.backends.replicas.partial_completions import PartialCompletion
 from engine.backends.torch.tiny import build_tiny_model
 from engine.handles import Model
 from engine.http.client import EngineClient
-from engine.specs.engine import HttpEngineSpec
+from engine.specs.engine import EngineSpec, HttpEngineSpec, LocalEngineSpec, VllmSpec
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from flows.configs.common import CheckpointConfig
@@ -46,7 +53,9 @@ from flows.display.terminal import TerminalProgress
 from flows.grpo import GRPO
 from flows.training.checkpointing import CheckpointSchedule
 from flows.training.schedules import ConstantScheduler
+from storage.chain.records import Chain, PolicyRef
 from storage.store.objects import ObjectStore
+from storage.store.tables import read_table
 from tasks.graders.base import BaseGrader, Grade
 from tasks.graders.spec import GraderSpec
 from tasks.reports.metrics import StepMetrics
@@ -59,6 +68,11 @@ Setting = tuple[int, int]
 """(max_staleness, number of shards)"""
 SETTINGS: tuple[Setting, ...] = ((0, 1), (1, 1), (0, 4), (1, 4))
 LANES_SETTINGS: tuple[Setting, ...] = ((0, 4), (1, 4))
+LONG_TAIL_SETTINGS: tuple[Setting, ...] = ((0, 4), (4, 4))
+ROWS, SHORTEST, LONGEST = 4, 16, 512
+STOPS = ("!", "?", ":")
+"""Stop strings of --long-tail."""
+THINGS = ("a river", "two brothers", "a lighthouse", "the last train", "a clockmaker", "snow", "a lost key", "a garden")
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 COMPARISONS: tuple[tuple[Setting, Setting], ...] = (
     ((0, 1), (1, 1)),
@@ -105,16 +119,55 @@ class OpenTimes:
         setattr(EngineClient, name, counted)
 
 
-class StepTimes(TerminalProgress):
-    """Notes the time and the seconds of all calls, of the sampler's and of the trainer's at the end of each step."""
+class BusyRows:
+    """The time integral of the rows that a pool of one replica decodes."""
 
-    def __init__(self, calls: list[OpenTimes]) -> None:
+    def __init__(self) -> None:
+        self.row_seconds, self._since = 0.0, time.perf_counter()
+        self._unfinished: set[int] = set()
+        restart, add_chunk = PartialCompletion.restart, PartialCompletion.add_chunk
+        interrupt = PartialCompletion.interrupt
+
+        def restarted(completion: PartialCompletion) -> None:
+            self._change(self._unfinished.add, completion)
+            restart(completion)
+
+        def added(completion: PartialCompletion, *chunk: Any) -> Iterator[tuple[int, float]]:
+            yield from add_chunk(completion, *chunk)
+            if completion.stop is not None:
+                self._change(self._unfinished.discard, completion)
+
+        def interrupted(completion: PartialCompletion) -> None:
+            self._change(self._unfinished.discard, completion)
+            interrupt(completion)
+
+        for name, method in (("restart", restarted), ("add_chunk", added), ("interrupt", interrupted)):
+            setattr(PartialCompletion, name, method)
+
+    def _change(self, change: Callable[[int], None], completion: PartialCompletion) -> None:
+        self.seconds_so_far()
+        change(id(completion))
+
+    def seconds_so_far(self) -> float:
+        """Row-seconds until now."""
+        now = time.perf_counter()
+        self.row_seconds += (now - self._since) * min(len(self._unfinished), ROWS)
+        self._since = now
+        return self.row_seconds
+
+
+class StepTimes(TerminalProgress):
+    """Notes the time and the seconds of all calls, of the sampler's and of the trainer's at the end of each step, and
+    with `rows` the row-seconds."""
+
+    def __init__(self, calls: list[OpenTimes], rows: BusyRows | None = None) -> None:
         super().__init__()
-        self.calls = calls
+        self.calls, self.rows = calls, rows
         self.ends: list[list[float]] = []
 
     def step(self, metrics: StepMetrics, *, seconds_left: float | None = None) -> None:
-        self.ends.append([time.perf_counter(), *(calls.seconds for calls in self.calls)])
+        rows = [self.rows.seconds_so_far()] if self.rows is not None else []
+        self.ends.append([time.perf_counter(), *(calls.seconds for calls in self.calls), *rows])
 
 
 def slow_down_writes(seconds: float) -> None:
@@ -149,47 +202,66 @@ def engine_server(store_url: str, *, lanes: bool) -> Iterator[str]:
 
 
 async def train(
-    folder: Path, url: str, times: StepTimes, setting: Setting, *, number: int, options: argparse.Namespace
+    folder: Path, engine: EngineSpec, times: StepTimes, setting: Setting, *, number: int, options: argparse.Namespace
 ) -> None:
     """Makes one run."""
     (staleness, shards), steps, seconds = setting, options.steps, options.grade_seconds
     workspace = Workspace(
         store=f"file://{folder}/store",
-        engine=HttpEngineSpec(url=url),
+        engine=engine,
         run=f"round-{number}-staleness-{staleness}-shards-{shards}",
         provenance=PROVENANCE,
     )
     model = await Model(str(options.model or folder / "tiny")).to_builder(Context(workspace)).spawn_train("policy")
     grader = GraderSpec(path="bench.overlap:SlowGrader", arguments={"seconds": seconds})
+    model = model.temperature(1.0).max_gen_len(options.new_tokens)
+    if options.long_tail:
+        model = model.min_gen_len(SHORTEST).stop(*STOPS)
     loop = GRPO(
-        load(workspace, folder, "prompt"), model.temperature(1.0).max_gen_len(options.new_tokens), grader,
+        load(workspace, folder, "prompt"), model, grader,
         max_num_grpo_steps=steps,
         samples_per_batch=PROMPTS * COMPLETIONS, samples_per_mini_batch=PROMPTS * COMPLETIONS,
         completions_per_sample=COMPLETIONS, prompts_per_shard=PROMPTS // shards, max_staleness=staleness,
+        weight_updates="in_flight" if options.long_tail and staleness else "between",
         importance_cap=2.0, logger=times, lr_scheduler=ConstantScheduler(1e-5),
         checkpoints=CheckpointSchedule(CheckpointConfig(frequency=None, recovery_steps=5)),
     )  # fmt: skip
     await loop.run()
+    if options.long_tail:
+        print(setting, "tokens of completions:", completion_lengths(workspace, model.policy), flush=True)
 
 
-async def measure(options: argparse.Namespace, folder: Path, url: str) -> dict[str, Any]:
+def completion_lengths(workspace: Workspace, policy: PolicyRef) -> dict[str, int]:
+    """Quantiles of the lengths of all completions of the run, in tokens."""
+    store, lengths = workspace.open_store(), list[int]()
+    for record in Chain.of(store, policy).records():
+        for mask in read_table(store, record.request.batch)["loss_mask"].to_pylist():
+            lengths.append(sum(mask))
+    lengths.sort()
+    return {f"{share:.0%}": lengths[int(share * (len(lengths) - 1))] for share in (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)}
+
+
+async def measure(options: argparse.Namespace, folder: Path, engine: EngineSpec) -> dict[str, Any]:
     calls = [OpenTimes(), OpenTimes(), OpenTimes()]
     for times_of, names in zip(calls, (SAMPLER_CALLS + TRAINER_CALLS, SAMPLER_CALLS, TRAINER_CALLS), strict=True):
         for name in names:
             times_of.wrap(name)
-    settings = LANES_SETTINGS if options.lanes else SETTINGS
+    rows = BusyRows() if options.long_tail else None
+    settings = LONG_TAIL_SETTINGS if options.long_tail else LANES_SETTINGS if options.lanes else SETTINGS
     seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
     shares: dict[Setting, list[list[float]]] = {setting: [] for setting in settings}
     for number in range(options.rounds):
         for setting in settings:
-            times = StepTimes(calls)
-            await train(folder, url, times, setting, number=number, options=options)
-            # From the end of the first step to the end of the last but one: the last step has no rollouts of a
-            # next step beside it, so with it, a step of max_staleness 1 would seem faster than it is.
-            wall, *open_seconds = (after - before for before, after in zip(times.ends[0], times.ends[-2], strict=True))
-            seconds[setting].append(wall / (options.steps - 2))
+            times = StepTimes(calls, rows)
+            await train(folder, engine, times, setting, number=number, options=options)
+            # From the end of the first step to the end of the last one that has rollouts of all later steps beside it:
+            # with the others, a step of max_staleness 1 would seem faster than it is.
+            last = -2 - max(setting[0] - 1, 0)
+            ends = zip(times.ends[0], times.ends[last], strict=True)
+            wall, *open_seconds = (after - before for before, after in ends)
+            seconds[setting].append(wall / (options.steps + last))
             shares[setting].append([part / wall for part in open_seconds])
-            print(number, setting, round(seconds[setting][-1], 3), flush=True)
+            print(number, setting, round(seconds[setting][-1], 3), shares[setting][-1], flush=True)
     return summary(seconds, shares)
 
 
@@ -205,6 +277,7 @@ def summary(seconds: dict[Setting, list[float]], shares: dict[Setting, list[list
                 "engine_share": mean_with_interval([share[0] for share in shares[staleness, shards]]),
                 "sampler_share": mean_with_interval([share[1] for share in shares[staleness, shards]]),
                 "trainer_share": mean_with_interval([share[2] for share in shares[staleness, shards]]),
+                "busy_rows": [round(part / ROWS, 3) for share in shares[staleness, shards] for part in share[3:]],
                 "rounds": [round(value, 3) for value in values],
             }
         )
@@ -234,20 +307,29 @@ def main() -> None:
     parser.add_argument("--grade-seconds", type=float, default=0.5)
     parser.add_argument("--write-seconds", type=float, default=0.05)
     parser.add_argument("--lanes", action="store_true")
+    parser.add_argument("--long-tail", action="store_true")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.lanes:
+    if options.lanes or options.long_tail:
         options.grade_seconds = options.write_seconds = 0.0
     with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as name:
         folder = Path(name)
         build_tiny_model(folder / "tiny", seed=0)
         write_rows(folder / "rows.jsonl")
-        with engine_server(f"file://{folder}/store", lanes=options.lanes) as url:
-            if options.write_seconds:
-                slow_down_writes(options.write_seconds)
-            result = asyncio.run(measure(options, folder, url))
+        if options.long_tail:
+            stories = ({"prompt": f"Tell a story about {thing}.", "metadata": {}} for thing in THINGS)
+            (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stories))
+        if options.long_tail:
+            options.new_tokens = LONGEST
+            sampler = VllmSpec(replicas=1, max_context=2 * LONGEST, kv_cache_gib=0.5)
+            result = asyncio.run(measure(options, folder, LocalEngineSpec(threads=1, max_rows=ROWS, sampler=sampler)))
+        else:
+            with engine_server(f"file://{folder}/store", lanes=options.lanes) as url:
+                if options.write_seconds:
+                    slow_down_writes(options.write_seconds)
+                result = asyncio.run(measure(options, folder, HttpEngineSpec(url=url)))
     for entry in (*result["settings"], *result["ratios_of_seconds"]):
         print(json.dumps(entry))
     if options.out:

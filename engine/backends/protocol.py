@@ -6,7 +6,7 @@ samples with samplers that are `independent` in its sampler lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -222,6 +222,15 @@ class Sampler(Protocol):
         """State of the policy whose weights it holds. None before the first load, and after a failed one."""
         ...
 
+    @property
+    def base_group(self) -> Hashable | None:
+        """Samplers of an equal group load and sample adapters of one base at the same time. None: it is in no group."""
+        ...
+
+    def in_same_group(self) -> Sampler:
+        """A new sampler of the same base group, which holds no weights yet."""
+        ...
+
     def stage(self, trainer: Trainer, state: str) -> Any:
         """Takes the trainer's weights, which are those of the policy `state`, and returns them as StagedWeights for
         `load`. It may run while the sampler samples. The caller closes them.
@@ -230,7 +239,7 @@ class Sampler(Protocol):
         ...
 
     def load(self, staged: Any) -> None:
-        """Loads weights of `stage` and checks them. No completion may be in progress.
+        """Loads weights of `stage` and checks them. No completion of this sampler may be in progress.
 
         Raises SamplerOutOfSync if they did not arrive complete, or compute something else than the trainer's, and
         BaseGone.

@@ -227,7 +227,7 @@ class LocalEngine:
                 return await self.sampler_lane.queue.run(
                     policy.run,
                     partial(self._sample_in_lane, call, holding, epoch),
-                    group=(id(holding.sampler), holding.weights, holding.staging),
+                    group=holding.group,
                     cost=_sampled_tokens,
                 )
             except WeightsGone as error:

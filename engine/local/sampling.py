@@ -6,6 +6,9 @@ samples from them without the trainer, also after the chain has moved on to late
 
 A sampler that is not `independent` shares tensors or memory with its trainer. It is used in the trainer lane only.
 
+A sampler holds the weights of one policy, which take the place of those before. Adapters on one base in vLLM are the
+exception: each has a sampler of its own, and they sample at the same time. The last adapters of a chain stay loaded.
+
 When weights are staged, the interruptible calls for earlier policies of the same chain end at their next token. Their
 callers go on from the tokens so far, under the policy that was staged.
 """
@@ -14,7 +17,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -39,12 +43,12 @@ class Weights(NamedTuple):
 
 
 OVERTAKEN_KEPT = 4
-"""Weights that stay staged when later ones are loaded. With `max_staleness`, rollouts may still come from them."""
+"""Weights that stay staged, and adapters that stay loaded, when later ones are loaded. With `max_staleness`, rollouts
+may still come from them."""
 
 
 class Holding(NamedTuple):
-    """Weights that a sampler holds, or that are staged for it. Calls of the sampler lane for an equal holding run at
-    the same time."""
+    """Weights that a sampler holds, or that are staged for it."""
 
     sampler: LaneSampler
     weights: Weights
@@ -52,12 +56,18 @@ class Holding(NamedTuple):
     """Number of the staging, from 1. Weights that were lost and are staged again are another holding, so that they are
     not loaded while a call still samples from the first ones."""
 
+    @property
+    def group(self) -> Hashable:
+        """Calls of the sampler lane with an equal group run at the same time."""
+        return self.sampler.sampler.base_group or self
+
 
 @dataclass(eq=False)
 class LaneSampler:
     """A sampler that both lanes may use, and the weights that are staged for it. Its methods are thread-safe."""
 
     sampler: Sampler
+    """Stages all weights. It also loads and samples, unless each adapter has a sampler of its own."""
     tensor_parallel: int | None = None
     """Number of devices that it was created for. None: the setting of the engine's config."""
     on_staged: Callable[[PolicyRef], None] = lambda policy: None
@@ -67,10 +77,11 @@ class LaneSampler:
     """The number of the staging of the staged and the loaded weights."""
     _names: dict[PolicyRef, Weights] = field(default_factory=dict)
     """The policies that are known to have the staged and the loaded weights."""
-    _loaded: Weights | None = None
+    _loaded: dict[Weights, Sampler] = field(default_factory=dict)
+    """The loaded weights and the samplers that hold them, in the order of the loads."""
     _count: int = 0
-    _uses: int = 0
-    """Number of calls of the sampler lane that use it now."""
+    _uses: Counter[Weights] = field(default_factory=Counter)
+    """Number of calls of the sampler lane that use these weights now."""
     _closed: bool = False
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _loading: threading.Lock = field(default_factory=threading.Lock)
@@ -91,7 +102,8 @@ class LaneSampler:
             return Holding(self, weights, self._stagings[weights])
 
     def _is_loaded(self, weights: Weights) -> bool:
-        return self._loaded == weights and self.sampler.loaded_state == weights.state
+        sampler = self._loaded.get(weights)
+        return sampler is not None and sampler.loaded_state == weights.state
 
     def stage(self, trainer: Trainer, weights: Weights, policy: PolicyRef) -> Holding:
         """Stages the trainer's weights, those of `policy`, for the sampler lane. Call it from the trainer lane."""
@@ -113,44 +125,56 @@ class LaneSampler:
 
     @contextmanager
     def holding(self, weights: Weights, policy: PolicyRef) -> Iterator[Sampler]:
-        """Within the block the sampler holds these weights, which it loads first if necessary. Call it from the sampler
-        lane, whose running calls all use the same holding. Raises WeightsGone, and as `Sampler.load`."""
+        """Within the block the sampler holds these weights, which are loaded first if necessary. Call it from the
+        sampler lane, whose running calls are all of the same group. Raises WeightsGone, and as `Sampler.load`."""
         with self._lock:
             if self._closed:
                 raise WeightsGone("the sampler was closed, because its policy left the engine's memory")
-            self._uses += 1
+            self._uses[weights] += 1
         try:
             with self._loading:
                 if not self._is_loaded(weights):
                     self._load(weights, policy)
-            yield self.sampler
+                sampler = self._loaded[weights]
+            yield sampler
         finally:
             with self._lock:
-                self._uses -= 1
-                ends_now = self._closed and not self._uses
-            if ends_now:
-                self.sampler.close()
+                self._uses -= Counter([weights])
+                closing = self._take_unused()
+            for sampler in closing:
+                sampler.close()
 
     def _load(self, weights: Weights, policy: PolicyRef) -> None:
         with self._lock:
             staged = self._staged.pop(weights, None)
             if staged is None:
                 raise WeightsGone(f"no sampler holds the weights of {policy.uri} any more")
-            self._loaded = None
+            if self.sampler.base_group is None:
+                sampler = self.sampler
+                self._loaded.clear()
+            else:
+                sampler = self.sampler.in_same_group()
+            lost = self._loaded.pop(weights, None)
         try:
-            self.sampler.load(staged)
-        except BaseGone as error:
-            raise WeightsGone(str(error)) from error
+            if lost is not None:  # a proof has failed
+                lost.close()
+            sampler.load(staged)
+        except BaseException as error:
+            if sampler is not self.sampler:
+                sampler.close()
+            if isinstance(error, BaseGone):
+                raise WeightsGone(str(error)) from error
+            raise
         finally:
             staged.close()
         with self._lock:
-            self._loaded = weights
+            self._loaded[weights] = sampler
             # Most weights that were staged before these are never loaded. If they are, they are staged again.
             number = self._stagings[weights]
             earlier = [known for known in self._staged if self._stagings[known] < number]
             earlier.sort(key=self._stagings.__getitem__)
             freed = [self._staged.pop(known) for known in earlier[:-OVERTAKEN_KEPT]]
-            kept = {weights, *self._staged}
+            kept = {*self._loaded, *self._staged}
             self._names = {name: known for name, known in self._names.items() if known in kept}
             self._stagings = {known: number for known, number in self._stagings.items() if known in kept}
         for entry in freed:
@@ -158,17 +182,28 @@ class LaneSampler:
         log_work("sync", policy=policy.uri, step=policy.step)
         failpoint("publish.loaded")
 
+    def _take_unused(self) -> list[Sampler]:
+        """Takes out the samplers that no call uses and that are not needed any more: overtaken adapters, and once this
+        one is closed, all of them. The caller closes them."""
+        unused = [weights for weights in self._loaded if weights not in self._uses]
+        if not self._closed:
+            unused = unused[: max(len(self._loaded) - 1 - OVERTAKEN_KEPT, 0)]
+        taken = [self._loaded.pop(weights) for weights in unused]
+        if self._closed and not self._uses and self.sampler not in taken:
+            taken.append(self.sampler)
+        return taken
+
     def close(self) -> None:
-        """Frees the staged weights, and closes the sampler when its last call has ended."""
+        """Frees the staged weights, and closes the samplers when their last calls have ended."""
         with self._lock:
-            closes_now = not self._closed and not self._uses
-            self._closed = True
+            was_closed, self._closed = self._closed, True
             staged = list(self._staged.values())
             self._staged.clear()
+            closing = [] if was_closed else self._take_unused()
         for weights in staged:
             weights.close()
-        if closes_now:
-            self.sampler.close()
+        for sampler in closing:
+            sampler.close()
 
 
 class SamplerLane:

@@ -436,7 +436,7 @@ def vllm_sampler(
     shape, compute, tp = work.shape, setup.compute_bytes, vllm.tensor_parallel
     weights = compute * shape.parameters / tp
     if work.lora_rank is not None:
-        weights += compute * shape.lora(vllm.max_lora_rank) / tp
+        weights += compute * vllm.max_loras * shape.lora(vllm.max_lora_rank) / tp
     if machine.device == "cpu":
         return _vllm_on_cpu(vllm, spec, weights)
 

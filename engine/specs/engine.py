@@ -140,6 +140,9 @@ class VllmSpec(Frozen):
     """Maximum length of a prompt with its completion, in tokens. None: the model's context length."""
     max_lora_rank: int = Field(64, ge=1)
     """Highest rank of an adapter that vLLM can serve. vLLM reserves memory for it."""
+    max_loras: int = Field(2, ge=1, le=32)
+    """Number of adapters that sample at the same time: policies of several runs, or of a run with
+    `rules.max_staleness`. vLLM reserves memory for each."""
     eager: bool | Literal["auto"] = "auto"
     """Run vLLM without compilation and CUDA graphs. auto: only on the CPU."""
     sleep: bool | Literal["auto"] = "auto"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -163,6 +163,13 @@ class TorchSampler:
                     of_row.advance(token)
             rows.append(_Row(len(rows), prompt, seed, end, of_row, tokens=list(earlier), earlier=len(earlier)))
         return rows
+
+    @property
+    def base_group(self) -> None:
+        """None: another policy's weights take the place of the loaded ones."""
+
+    def in_same_group(self) -> NoReturn:
+        raise NotImplementedError("a torch sampler has no base group")
 
     @property
     def accepts_images(self) -> bool:

@@ -36,6 +36,8 @@ class EngineOptions:
     """Whether vLLM runs without compilation and CUDA graphs."""
     max_lora_rank: int | None = None
     """Highest rank of a LoRA adapter. None: built without LoRA, which costs a third of the decoding speed."""
+    max_loras: int = 1
+    """Number of adapters that decode together."""
     lora_targets: tuple[str, ...] = ()
     """Last parts of the names of the layers that adapters may change. Never the head, with which vLLM cannot score
     prompts."""

@@ -257,6 +257,7 @@ def engine_options(
         gpu_share=spec.gpu_share,
         eager=device.type == "cpu" if spec.eager == "auto" else spec.eager,
         max_lora_rank=spec.max_lora_rank if lora_targets else None,
+        max_loras=spec.max_loras,
         lora_targets=lora_targets,
         max_rows=max_rows,
     )

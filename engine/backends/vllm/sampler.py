@@ -11,11 +11,12 @@ If a proof fails, SamplerOutOfSync is raised, and the sampler holds no weights u
 
 from __future__ import annotations
 
+import copy
 import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +81,9 @@ class VllmSampler:
         self.spec, self._open_shared, self._tokenizer = spec, open_shared, tokenizer
         self._shared: SharedRuntime | None = open_shared(trainer)
         self._shared.users.append(self)
+        on_base = is_sampled_on_base(trainer)
+        self._base_of_adapters = trainer.base.digest if trainer.base is not None and on_base else None
+        """Digest of the base that its adapters change. None: it samples whole models."""
         self._state: str | None = None
         """State of the policy that the sampler was last synced with."""
         self._base: str | None = None
@@ -93,6 +97,7 @@ class VllmSampler:
         self._load_number = 0
         """`SharedRuntime.loads` at the last sync. A later load has dropped the adapter."""
         self._recent_prompts: list[TokenIds] = []
+        """Shared with the samplers of the same group."""
         self.load_proof: LoadProof | None = None
         self.gap: LogprobGap | None = None
         self.seconds: dict[str, float] = {}
@@ -116,6 +121,19 @@ class VllmSampler:
         """True for replicas that do not sleep during gradient steps. vLLM in the trainer's process changes global
         state of torch while it starts and loads weights."""
         return bool(self.spec.replicas) and self._shared is not None and not self._shared.options.sleep
+
+    @property
+    def base_group(self) -> Hashable | None:
+        if self._base_of_adapters is None or not self.independent:
+            return None
+        return id(self._shared), self._base_of_adapters
+
+    def in_same_group(self) -> VllmSampler:
+        sampler = copy.copy(self)
+        sampler._state = sampler._base = sampler._adapter = None
+        assert sampler._shared is not None  # it is not closed
+        sampler._shared.users.append(sampler)
+        return sampler
 
     # -- weights ----------------------------------------------------------------------------------------------
 
@@ -142,6 +160,11 @@ class VllmSampler:
         return staged
 
     def load(self, staged: StagedForVllm) -> None:
+        # One at a time: several samplers of a base group may find that its base must be loaded.
+        with staged.shared.loading:
+            self._load_staged(staged)
+
+    def _load_staged(self, staged: StagedForVllm) -> None:
         start, shared = time.perf_counter(), staged.shared
         # Until the end of the load this sampler holds no weights.
         self._state = self._base = None
@@ -267,12 +290,15 @@ class VllmSampler:
         self._adapter = None
 
     @contextmanager
-    def _resets_on_failure(self, shared: SharedRuntime) -> Iterator[None]:
-        """After a failed proof inside the block, neither this sampler nor the runtime counts as holding weights."""
+    def _resets_on_failure(self, shared: SharedRuntime, *, keeps_base: bool = False) -> Iterator[None]:
+        """After a failed proof inside the block, neither this sampler nor, without `keeps_base`, the runtime counts as
+        holding weights."""
         try:
             yield
         except (SamplerOutOfSync, WorkerDied):
-            self._state = self._base = shared.loaded = None
+            self._state = self._base = None
+            if not keeps_base:
+                shared.loaded = None
             if not shared.is_open:
                 shared.close()
             raise
@@ -318,11 +344,12 @@ class VllmSampler:
             params = params.model_copy(update={"json_schema": guidance_schema(self._tokenizer, params.json_schema)})
         if not prompts:
             return []
-        with self._resets_on_failure(shared):
-            runtime, adapter = shared.ensure_running(), self._adapter
-            # Check the adapter first: vLLM may have dropped it to make room for the adapters of other policies.
-            if adapter is not None:
+        runtime, adapter, loads = shared.ensure_running(), self._adapter, shared.loads
+        if adapter is not None:
+            # vLLM may have dropped it to make room for the adapters of other policies, which the base survives.
+            with self._resets_on_failure(shared, keeps_base=True):
                 runtime.check_adapter(adapter)
+        with self._resets_on_failure(shared):
             completions = runtime.generate(
                 prompts, seeds, params, on_token,
                 adapter=adapter, stops=stops, sampled=sampled, interrupted=interrupted,
@@ -331,8 +358,10 @@ class VllmSampler:
             runtime.check(base)
             if adapter is not None:
                 runtime.check_adapter(adapter)
+            if (shared.loaded, shared.loads) != (base, loads):
+                raise SamplerOutOfSync("another call of the same base loaded the base again while this one sampled")
         # The gap check of the next sync also probes a real prompt, not only random tokens.
-        self._recent_prompts = [list(prompt[:RECENT_TOKENS]) for prompt in prompts[:1]]
+        self._recent_prompts[:] = [list(prompt[:RECENT_TOKENS]) for prompt in prompts[:1]]
         return completions
 
     def nbytes(self) -> int:
@@ -493,6 +522,8 @@ class SharedRuntime:
     asleep: bool = False
     users: list[object] = field(default_factory=list)
     """The samplers that use it, the oldest first. The oldest one reports the memory of the runtime as its own."""
+    loading: threading.Lock = field(default_factory=threading.Lock)
+    """Held while weights or an adapter are loaded."""
     _runtime: Runtime | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while the runtime is started or closed: several calls may notice at once that it has died."""

@@ -51,8 +51,8 @@ CPU_KV_CACHE_BYTES = 1 << 30
 """Default size of the KV cache on the CPU."""
 MIN_TEMPERATURE = 0.01
 """vLLM silently raises lower temperatures to this."""
-MAX_CPU_ADAPTERS = 8
-"""Adapters that vLLM caches in host memory."""
+MAX_CPU_ADAPTERS = 32
+"""Adapters that vLLM keeps in host memory; those of several policies and runs are loaded at the same time."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM can be built for."""
 MIN_BATCHED_TOKENS = 8192
@@ -392,7 +392,7 @@ def engine_arguments(config_folder: Path, options: EngineOptions) -> dict[str, A
         optional |= {
             "enable_lora": True,
             "max_lora_rank": lora_rank_of(options.max_lora_rank),
-            "max_loras": 1,
+            "max_loras": options.max_loras,
             "max_cpu_loras": MAX_CPU_ADAPTERS,
             "lora_target_modules": list(options.lora_targets),
         }

@@ -159,7 +159,7 @@ async def test_an_engine_that_closes_ends_the_calls_of_both_lanes(
 class OneWeights:
     """A sampler that remembers what it was told."""
 
-    independent = True
+    independent, base_group = True, None
 
     def __init__(self) -> None:
         self.loaded_state: str | None = None
@@ -357,7 +357,7 @@ class StagedOnce:
 class StagingSampler:
     """Stages and loads nothing but names."""
 
-    independent, loaded_state = True, None
+    independent, base_group, loaded_state = True, None, None
 
     def __init__(self) -> None:
         self.staged: list[StagedOnce] = []
@@ -387,3 +387,64 @@ def test_weights_that_were_overtaken_are_freed() -> None:
     assert lane_sampler.holding_of(policy) is None
     with pytest.raises(WeightsGone), lane_sampler.holding(all_weights[0], policy):
         pass
+
+
+# -- adapters on one base ------------------------------------------------------------------------------------------
+
+
+class OneAdapter(OneWeights):
+    """A sampler of one adapter, whose base other samplers share."""
+
+    base_group = ("runtime", "base")  # type: ignore[assignment]
+
+    def __init__(self, made: list[OneAdapter] | None = None) -> None:
+        super().__init__()
+        self.made = [] if made is None else made
+        """All samplers of the group but the first."""
+
+    def in_same_group(self) -> OneAdapter:
+        self.made.append(OneAdapter(self.made))
+        return self.made[-1]
+
+
+def stage_and_use(held: LaneSampler, step: int) -> Any:
+    weights = Weights(str(step), None)
+    held.stage(cast(Any, None), weights, policy_at(step))
+    with held.holding(weights, policy_at(step)) as sampler:
+        return sampler
+
+
+def test_an_adapter_is_loaded_beside_those_before_it() -> None:
+    first = OneAdapter()
+    held = LaneSampler(cast(Any, first))
+    with held.holding(held.stage(cast(Any, None), Weights("0", None), policy_at(0)).weights, policy_at(0)) as older:
+        newer = stage_and_use(held, 1)
+        assert (older.loaded_state, newer.loaded_state) == ("0", "1")
+    of_both = [held.holding_of(policy_at(step)) for step in (0, 1)]
+    assert of_both[0] is not None and of_both[1] is not None and of_both[0].group == of_both[1].group
+    with held.holding(Weights("0", None), policy_at(0)) as again:
+        assert again is older
+    held.close()
+    assert [sampler.closed for sampler in (first, *first.made)] == [True, True, True]
+
+
+def test_five_adapters_of_a_chain_stay_loaded_and_none_goes_that_a_call_uses() -> None:
+    first = OneAdapter()
+    held = LaneSampler(cast(Any, first))
+    with held.holding(held.stage(cast(Any, None), Weights("0", None), policy_at(0)).weights, policy_at(0)):
+        for step in range(1, 8):
+            stage_and_use(held, step)
+    assert [sampler.closed for sampler in first.made] == [False, True, True, True, False, False, False, False]
+    assert [held.holding_of(policy_at(step)) is None for step in range(8)] == [False] + [True] * 3 + [False] * 4
+    stage_and_use(held, 8)
+    assert first.made[0].closed
+
+
+def test_an_adapter_that_failed_a_proof_is_loaded_again_by_another_sampler() -> None:
+    first = OneAdapter()
+    held = LaneSampler(cast(Any, first))
+    lost = stage_and_use(held, 0)
+    lost.loaded_state = None
+    assert held.holding_of(policy_at(0)) is None
+    assert stage_and_use(held, 0).loaded_state == "0" and lost.closed
+    assert len(first.made) == 2

@@ -131,6 +131,14 @@ class GenerateRequest:
     after `interrupt_after`. Completions that have not ended then have the stop reason "interrupted"."""
     interrupt_after: float | None = None
     """Seconds of sampling after which an interruptible call ends. None: no such limit."""
+    steps_ahead: int = 0
+    """Number of steps that are trained before the one that the completions are for. Of the waiting calls of a run,
+    those with the fewest are sampled first, and of these, those whose completions have begun."""
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """The place among the waiting calls of a run: smaller ones go first."""
+        return self.steps_ahead, self.sampled is None
 
     def __post_init__(self) -> None:
         # The number of prompts, seeds and images must be equal. Their seeds must fit into int64 for the wire.
@@ -152,6 +160,8 @@ class GenerateRequest:
                 f"interrupt_after={self.interrupt_after} was given with interruptible={self.interruptible}; give "
                 "seconds above 0 and interruptible=True, or leave it out"
             )
+        if not 0 <= self.steps_ahead < 1 << 31:
+            raise BadSpec(f"steps_ahead={self.steps_ahead} was given; give a number of steps from 0")
         if self.images is None:
             return
         if len(self.images) != prompts:

@@ -72,6 +72,7 @@ class GenerateMetadata(Frozen):
     tensor_parallel: int | None = Field(None, ge=1, le=1 << 16)
     interruptible: bool = Field(False, exclude_if=lambda interruptible: not interruptible)
     interrupt_after: float | None = Field(None, gt=0, allow_inf_nan=False, exclude_if=lambda seconds: seconds is None)
+    steps_ahead: int = Field(0, ge=0, lt=1 << 31, exclude_if=lambda steps: not steps)
     epoch: int = Field(0, ge=0, lt=1 << 63)
 
 
@@ -137,6 +138,7 @@ def encode_generate(request: GenerateRequest, *, epoch: int) -> bytes:
         tensor_parallel=request.tensor_parallel,
         interruptible=request.interruptible,
         interrupt_after=request.interrupt_after,
+        steps_ahead=request.steps_ahead,
         epoch=epoch,
     )
     return _write(*_with_images(schema, columns, request.images or ()), metadata)
@@ -159,6 +161,7 @@ def decode_generate(data: bytes, *, context: int | None = None) -> tuple[Generat
         sampled,
         metadata.interruptible,
         metadata.interrupt_after,
+        metadata.steps_ahead,
     )
     return request, metadata.epoch
 

@@ -229,6 +229,7 @@ class LocalEngine:
                     partial(self._sample_in_lane, call, holding, epoch),
                     group=holding.group,
                     cost=_sampled_tokens,
+                    order=call.request.order,
                 )
             except WeightsGone as error:
                 # Other weights were loaded before the turn of this call.

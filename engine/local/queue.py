@@ -4,9 +4,9 @@ It implements start-time fair queueing (Goyal, Vin, Cheng 1996) with measured co
 compute seconds that it has used. The run with the lowest virtual time goes next. A run that had no calls waiting starts
 again at the virtual time of the call that began last, so that it is owed nothing for its absence.
 
-Calls of one run begin in order, and a running call is never interrupted. A run that had no calls therefore waits for
-at most one call of each other run. A run that was just served also waits until each other run has used as many seconds
-as its own last call took.
+Calls of one run begin in the order of `_Job.order`, and a running call is never interrupted. A run that had no calls
+therefore waits for at most one call of each other run. A run that was just served also waits until each other run has
+used as many seconds as its own last call took.
 
 A queue with several threads runs calls of the same group at the same time: in the sampler lane these are the calls that
 sample from the same weights. Calls of another group begin when those of the running group have ended. Of the group that
@@ -24,6 +24,7 @@ import asyncio
 import threading
 import time
 import traceback
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
@@ -51,6 +52,8 @@ class _Job:
     """Calls of the same group may run at the same time. None: the call runs alone."""
     cost: Callable[[Any], float] | None = None
     """Returns the cost of the call from its result. None: its seconds."""
+    order: tuple[int, ...] = ()
+    """The waiting calls of a run begin by this order, and equal ones in the order in which they came."""
     future: Future[Any] = field(default_factory=Future)
     abandoned: bool = False
     """Whether its caller was cancelled."""
@@ -103,12 +106,13 @@ class FairQueue:
         *,
         group: Hashable = None,
         cost: Callable[[R], float] | None = None,
+        order: tuple[int, ...] = (),
     ) -> R:
-        """Calls `function` in a thread of the queue when it is the turn of `line`, and returns its result. For `group`
-        and `cost`, see `_Job`; a call that fails costs its seconds.
+        """Calls `function` in a thread of the queue when it is the turn of `line`, and returns its result. For `group`,
+        `cost` and `order`, see `_Job`; a call that fails costs its seconds.
 
         Cancelling the caller removes a waiting call from the queue. A running call ends at its next `check`."""
-        job = _Job(function, group, cost)
+        job = _Job(function, group, cost, order)
         with self._changed:
             if self._closed:
                 raise EngineBusy("the engine is closing; call again when it is back")
@@ -116,7 +120,7 @@ class FairQueue:
             # An idle run must not save up time and then keep all others waiting.
             if not entry.jobs:
                 entry.virtual = max(entry.virtual, self._floor)
-            entry.jobs.append(job)
+            entry.jobs.insert(bisect_right(entry.jobs, order, key=lambda waiting: waiting.order), job)
             self._changed.notify()
         try:
             return await asyncio.wrap_future(job.future)
@@ -377,7 +381,8 @@ class GenerationBatcher:
         waiting = self._waiting.get(self._key(call), [])
         if call not in waiting:
             return batch
-        for other in waiting[:]:  # a copy, because the event loop may add and remove calls meanwhile
+        # sorted: also a copy, because the event loop may add and remove calls meanwhile
+        for other in sorted(waiting, key=lambda waiting_call: waiting_call.request.order):
             fits = rows + len(other.request.prompts) <= self._max_rows
             if other is not call and other.completions is None and fits:
                 batch.append(other)

@@ -124,6 +124,7 @@ class ShardSegments:
             sampled=sampled if any(sampled) else None,
             interruptible=True,
             interrupt_after=seconds,
+            steps_ahead=self.step - policy.step,
         )
 
     # -- committed segments ------------------------------------------------------------------------------------

@@ -127,6 +127,8 @@ class ReadingContract(EngineFixtures):
     async def test_a_request_that_cannot_be_interrupted_so_is_refused(self, start: PolicyRef) -> None:
         with pytest.raises(BadSpec, match="interruptible=True, or leave it out"):
             GenerateRequest(start, [[1]], [0], interrupt_after=1.0)
+        with pytest.raises(BadSpec, match="steps_ahead=-1 was given"):
+            GenerateRequest(start, [[1]], [0], steps_ahead=-1)
         with pytest.raises(BadSpec, match="2 prompts were given with the sampled tokens of 1"):
             GenerateRequest(start, [[1], [2]], [0, 1], sampled=[[3]])
 

@@ -63,6 +63,7 @@ def test_requests_that_continue_completions_come_back_as_they_were(
     request = GenerateRequest(
         POLICY, prompts, [seed for _, seed, _ in given_rows], images=images,
         sampled=[tokens for _, _, tokens in given_rows], interruptible=True, interrupt_after=seconds,
+        steps_ahead=len(prompts),
     )  # fmt: skip
     assert wire.decode_generate(wire.encode_generate(request, epoch=2)) == (request, 2)
 

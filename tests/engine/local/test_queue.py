@@ -75,6 +75,21 @@ async def test_calls_of_one_run_stay_in_order(queue: FairQueue) -> None:
     assert seen == list(range(50))
 
 
+async def test_waiting_calls_of_one_run_begin_by_their_order(queue: FairQueue) -> None:
+    """Equal ones in the order in which they came. A call that runs is not overtaken."""
+    gate, seen = threading.Event(), list[str]()
+    blocker = await running(queue, gate)
+    given = {"b": (1, 0), "c": (1, 1), "a": (0, 1), "c2": (1, 1), "b2": (1, 0), "first": ()}
+    tasks = []
+    for waiting, (name, order) in enumerate(given.items()):
+        tasks.append(asyncio.create_task(queue.run("run", lambda name=name: seen.append(name), order=order)))
+        while queue.waiting() <= waiting:
+            await asyncio.sleep(0.001)
+    gate.set()
+    await asyncio.gather(blocker, *tasks)
+    assert seen == ["first", "a", "b", "b2", "c", "c2"]
+
+
 async def test_absence_earns_nothing(queue: FairQueue, clock: Clock) -> None:
     await served(queue, clock, [("a", 100.0)])  # a has used 100 s while no other run waited
     order = await served(queue, clock, [("b", 1.0)] * 3 + [("a", 1.0)] * 3)

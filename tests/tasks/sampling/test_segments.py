@@ -112,6 +112,7 @@ async def test_every_segment_is_of_the_newest_policy_and_has_its_logprobs(
     cutting.after_cut = after_cut
     ref = await sample(batches, step=2)
     assert [request.policy for request in cutting.requests] == [*policies[:3], policies[2]]
+    assert [request.steps_ahead for request in cutting.requests] == [2, 1, 0, 0]
     states = [policy.state for policy in policies]
     for row in batches.rows(ref):
         assert row["policy_tokens"] == [5, 4, 3, 4] and row["policy_state"] == states[0]

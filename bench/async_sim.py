@@ -33,6 +33,8 @@ class Rule:
     name: str
     max_staleness: int
     in_flight: bool = False
+    keeps_caches: bool = False
+    """Whether an update keeps the keys and values of running completions, which no rule of the product does."""
 
 
 RULES = (
@@ -41,6 +43,7 @@ RULES = (
     Rule("between, 4 steps off", 4),
     Rule("in flight, one step off", 1, in_flight=True),
     Rule("in flight, 4 steps off", 4, in_flight=True),
+    Rule("in flight, 4 steps off, caches kept", 4, in_flight=True, keeps_caches=True),
 )
 
 
@@ -234,6 +237,8 @@ class Simulation:
     def _load(self, sampler: Sampler, policy: int, now: float) -> float:
         """Loads the weights and computes the KV cache of the running rows again; returns when that is done."""
         sampler.policy = policy
+        if self.rule.keeps_caches:
+            return now + self.sync
         contexts = int(sampler.done.sum()) + len(sampler.done) * self.case.work.prompt_tokens
         rate = self.case.cluster.tensor_parallel * self.case.cluster.gpu.flops * model.MFU
         return now + self.sync + model.FORWARD_FLOPS * self.case.shape.parameters * contexts / rate

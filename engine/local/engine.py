@@ -33,14 +33,7 @@ from engine.local.apply import (
 )
 from engine.local.loaded_policies import LoadedPolicies, LoadedPolicy, NoRoomYet
 from engine.local.materialise import Materialiser, check_committed, create_chain
-from engine.local.queue import (
-    FairQueue,
-    GenerationBatcher,
-    Interruption,
-    PendingGeneration,
-    interrupted_before_sampling,
-    sample_completions,
-)
+from engine.local.queue import FairQueue, GenerationBatcher, Interruption, PendingGeneration, sample_completions
 from engine.local.rebase import Rebaser
 from engine.local.sampling import Holding, SamplerLane, WeightsGone
 from engine.local.saving import Saver, batch_provenance, find_policy_checkpoint, publish_policy, scratch_folder
@@ -215,8 +208,8 @@ class LocalEngine:
         policy, tensor_parallel = call.request.policy, self._tensor_parallel(call.request)
         deadline = time.monotonic() + self.spec.room_seconds
         while True:
-            if _is_interrupted(call):
-                return interrupted_before_sampling(call.request)
+            if call.is_interrupted:
+                return call.without_tokens()
             holding = self.sampler_lane.holding_of(policy, tensor_parallel)
             if holding is None:
                 outcome = await self._compute(policy.run, partial(self._sample_or_stage, call, epoch))
@@ -243,8 +236,8 @@ class LocalEngine:
         if call.completions is not None:  # it was sampled in the batch of another call
             check_committed(self.store, policy)
             return call.completions
-        if _is_interrupted(call):
-            return interrupted_before_sampling(call.request)
+        if call.is_interrupted:
+            return call.without_tokens()
         staged = self.sampler_lane.holding_of(policy, tensor_parallel)
         if staged is not None:  # for another call
             return staged
@@ -266,8 +259,8 @@ class LocalEngine:
         check_committed(self.store, policy)
         if call.completions is not None:  # it was sampled in the batch of another call
             return call.completions
-        if _is_interrupted(call):
-            return interrupted_before_sampling(call.request)
+        if call.is_interrupted:
+            return call.without_tokens()
         with holding.sampler.holding(holding.weights, policy) as sampler:
             if self.samplers.concurrent_calls > 1:  # the sampler itself batches the calls
                 return self.generation_batcher.complete_alone(call, partial(self._sample, sampler))
@@ -525,10 +518,6 @@ class LocalEngine:
         self.saver.close()
         self.samplers.close()
         self.backend.close()
-
-
-def _is_interrupted(call: PendingGeneration) -> bool:
-    return call.interruption is not None and call.interruption.is_set()
 
 
 def _sampled_tokens(completions: list[Completion]) -> float:

@@ -285,13 +285,16 @@ class PendingGeneration:
     abandoned: bool = False
     """Whether its caller was cancelled."""
 
+    @property
+    def is_interrupted(self) -> bool:
+        return self.interruption is not None and self.interruption.is_set()
+
+    def without_tokens(self) -> list[Completion]:
+        """The answer to an interruptible call that sampled nothing."""
+        return [Completion([], [], "interrupted") for _ in self.request.prompts]
+
 
 RunSampler = Callable[[GenerateRequest, OnToken, Interrupted | None], list[Completion]]
-
-
-def interrupted_before_sampling(request: GenerateRequest) -> list[Completion]:
-    """The answer to an interruptible call that sampled nothing."""
-    return [Completion([], [], "interrupted") for _ in request.prompts]
 
 
 def _images_of_prompts(batch: Sequence[PendingGeneration]) -> list[Images] | None:
@@ -405,7 +408,6 @@ class GenerationBatcher:
 
         def interrupted() -> bool:
             return any(interruption.is_set() for interruption in interruptions)
-
 
         def on_token(index: int, token: int, logprob: float) -> None:
             if all(call.abandoned for call in batch):

@@ -1,8 +1,8 @@
 """Compares the logprobs of sampled tokens with those of the policies that their rows name, for `ostinato verify`.
 
-If weights were updated in flight, each completion has parts that different policies sampled (the columns
-`policy_states` and `policy_tokens` of a rollouts table). A part is scored by teacher forcing: under the weights of its
-policy, after the prompt and the parts before it.
+If weights were updated in flight, each completion and each row of an episode has parts that different policies sampled
+(the columns `policy_states` and `policy_tokens` of a rollouts table). A part is scored by teacher forcing: under the
+weights of its policy, after the prompt and the parts before it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 
+from engine.backends.logprob_gap import allowed_gap
 from engine.backends.protocol import Trainer
-from engine.backends.vllm.sampler import allowed_gap
 from engine.models.images import images_from_rows
 from engine.models.samples import FloatArray
-from engine.protocol import SamplingParams, TokenSequence
+from engine.protocol import TokenSequence
 from storage.chain.records import Chain, CommitRecord, PolicyRef
 from storage.inspect.accounting import step_inputs
 from storage.inspect.findings import Findings
@@ -26,7 +27,7 @@ from storage.store.tables import read_table
 
 FEW_TOKENS = 4.0
 """The bound of the mean of n tokens is 1 + FEW_TOKENS / sqrt(n) times that of many."""
-_COLUMNS = ["token_ids", "logprobs", "policy_states", "policy_tokens", "images"]
+_COLUMNS = ["token_ids", "loss_mask", "logprobs", "turn_tokens", "policy_states", "policy_tokens", "images"]
 
 
 class _Part(NamedTuple):
@@ -46,6 +47,8 @@ class SampledParts:
         self.tokens = 0
         """Number of tokens that were compared."""
         self._sum, self._max = 0.0, 0.0
+        self._tables: dict[int, list[tuple[ArtifactRef, pa.Table]]] = {}
+        """The rollouts of the steps for which policies from the last compared one on may have sampled."""
 
     @property
     def notes(self) -> list[str]:
@@ -58,21 +61,31 @@ class SampledParts:
         ]
 
     def compare(self, trainer: Trainer, policy: PolicyRef) -> None:
-        """Scores what the policy sampled for the steps after it. `trainer` has its weights."""
+        """Scores what the policy sampled for the steps after it. `trainer` has its weights. Call it in the order of the
+        policies."""
+        self._tables = {number: tables for number, tables in self._tables.items() if number > policy.step}
         step = policy.step
         while (record := self._chain.record(step + 1)) is not None:
             rules: Any = read_manifest(self._chain.store, record.request.batch.key).extra.get("rules")
             in_flight = isinstance(rules, dict) and rules.get("weight_updates") == "in_flight"
             if not in_flight or step - policy.step > rules["max_staleness"]:
                 return
-            for rollouts in step_inputs(self._chain.store, record).rollouts:
-                self._compare_shard(trainer, policy, record, rollouts)
+            if step + 1 not in self._tables:
+                self._tables[step + 1] = list(self._read_shards(record))
+            for rollouts, table in self._tables[step + 1]:
+                self._compare_shard(trainer, policy, record, rollouts, table)
             step += 1
 
+    def _read_shards(self, record: CommitRecord) -> Iterator[tuple[ArtifactRef, pa.Table]]:
+        for rollouts in step_inputs(self._chain.store, record).rollouts:
+            table = read_table(self._chain.store, rollouts, _COLUMNS)
+            if "policy_states" in table.column_names:
+                yield rollouts, table
+
     def _compare_shard(
-        self, trainer: Trainer, policy: PolicyRef, record: CommitRecord, rollouts: ArtifactRef
+        self, trainer: Trainer, policy: PolicyRef, record: CommitRecord, rollouts: ArtifactRef, table: pa.Table
     ) -> None:
-        parts = list(self._parts(policy, rollouts))
+        parts = list(self._parts(policy, rollouts, table))
         if not parts:
             return
         scored = trainer.logprobs(
@@ -97,22 +110,23 @@ class SampledParts:
                 "what was committed, and the run can be forked before them",
             )
 
-    def _parts(self, policy: PolicyRef, rollouts: ArtifactRef) -> Iterator[_Part]:
+    def _parts(self, policy: PolicyRef, rollouts: ArtifactRef, table: pa.Table) -> Iterator[_Part]:
         """The parts of the shard that the policy sampled."""
-        # The sampler masks the ends of completions before min_new_tokens, so those logprobs are not the policy's.
-        sampling = read_manifest(self._chain.store, rollouts.key).extra.get("sampling") or {}
-        masked = SamplingParams.model_validate(sampling).min_new_tokens
-        table = read_table(self._chain.store, rollouts, _COLUMNS)
-        if "policy_states" not in table.column_names:
-            return
+        # The sampler masks the ends of answers before min_new_tokens, so those logprobs are not the policy's.
+        extra: Any = read_manifest(self._chain.store, rollouts.key).extra
+        masked = extra.get("min_new_tokens", (extra.get("sampling") or {}).get("min_new_tokens", 0))
         for row in table.to_pylist():
-            prompt, start = len(row["token_ids"]) - len(row["logprobs"]), 0
+            # of the sampled tokens: the position in the row, and the number within its answer
+            positions = np.flatnonzero(row["loss_mask"])
+            in_answer = np.concatenate([np.arange(length) for length in row["turn_tokens"]] or [positions])
+            start = 0
             for state, length in zip(row["policy_states"], row["policy_tokens"], strict=True):
-                first, start = max(start, masked), start + length
-                if state != policy.state or first >= start:
+                part, start = np.arange(start, start + length), start + length
+                part = part[in_answer[part] >= masked]
+                if state != policy.state or not len(part):
                     continue
-                ids = np.array(row["token_ids"][: prompt + start], np.int32)
-                sequence = TokenSequence(
-                    ids, np.arange(len(ids)) >= prompt + first, images=images_from_rows(row.get("images"))
-                )
-                yield _Part(sequence, np.array(row["logprobs"][first:start]))
+                ids = np.array(row["token_ids"][: positions[part[-1]] + 1], np.int32)
+                mask = np.zeros(len(ids), bool)
+                mask[positions[part]] = True
+                sequence = TokenSequence(ids, mask, images=images_from_rows(row.get("images")))
+                yield _Part(sequence, np.array(row["logprobs"])[part])

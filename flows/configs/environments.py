@@ -25,9 +25,16 @@ from flows.configs.ppo import (
     ValueModelConfig,
     check_has_gspo,
 )
-from flows.configs.reinforcement import BatchRules, KLPlace, Regularisation, RunRules
+from flows.configs.reinforcement import (
+    SEGMENT_SECONDS,
+    BatchRules,
+    KLPlace,
+    Regularisation,
+    RunRules,
+    check_weight_updates,
+)
 from storage.serialization import Coefficient, Divisor, Frozen, Positive, default_of
-from tasks.plans import EpisodePlan
+from tasks.plans import EpisodePlan, WeightUpdates
 
 
 class EnvironmentConfig(Frozen):
@@ -104,6 +111,18 @@ class EpisodeRules(RunRules):
     """Age in steps of the policy that episodes are sampled from. Above 0, episodes are played while earlier steps
     train, and the loss corrects for their age: by regularisation.importance_cap or importance_mask, or by
     algorithm.old_logprobs=sampler. Without any of them, importance_cap is 2."""
+    weight_updates: WeightUpdates = Field("between", exclude_if=lambda value: value == "between")
+    """When episodes that are being played get newer weights. between: never. in_flight: as soon as a step is committed,
+    also within an answer; no token is older than max_staleness steps. An episode that a crash ended is played again
+    from its beginning."""
+    segment_seconds: Positive = Field(SEGMENT_SECONDS, exclude_if=lambda seconds: seconds == SEGMENT_SECONDS)
+    """Seconds of sampling after which an answer takes newer weights from a sampler that shares the trainer's, with
+    weight_updates=in_flight. Others take them at once."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        check_weight_updates(self.max_staleness, self.weight_updates, self.segment_seconds)
+        return self
 
 
 class ENVGRPOConfig(RolloutConfig):
@@ -122,7 +141,7 @@ class ENVGRPOConfig(RolloutConfig):
 
     @property
     def batch_rules(self) -> BatchRules:
-        return BatchRules(max_idle_steps=self.rules.max_idle_steps, max_staleness=self.rules.max_staleness)
+        return BatchRules(**dict(self.rules))
 
     @property
     def longest_rollout(self) -> int:

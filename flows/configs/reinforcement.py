@@ -26,6 +26,20 @@ SEGMENT_SECONDS = 60.0
 """Default of `segment_seconds`."""
 
 
+def check_weight_updates(max_staleness: int, weight_updates: WeightUpdates, segment_seconds: float) -> None:
+    """Raises ValueError for rules of these names that have no effect together."""
+    if weight_updates == "in_flight" and max_staleness == 0:
+        raise ValueError(
+            "weight_updates='in_flight' was given with max_staleness=0, with which no completion is sampled while a "
+            "step is taken; give max_staleness of 1 or more, or leave weight_updates out"
+        )
+    if segment_seconds != SEGMENT_SECONDS and weight_updates == "between":
+        raise ValueError(
+            f"segment_seconds={segment_seconds:g} acts only with weight_updates='in_flight', and that is 'between'; "
+            "set it, or leave segment_seconds out"
+        )
+
+
 class RunRules(Frozen):
     """Rule for when a run ends early."""
 
@@ -77,16 +91,7 @@ class BatchRules(RunRules):
             raise ValueError(f"{refill} act only with dynamic_sampling=true; set it, or leave them out")
         if _changed(self, "overlong_penalty") and self.overlong_buffer is None:
             raise ValueError("overlong_penalty acts only with overlong_buffer; give it in tokens, or leave both out")
-        if self.weight_updates == "in_flight" and self.max_staleness == 0:
-            raise ValueError(
-                "weight_updates='in_flight' was given with max_staleness=0, with which no completion is sampled while "
-                "a step is taken; give max_staleness of 1 or more, or leave weight_updates out"
-            )
-        if _changed(self, "segment_seconds") and self.weight_updates == "between":
-            raise ValueError(
-                f"segment_seconds={self.segment_seconds:g} acts only with weight_updates='in_flight', and that is "
-                "'between'; set it, or leave segment_seconds out"
-            )
+        check_weight_updates(self.max_staleness, self.weight_updates, self.segment_seconds)
         return self
 
     @property

@@ -38,7 +38,7 @@ Config = TypeVar("Config", bound=Frozen)
 
 NOT_OF_EPISODES = (
     "dynamic_sampling", "mask_truncated", "overlong_buffer", "overlong_penalty", "max_refill_rounds", "refill_end",
-    "max_skipped_steps", "weight_updates",
+    "max_skipped_steps",
 )  # fmt: skip
 """Options that act on single answers, of which an episode has several."""
 

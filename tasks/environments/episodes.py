@@ -58,6 +58,10 @@ class EpisodeSegment:
     """Why each answer ended."""
     grades: dict[int, float] = field(default_factory=dict)
     """Turn of the episode, from 0 -> its grade."""
+    policy_states: list[str] = field(default_factory=list)
+    """The state of the policy of each part of the answers, where it may change at a token."""
+    policy_tokens: list[int] = field(default_factory=list)
+    """Number of tokens of each of these parts."""
 
 
 @dataclass

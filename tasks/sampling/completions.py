@@ -29,7 +29,7 @@ from tasks.committed import commit_once
 from tasks.datasets.naming import NameRow, row_name
 from tasks.plans import PromptShard, Truncation
 from tasks.reports.clock import timed
-from tasks.sampling.segments import SegmentedCompletion, ShardSegments, tokens_by_policy
+from tasks.sampling.segments import SegmentedCompletion, ShardSegments
 from tasks.task_runs import durable_task
 
 
@@ -73,6 +73,7 @@ async def _sample(
     failpoint("rollout.sampling")
     request = generate_request(policy, [prompt for _, prompt, _ in jobs], seeds, sampling)
     segmented: list[SegmentedCompletion] | None = None
+    tokens_by_policy: dict[str, int] | None = None
     parents = [policy.uri, shard.dataset.uri]
     if shard.segment_seconds is None:
         with timed("rollout"):
@@ -80,7 +81,8 @@ async def _sample(
     else:
         segments = ShardSegments(workspace, policy, shard, step=step)
         segmented = await segments.sample(request)
-        samplers = [uri for uri in tokens_by_policy(segmented) if uri != policy.uri]
+        tokens_by_policy = segments.tokens_by_policy
+        samplers = [uri for uri in tokens_by_policy if uri != policy.uri]
         parents += [*samplers, *(ref.uri for ref in segments.committed)]
         completions = [completion.completion() for completion in segmented]
 
@@ -95,7 +97,7 @@ async def _sample(
             kind="rollouts",
             parents=parents,
             provenance=workspace.provenance,
-            extra=_counts(shard, len(rows) - len(prompts), completions, segmented, sampling),
+            extra=_counts(shard, len(rows) - len(prompts), completions, tokens_by_policy, sampling),
         )
 
 
@@ -103,7 +105,7 @@ def _counts(
     shard: PromptShard,
     dropped: int,
     completions: list[Completion],
-    segmented: list[SegmentedCompletion] | None,
+    tokens_by_policy: dict[str, int] | None,
     sampling: SamplingParams,
 ) -> dict[str, JsonValue]:
     """What the manifest of a shard says of its rows. `dropped`: the number of prompts that were dropped."""
@@ -115,8 +117,8 @@ def _counts(
     }
     if shard.resampled:
         counts["resampled"] = True
-    if segmented is not None:
-        counts["policies"] = dict(tokens_by_policy(segmented))
+    if tokens_by_policy is not None:
+        counts["policies"] = dict(tokens_by_policy)
     return counts
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import JsonValue
 
 from engine.errors import BadSpec
 from engine.protocol import Completion, GenerateRequest, SamplingParams
@@ -29,9 +30,11 @@ from tasks.environments.runner import EnvironmentRunner
 from tasks.environments.spec import EnvironmentSpec, build
 from tasks.plans import EpisodePlan, PromptShard, TooManyMasked
 from tasks.reports.clock import timed
+from tasks.sampling.segments import InFlightSampler
 from tasks.task_runs import durable_task
 
 _EPISODE_COLUMNS = ("graded_turns", "grades", "status", "ending", "reason")
+_POLICY_COLUMNS = ("policy_states", "policy_tokens")
 
 
 @lru_cache(maxsize=8)
@@ -76,21 +79,29 @@ async def _play_shard(
     """Plays the episodes of a shard and commits them."""
     # Play the episodes. Their seeds depend on the step, so that a repeated prompt is not the same episode again.
     seeds = (policy.stage, step)
-    episodes = await play(workspace, policy, shard, sampling, plan, seeds=seeds, where=key)
+    in_flight: InFlightSampler | None = None
+    if shard.segment_seconds is not None:
+        in_flight = InFlightSampler(workspace, policy, step=step, seconds=shard.segment_seconds)
+    episodes = await play(workspace, policy, shard, sampling, plan, seeds=seeds, where=key, in_flight=in_flight)
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)
 
     # Commit those whose first prompt was not too long.
     played = [episode for episode in episodes if episode.ending != "too_long"]
     store = workspace.open_store()
+    parents, counts = [policy.uri, shard.dataset.uri], _counts(episodes, played)
+    if in_flight is not None:
+        tokens_by_policy = in_flight.tokens_by_policy
+        counts |= {"policies": dict(tokens_by_policy), "min_new_tokens": sampling.min_new_tokens}
+        parents += [uri for uri in tokens_by_policy if uri != policy.uri]
     with timed("storage"):
         return commit_table(
             store,
             key,
-            episode_table(renderer_of(store, shard.base), policy, played),
+            episode_table(renderer_of(store, shard.base), policy, played, in_flight=in_flight is not None),
             kind="rollouts",
-            parents=(policy.uri, shard.dataset.uri),
+            parents=parents,
             provenance=workspace.provenance,
-            extra=_counts(episodes, played),
+            extra=counts,
         )
 
 
@@ -103,6 +114,7 @@ async def play(
     *,
     seeds: tuple[str | int, ...],
     where: str,
+    in_flight: InFlightSampler | None = None,
 ) -> list[Episode]:
     """Plays the shard's episodes to their ends, with one engine batch per turn.
 
@@ -110,6 +122,7 @@ async def play(
         seeds: what distinguishes these episodes from those of other steps. The seed of an answer follows from it, the
             prompt, the episode and the turn.
         where: the name of the shard in errors.
+        in_flight: samples the answers if their policy may change at a token. None: all come from `policy`.
 
     Raises:
         TooManyMasked: more than `plan.max_masked_fraction` of the episodes could not be played.
@@ -128,9 +141,15 @@ async def play(
         answer_seeds = [
             workspace.seed_for(*seeds, episode.row["id"], episode.number, episode.turn) for episode in live
         ]
-        with timed("rollout"):
-            request = GenerateRequest(policy, prompts, answer_seeds, sampling)
-            return await workspace.connect().generate(request, epoch=workspace.epoch)
+        request = GenerateRequest(policy, prompts, answer_seeds, sampling)
+        if in_flight is None:
+            with timed("rollout"):
+                return await workspace.connect().generate(request, epoch=workspace.epoch)
+        answers = await in_flight.sample(request)
+        for episode, answer in zip(live, answers, strict=True):
+            episode.current_segment.policy_states += [sampled_by.state for sampled_by in answer.policies]
+            episode.current_segment.policy_tokens += answer.lengths
+        return [answer.completion() for answer in answers]
 
     # Play all episodes, and refuse a shard in which too many failed.
     limits = _limits(workspace, shard, sampling, plan)
@@ -196,7 +215,7 @@ def check_masked(episodes: list[Episode], plan: EpisodePlan, *, where: str) -> N
         )
 
 
-def _counts(episodes: list[Episode], played: list[Episode]) -> dict[str, int]:
+def _counts(episodes: list[Episode], played: list[Episode]) -> dict[str, JsonValue]:
     """Counts of a shard for the metrics of its step; `played` are the episodes whose prompt was not too long."""
     prompts = {episode.row["index"] for episode in episodes}
     played_prompts = {episode.row["index"] for episode in played}
@@ -213,15 +232,18 @@ def _counts(episodes: list[Episode], played: list[Episode]) -> dict[str, int]:
     }
 
 
-def episode_table(renderer: Renderer, policy: PolicyRef, episodes: list[Episode]) -> pa.Table:
+def episode_table(
+    renderer: Renderer, policy: PolicyRef, episodes: list[Episode], *, in_flight: bool = False
+) -> pa.Table:
     """The rollouts table: a row per segment, with its tokens and its conversation. A masked or ignored episode is
-    one row without tokens."""
+    one row without tokens. `in_flight`: with the policies of the answers, which may have changed at a token."""
     rows = []
     for episode in episodes:
         segments: Sequence[EpisodeSegment | None] = episode.segments if episode.status == "ok" else [None]
         for index, segment in enumerate(segments):
             rows.append(_row(renderer, policy, episode, index, segment))
-    return pa.Table.from_pylist(rows, schema=table_schema("rollouts", _EPISODE_COLUMNS))
+    columns = (*_EPISODE_COLUMNS, *(_POLICY_COLUMNS if in_flight else ()))
+    return pa.Table.from_pylist(rows, schema=table_schema("rollouts", columns))
 
 
 def _row(
@@ -237,6 +259,8 @@ def _row(
         "stop_reasons": [],
         "graded_turns": [],
         "grades": [],
+        "policy_states": [],
+        "policy_tokens": [],
     }
     if segment is not None:
         token_ids, weights = renderer.serialize(segment.tokenized)
@@ -250,6 +274,8 @@ def _row(
             "stop_reasons": segment.stop_reasons,
             "graded_turns": list(grades),
             "grades": list(grades.values()),
+            "policy_states": segment.policy_states,
+            "policy_tokens": segment.policy_tokens,
         }
     # A masked episode has the conversation up to its failure, so that a reader can see where it stopped.
     thread = episode.row["thread"]
@@ -265,5 +291,5 @@ def _row(
         "ending": episode.ending,
         "reason": episode.reason,
         "thread": thread,
-        "policy_state": policy.state,
+        "policy_state": segment.policy_states[0] if segment and segment.policy_states else policy.state,
     }

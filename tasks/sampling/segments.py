@@ -1,9 +1,10 @@
-"""Samples the completions of a shard in segments, between which the weights may change (`rules.weight_updates`).
+"""Samples completions in segments, between which the weights may change (`rules.weight_updates`).
 
 A segment holds the tokens that one call of the engine sampled from one policy. When the engine interrupts the call, the
 segment is committed, and the unfinished completions go on from their tokens, under the newest committed policy. So a
 task that was killed loses at most the tokens since the last segment, and the committed segments are the journal of
-where each completion was cut. The last segment is committed with the table of rollouts.
+where each completion was cut. The last segment is committed with the table of rollouts. Segments of the answers of
+episodes are not committed: an episode whose task was killed is played again, because its environment is gone.
 """
 
 from __future__ import annotations
@@ -59,24 +60,26 @@ class SegmentedCompletion:
         return Completion(self.tokens, self.logprobs, self.stop_reason)
 
 
-class ShardSegments:
-    """The segments of one shard of a step: those that are committed, and those that are sampled next."""
+class InFlightSampler:
+    """Samples completions of one step, and goes on under the newest committed policy where the engine cuts them."""
 
-    def __init__(self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, *, step: int) -> None:
-        """`policy` is the oldest one that may sample for the 0-based `step`."""
-        self.workspace, self.shard, self.step = workspace, shard, step
+    def __init__(self, workspace: Workspace, policy: PolicyRef, *, step: int, seconds: float | None) -> None:
+        """`policy` is the oldest one that may sample for the 0-based `step`; a call ends after `seconds`."""
+        self.workspace, self.step, self._seconds = workspace, step, seconds
         self._store = workspace.open_store()
-        self._oldest = self._policy = policy
-        self.committed: list[ArtifactRef] = []
-        """The committed segments, in order."""
+        self._policy = policy
+        self._tokens: dict[PolicyRef, int] = {}
+
+    @property
+    def tokens_by_policy(self) -> dict[str, int]:
+        """The number of tokens that each policy sampled, by its URI, in the order of their steps."""
+        return {policy.uri: self._tokens[policy] for policy in sorted(self._tokens, key=lambda policy: policy.step)}
 
     async def sample(self, request: GenerateRequest) -> list[SegmentedCompletion]:
-        """The completions that `request` asks for: the committed segments, and what was left to sample. The policy of
-        the request has no effect."""
+        """The completions that `request` asks for. The policy of the request has no effect."""
         completions = [SegmentedCompletion(seed) for seed in request.seeds]
-        with timed("storage"):
-            await asyncio.to_thread(self._read_committed, completions)
-        seconds = self.shard.segment_seconds
+        await self._resume(completions)
+        seconds = self._seconds
         while not all(completion.has_ended for completion in completions):
             policy = await asyncio.to_thread(self._newest_policy)
             open_indices = [index for index, completion in enumerate(completions) if not completion.has_ended]
@@ -87,13 +90,29 @@ class ShardSegments:
                 for index, completion in zip(open_indices, new, strict=True):
                     completions[index].add(policy, completion)
             elif any(completion.token_ids for completion in new):
-                table = _segment_table(open_indices, rest.seeds, new)
-                with timed("storage"):
-                    await asyncio.to_thread(self._commit, policy, table, completions)
-                seconds = self.shard.segment_seconds
+                await self._keep(policy, dict(zip(open_indices, new, strict=True)), rest.seeds, completions)
+                seconds = self._seconds
             elif seconds is not None:
                 seconds *= 2  # the samplers have so much to do that no token came in this time
+        for sampled in completions:
+            for policy, tokens in zip(sampled.policies, sampled.lengths, strict=True):
+                self._tokens[policy] = self._tokens.get(policy, 0) + tokens
         return completions
+
+    async def _resume(self, completions: Sequence[SegmentedCompletion]) -> None:
+        """Adds what earlier attempts have sampled."""
+
+    async def _keep(
+        self,
+        policy: PolicyRef,
+        new: dict[int, Completion],
+        seeds: Sequence[int],
+        completions: Sequence[SegmentedCompletion],
+    ) -> None:
+        """Adds what a call that was cut has sampled, by the indices of the completions. `seeds` are those of the
+        call."""
+        for index, completion in new.items():
+            completions[index].add(policy, completion)
 
     def _newest_policy(self) -> PolicyRef:
         """The policy after the last committed step, at most the one that this step trains."""
@@ -127,7 +146,31 @@ class ShardSegments:
             steps_ahead=self.step - policy.step,
         )
 
-    # -- committed segments ------------------------------------------------------------------------------------
+
+class ShardSegments(InFlightSampler):
+    """Commits the segments of one shard, and begins with those that are committed."""
+
+    def __init__(self, workspace: Workspace, policy: PolicyRef, shard: PromptShard, *, step: int) -> None:
+        """As InFlightSampler."""
+        super().__init__(workspace, policy, step=step, seconds=shard.segment_seconds)
+        self.shard, self._oldest = shard, policy
+        self.committed: list[ArtifactRef] = []
+        """The committed segments, in order."""
+
+    async def _resume(self, completions: Sequence[SegmentedCompletion]) -> None:
+        with timed("storage"):
+            await asyncio.to_thread(self._read_committed, completions)
+
+    async def _keep(
+        self,
+        policy: PolicyRef,
+        new: dict[int, Completion],
+        seeds: Sequence[int],
+        completions: Sequence[SegmentedCompletion],
+    ) -> None:
+        table = _segment_table(list(new), seeds, list(new.values()))
+        with timed("storage"):
+            await asyncio.to_thread(self._commit, policy, table, completions)
 
     def _next_key(self) -> str:
         policy = self._oldest
@@ -177,12 +220,3 @@ def _segment_table(indices: Sequence[int], seeds: Sequence[int], completions: Se
             }
         )
     return pa.Table.from_pylist(rows, schema=SCHEMAS["segments"])
-
-
-def tokens_by_policy(completions: Sequence[SegmentedCompletion]) -> dict[str, int]:
-    """The number of tokens that each policy sampled, by its URI, in the order of their steps."""
-    counts: dict[PolicyRef, int] = {}
-    for completion in completions:
-        for policy, tokens in zip(completion.policies, completion.lengths, strict=True):
-            counts[policy] = counts.get(policy, 0) + tokens
-    return {policy.uri: counts[policy] for policy in sorted(counts, key=lambda policy: policy.step)}

@@ -1,5 +1,6 @@
 """Tests of `kill -9` while episodes are played: the same command, run again, ends with the same bytes and
-plays one shard again."""
+plays one shard again. With weights that are updated in flight the tokens differ, and each step trains each episode
+once, on tokens that are not too old."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from engine.local.verify import verify_run
 from storage.chain.records import Chain
+from storage.inspect.accounting import check_accounting, step_inputs
 from storage.store.objects import open_store
+from storage.store.tables import read_table
 from tests.e2e.test_kill_nine import CHECKPOINT_EVERY, Folder
 from tests.fixtures.guessing import guess_config
 
@@ -75,3 +79,31 @@ def test_a_kill_among_episodes_changes_nothing(
     assert folder.digests() == uninterrupted.digests()
     assert len(folder.events("shard")) <= STEPS * SHARDS_PER_STEP + 1
     assert [event["resumed_from"] > 0 for event in folder.events("start")] == [False, True]
+
+
+@pytest.mark.slow
+def test_episodes_take_newer_weights_in_flight_also_after_a_kill(
+    tmp_path: Path, tiny_folder: Path, prefect_server: str
+) -> None:
+    folder = make_folder(
+        tmp_path, tiny_folder, prefect_server,
+        rules__max_staleness=1, rules__weight_updates="in_flight", rules__segment_seconds=0.02,
+        engine__sampler={"kind": "torch", "own_lane": True},
+    )  # fmt: skip
+    status, output = folder.run(KILLED[0])
+    assert status == -signal.SIGKILL, f"{KILLED[0]} was not hit:\n{output}"
+    status, output = folder.run()
+    assert status == 0, output
+    chain, states, mixed = folder.chain(), folder.states(), 0
+    for record in chain.records(after=0, until=STEPS):
+        step = record.request.parent.step
+        assert check_accounting(chain.store, record) == []
+        for ref in step_inputs(chain.store, record).rollouts:
+            for row in read_table(chain.store, ref).to_pylist():
+                assert set(row["policy_states"]) <= set(states[max(0, step - 1) : step + 1])
+                assert sum(row["policy_tokens"]) == len(row["logprobs"])
+                mixed += len(set(row["policy_states"])) > 1
+    assert mixed
+    report = verify_run(chain.store, "kill")
+    assert not report.problems
+    assert any("sampled tokens were scored" in note for note in report.chains[0].notes)

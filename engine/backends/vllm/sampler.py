@@ -12,7 +12,6 @@ If a proof fails, SamplerOutOfSync is raised, and the sampler holds no weights u
 from __future__ import annotations
 
 import copy
-import random
 import shutil
 import threading
 import time
@@ -21,10 +20,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.logprob_gap import LogprobGap, allowed_gap, check_logprob_gap, probe_sequences, trainer_logprobs
 from engine.backends.protocol import BaseGone, Interrupted, OnToken, Trainer, check_prompts, is_sampled_on_base
 from engine.backends.replicas.pool import ReplicaPool
 from engine.backends.replicas.replica import count_replicas
@@ -44,7 +43,7 @@ from engine.backends.vllm.architecture import Architecture, EngineOptions
 from engine.backends.weight_files.tensor_files import staging_folder
 from engine.errors import BadSpec, SamplerOutOfSync, UnsupportedSchema, WorkerDied
 from engine.models.samples import FloatArray
-from engine.protocol import ActorCount, Completion, SamplingParams, TokenIds, TokenSequence
+from engine.protocol import ActorCount, Completion, SamplingParams, TokenIds
 from engine.specs.adapters import LoraSpec
 from engine.specs.engine import VllmSpec
 from engine.text.json_grammar import guidance_schema
@@ -54,17 +53,6 @@ from engine.text.tokenizers import Tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECENT_TOKENS = 64
 """Leading tokens of the last call's first prompt that become a probe sequence of the gap check."""
-
-Score = Callable[[Sequence[TokenIds]], list[list[float]]]
-"""Returns the logprob, in nats at temperature 1, of every token but the first of each sequence."""
-
-PROBES, PROBE_TOKENS = 2, 32
-MAX_PROMPT_PROBES = 4
-_PROBE_SEED = 20_260_101
-
-GAP_FLOAT32, GAP_LOWER = 1e-3, 0.15
-"""Mean |difference| of logprobs, in nats, that rounding explains in float32 and in lower precision. Measured on a
-trained 135M model: 6e-6 and 0.05."""
 
 
 class VllmSampler:
@@ -434,71 +422,6 @@ def _compute_dtype(trainer: Trainer) -> torch.dtype:
 
 def _is_same_model(shared: SharedRuntime, other: SharedRuntime) -> bool:
     return shared.architecture.digest == other.architecture.digest
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobGap:
-    """|logprob of the sampler - logprob of the trainer| over the probe tokens, in nats."""
-
-    mean: float
-    max: float
-    tokens: int
-
-
-def allowed_gap(gap: float | str, *dtypes: torch.dtype) -> float:
-    """The largest mean gap that a spec's `gap` allows when trainer and sampler compute in `dtypes`."""
-    if isinstance(gap, float):
-        return gap
-    is_float32 = all(dtype.itemsize >= 4 for dtype in dtypes)
-    return GAP_FLOAT32 if is_float32 else GAP_LOWER
-
-
-def probe_sequences(vocab_size: int, context: int, prompts: Sequence[TokenIds] = ()) -> list[TokenIds]:
-    """Fixed random sequences of token ids, followed by at most 4 of the given prompts, cut to the context."""
-    generator = random.Random(_PROBE_SEED)
-    length = min(PROBE_TOKENS, context - 1)
-    # Random ids reach all of the vocabulary, and real prompts the inputs that matter.
-    probes = []
-    for _ in range(PROBES):
-        probes.append([generator.randrange(vocab_size) for _ in range(length)])
-    for prompt in prompts[:MAX_PROMPT_PROBES]:
-        if len(prompt) > 1:
-            probes.append(list(prompt[: context - 1]))
-    return probes
-
-
-def trainer_logprobs(trainer: Trainer, probes: Sequence[TokenIds]) -> list[FloatArray]:
-    """The trainer's logprobs, in nats at temperature 1, of every token but the first of each probe."""
-    sequences: list[TokenSequence] = []
-    for ids in probes:
-        # Nothing predicts the first token.
-        loss_mask = np.arange(len(ids)) > 0
-        sequences.append(TokenSequence(np.array(ids, np.int32), loss_mask))
-    longest = max(len(ids) for ids in probes)
-    return trainer.logprobs(sequences, temperature=1.0, max_tokens=max(longest, PROBES * PROBE_TOKENS))
-
-
-def check_logprob_gap(
-    expected_logprobs: Sequence[FloatArray], score: Score, probes: Sequence[TokenIds], *, tolerance: float
-) -> LogprobGap:
-    """Scores the probes with the sampler, and compares the logprobs with those of `trainer_logprobs`.
-
-    Raises:
-        SamplerOutOfSync: the mean difference is above `tolerance`, in nats, or it is NaN.
-    """
-    differences: list[float] = []
-    for expected, actual in zip(expected_logprobs, score(probes), strict=True):
-        for expected_logprob, actual_logprob in zip(expected, actual, strict=True):
-            differences.append(abs(expected_logprob - actual_logprob))
-    gap = LogprobGap(sum(differences) / len(differences), max(differences), len(differences))
-    if not gap.mean <= tolerance:  # also true for NaN
-        worst = max(range(len(differences)), key=lambda index: differences[index])
-        raise SamplerOutOfSync(
-            f"the sampler's logprobs differ from the trainer's by {gap.mean:.3g} nats on average over {gap.tokens} "
-            f"probe tokens (at most {gap.max:.3g}, at probe token {worst}), and {tolerance:g} is allowed: it does not "
-            "compute what the trainer does"
-        )
-    return gap
 
 
 @dataclass(slots=True, eq=False)

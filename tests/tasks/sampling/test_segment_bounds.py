@@ -15,7 +15,7 @@ from storage.chain.records import Chain, CommitRecord, Numerics, OptimizerSpec, 
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore, open_store
 from tasks.plans import PromptShard
-from tasks.sampling.segments import ShardSegments, tokens_by_policy
+from tasks.sampling.segments import ShardSegments
 from tests.fixtures.engines import PROVENANCE
 
 NUMERICS = Numerics(backend="b", device="cpu", compute_dtype="float32", threads=1, max_tokens=1)
@@ -82,11 +82,11 @@ def test_every_token_is_of_a_policy_that_the_step_allows(
     script = Script(store, steps, cuts)
     request = GenerateRequest(chain.policy(oldest), [[1], [2]], [5, 6])
 
-    def sample(script: Script) -> Any:
-        segments = ShardSegments(script, chain.policy(oldest), shard, step=step)  # type: ignore[arg-type]
-        return asyncio.run(segments.sample(request))
+    def sampler_of(script: Script) -> ShardSegments:
+        return ShardSegments(script, chain.policy(oldest), shard, step=step)  # type: ignore[arg-type]
 
-    completions = sample(script)
+    sampler = sampler_of(script)
+    completions = asyncio.run(sampler.sample(request))
     for completion in completions:
         # The engine writes the step of its policy as the token.
         assert len(completion.tokens) == LENGTH and completion.has_ended
@@ -94,12 +94,12 @@ def test_every_token_is_of_a_policy_that_the_step_allows(
         assert all(oldest <= token <= step for token in completion.tokens)
         named = zip(completion.policies, completion.lengths, strict=True)
         assert completion.tokens == [token for policy, length in named for token in [policy.step] * length]
-    counts = {PolicyRef.from_uri(uri).step: tokens for uri, tokens in tokens_by_policy(completions).items()}
+    counts = {PolicyRef.from_uri(uri).step: tokens for uri, tokens in sampler.tokens_by_policy.items()}
     everything = [token for completion in completions for token in completion.tokens]
     assert counts == {step: everything.count(step) for step in set(everything)}
     # Another attempt gets the committed segments, and samples only what the last call of the first one added.
     again = Script(store, [], [])
-    repeated = sample(again)
+    repeated = asyncio.run(sampler_of(again).sample(request))
     assert len(again.calls) <= 1
     for one, other in zip(repeated, completions, strict=True):
         kept = len(one.lengths) - 1  # the last part may be of the new call

@@ -21,8 +21,10 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef, find_artifact, read_manifest
 from storage.store.tables import SCHEMAS, commit_table
 from tasks.datasets.spec import FileDataset
-from tasks.plans import PromptShard
+from tasks.environments.spec import environment_spec
+from tasks.plans import EpisodePlan, PromptShard
 from tasks.sampling.completions import generate_rollouts
+from tasks.sampling.episodes import play_episodes
 from tasks.task_runs import work_of
 from tests.fixtures.engines import PROVENANCE, commit_batch, request_after
 from tests.fixtures.runs.batch_workspace import STAGE, BatchWorkspace, prompt_ids, sampled_ids
@@ -130,6 +132,45 @@ async def test_every_segment_is_of_the_newest_policy_and_has_its_logprobs(
     manifest = read_manifest(batches.store, ref.key)
     assert manifest.extra["policies"] == counts and manifest.extra["completion_tokens"] == 64
     assert manifest.parents[0] == batches.policy.uri
+
+
+async def test_the_answers_of_an_episode_are_cut_and_go_on_under_the_newest_policy(
+    batches: BatchWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two answers of 16 tokens each for the 0-based step 2. Steps 0 and 1 are taken at the cuts, one in each answer."""
+    cutting = CutEngine(batches, monkeypatch, [5, 16, 3])
+    policies = [batches.policy]
+
+    async def after_cut(_: GenerateRequest) -> None:
+        if len(cutting.requests) != 2:
+            policies.append(await take_step(cutting.engine, policies[-1]))
+
+    cutting.after_cut = after_cut
+    shard = PromptShard(
+        base=batches.base, dataset=batches.dataset, index=0, rows=(0, 1), completions=1, segment_seconds=60
+    )
+    plan = EpisodePlan(environment=environment_spec("tests.fixtures.guessing:SayAgain"), max_turns=4)
+    ref = await work_of(play_episodes)(batches.workspace, batches.policy, shard, SAMPLING, plan, step=2)
+    first, second, third = policies
+    assert [request.policy for request in cutting.requests] == [first, second, second, third]
+    rows = batches.rows(ref)
+    assert len(rows) == 2
+    for row in rows:
+        assert row["turn_tokens"] == [16, 16] and row["policy_state"] == first.state
+        assert row["policy_states"] == [first.state, second.state, second.state, third.state]
+        assert row["policy_tokens"] == [5, 11, 3, 13]
+        sampled, start = [number for number, weight in enumerate(row["loss_mask"]) if weight], 0
+        for policy, length in zip([first, second, second, third], row["policy_tokens"], strict=True):
+            part = sampled[start : start + length]
+            mask = as_loss_mask([number in part for number in range(part[-1] + 1)], part[-1] + 1, "an answer")
+            sequence = TokenSequence(as_token_ids(row["token_ids"][: part[-1] + 1], "an answer"), mask)
+            (forced,) = await cutting.engine.logprobs(LogprobsRequest(policy, [sequence]), epoch=1)
+            assert row["logprobs"][start : start + length] == pytest.approx(forced, abs=1e-5)
+            start += length
+    manifest = read_manifest(batches.store, ref.key)
+    assert manifest.extra["policies"] == {first.uri: 10, second.uri: 28, third.uri: 26}
+    assert manifest.extra["completion_tokens"] == 64
+    assert manifest.parents == (batches.policy.uri, shard.dataset.uri, second.uri, third.uri)
 
 
 async def test_the_seed_of_a_segment_follows_from_its_completion_and_its_place(

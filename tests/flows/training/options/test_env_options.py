@@ -53,7 +53,7 @@ def env_ppo(**options: Any) -> ENVPPO:
 SINGLE: dict[str, Any] = {
     "dynamic_sampling": True, "max_refill_rounds": 2, "refill_end": "fail",
     "mask_truncated": True, "overlong_buffer": 8, "overlong_penalty": 0.5,
-    "max_skipped_steps": 3, "weight_updates": "in_flight",
+    "max_skipped_steps": 3,
 }  # fmt: skip
 
 

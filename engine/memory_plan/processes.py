@@ -75,8 +75,8 @@ def _held(spec: LocalEngineSpec, work: Workload, setup: TrainingSetup) -> list[M
     vllm = spec.sampler
     if not isinstance(vllm, VllmSpec) or vllm.resolved_transport(spec.cluster) != "nccl":
         return []
-    size = setup.compute_bytes * work.shape.parameters / setup.ranks
-    source = f"{setup.compute_bytes}P / {setup.ranks} ranks, held until they are sent"
+    size = work.staged * setup.compute_bytes * work.shape.parameters / setup.ranks
+    source = f"{setup.compute_bytes}P / {setup.ranks} ranks, {_copies(work)}, held until they are sent"
     return [MemoryPart.constant("staged", "weights on their way", size, source, _staging_phases(vllm))]
 
 
@@ -425,7 +425,8 @@ def torch_sampler(spec: LocalEngineSpec, work: Workload, machine: Machine, setup
         MemoryPart.constant("kv", "KV cache", cache, cache_source, phases),
         MemoryPart.constant("kv", "prefill and logits", working, "keys of the prompts, 16 bytes a logit", phases),
     )
-    staged = MemoryPart.constant("staged", "weights on their way", compute * shape.parameters, "a copy", phases)
+    size = work.staged * compute * shape.parameters
+    staged = MemoryPart.constant("staged", "weights on their way", size, _copies(work), phases)
     return SamplerMemory(ProcessMemory(parts, ()), staged if has_lane else None)
 
 
@@ -438,7 +439,7 @@ def vllm_sampler(
     if work.lora_rank is not None:
         weights += compute * vllm.max_loras * shape.lora(vllm.max_lora_rank) / tp
     if machine.device == "cpu":
-        return _vllm_on_cpu(vllm, spec, weights)
+        return _vllm_on_cpu(vllm, spec, weights, work)
 
     # vLLM counts its CUDA context within its share of the GPU, and gives what is left of the share to the KV cache.
     working = vllm_work(shape, rows=spec.max_rows, tensor_parallel=tp, compute=compute)
@@ -468,20 +469,24 @@ def vllm_sampler(
         # While it sleeps, its weights are in the machine's memory.
         name = "weights of a vLLM that sleeps"
         host.append(MemoryPart.constant("vllm", name, weights * tp, "kept for waking up", ("backward", "step")))
-    return SamplerMemory(ProcessMemory(tuple(device), tuple(host)), _staged(spec, vllm, weights * tp), cache * tp)
+    return SamplerMemory(ProcessMemory(tuple(device), tuple(host)), _staged(spec, vllm, weights * tp, work), cache * tp)
 
 
-def _vllm_on_cpu(vllm: VllmSpec, spec: LocalEngineSpec, weights: float) -> SamplerMemory:
+def _vllm_on_cpu(vllm: VllmSpec, spec: LocalEngineSpec, weights: float, work: Workload) -> SamplerMemory:
     cache = GIB * (1.0 if vllm.kv_cache_gib == "auto" else vllm.kv_cache_gib)
     parts = (
         MemoryPart.constant("runtime", "vLLM process", VLLM_CPU_PROCESS, "besides weights and KV cache"),
         MemoryPart.constant("vllm", "vLLM weights", weights, "compute dtype, prepacked"),
         MemoryPart.constant("kv", "KV cache", cache, "kv_cache_gib"),
     )
-    return SamplerMemory(ProcessMemory(parts, ()), _staged(spec, vllm, weights), cache)
+    return SamplerMemory(ProcessMemory(parts, ()), _staged(spec, vllm, weights, work), cache)
 
 
-def _staged(spec: LocalEngineSpec, vllm: VllmSpec, weights: float) -> MemoryPart:
+def _copies(work: Workload) -> str:
+    return "a copy" if work.staged == 1 else f"{work.staged} copies (rules.max_staleness)"
+
+
+def _staged(spec: LocalEngineSpec, vllm: VllmSpec, weights: float, work: Workload) -> MemoryPart:
     """Returns the files of all weights in shared memory; 0 bytes where weights do not travel by such files.
 
     vLLM in this process needs them, too, if other processes train.
@@ -489,8 +494,9 @@ def _staged(spec: LocalEngineSpec, vllm: VllmSpec, weights: float) -> MemoryPart
     transport = vllm.resolved_transport(spec.cluster)
     trains_elsewhere = spec.trainer.kind == "deepspeed"
     by_files = transport == "shm" or (transport in ("memory", "ipc") and trains_elsewhere)
-    size = weights if by_files else 0
-    return MemoryPart.constant("staged", "weights on their way", size, "files in shared memory", _staging_phases(vllm))
+    size = work.staged * weights if by_files else 0
+    source = f"files in shared memory, {_copies(work)}"
+    return MemoryPart.constant("staged", "weights on their way", size, source, _staging_phases(vllm))
 
 
 def _staging_phases(vllm: VllmSpec) -> tuple[Phase, ...]:

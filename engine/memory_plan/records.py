@@ -37,6 +37,8 @@ class Workload:
     frozen: int = 1
     """Number of reference and past policies in memory. In a LoRA run the first of them is the base, which needs no
     memory of its own."""
+    staged: int = 1
+    """Largest number of policies whose weights wait for the samplers at the same time. Adapters are not counted."""
 
 
 @dataclass(frozen=True, slots=True)

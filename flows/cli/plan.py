@@ -153,7 +153,14 @@ def workload_of(
         frozen = 1 if algorithm.get("kl_beta", default_of(GRPOAlgorithm, "kl_beta")) else 0
     in_4bit = bool(adapter and adapter.get("load_in_4bit"))
     frozen = min(spec.frozen_policies, frozen)
-    return Workload(shape, context=context, lora_rank=rank, load_in_4bit=in_4bit, frozen=frozen)
+
+    # The sampler may still sample from the policy that is max_staleness steps older than the newest one. In flight, it
+    # takes each policy as soon as it is there.
+    rules = body.get("rules") or {}
+    staged = 1
+    if rank is None and rules.get("weight_updates", "between") == "between":
+        staged = max(1, int(rules.get("max_staleness", 0)))
+    return Workload(shape, context=context, lora_rank=rank, load_in_4bit=in_4bit, frozen=frozen, staged=staged)
 
 
 def _lanes_of(run: str, spec: LocalEngineSpec, machine: Machine, storage: str) -> LaneSeconds:

@@ -291,6 +291,17 @@ def test_weights_of_a_broadcast_are_held_by_the_ranks_and_others_lie_in_the_mach
     assert part(by_broadcast[2], "staged") == 0
 
 
+def test_every_policy_that_waits_for_the_samplers_is_counted() -> None:
+    weights = 2 * 8_030_261_248
+    assert part(planned(SPLIT, EIGHT, staged=3).pools[2], "staged") == 3 * weights
+    by_broadcast = planned(SPLIT | {"sampler": SPLIT["sampler"] | {"transport": "nccl"}}, EIGHT, staged=3).pools
+    assert part(by_broadcast[0], "staged") == 3 * weights / 4
+    sampler = {"kind": "torch", "own_lane": True}
+    torch_keys = {"device": "cpu", "compute_dtype": "float32", "sampler": sampler}
+    (own_lane,) = planned(torch_keys, Machine.cpu(64 * GIB), "135M", staged=2).pools
+    assert part(own_lane, "staged") == 2 * 4 * 134_515_008
+
+
 def test_on_the_cpu_everything_shares_one_memory() -> None:
     sampler = {"kind": "vllm", "replicas": 2, "kv_cache_gib": 1.0}
     keys = {"device": "cpu", "compute_dtype": "bfloat16", "sampler": sampler}

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from engine.memory_plan.shape import ModelShape
 from engine.specs.engine import LocalEngineSpec
 from flows.cli.main import app
+from flows.cli.plan import workload_of
 from flows.configs.overrides import parse_config
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "engines").glob("*.toml"))
@@ -71,6 +73,17 @@ def test_an_adapter_on_a_base_in_4_bits_is_planned_and_proposed(tmp_path: Path) 
     on_4_bits = plan(*words, "--load-in-4bit")
     assert on_4_bits.exit_code == 0
     assert "LoRA rank 16 on a base in 4 bits" in on_4_bits.stdout
+
+
+@pytest.mark.parametrize(
+    ("rules", "staged"),
+    [({}, 1), ({"max_staleness": 4}, 4), ({"max_staleness": 4, "weight_updates": "in_flight"}, 1)],
+)
+def test_the_policies_that_wait_for_the_samplers_follow_from_the_rules(rules: dict[str, Any], staged: int) -> None:
+    shape = ModelShape("m", 1, 1, 1, 1, 1, 1, vocabulary=1, context=64, parameters=1, tied=True)
+    body = {"rules": rules}
+    assert workload_of(body, LocalEngineSpec(), shape, context=0, lora_rank=0, frozen=0).staged == staged
+    assert workload_of(body, LocalEngineSpec(), shape, context=0, lora_rank=8, frozen=0).staged == 1
 
 
 def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> None:

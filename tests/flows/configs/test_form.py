@@ -229,7 +229,7 @@ def submit(api: str, deployment: UUID, config: dict[str, Any]) -> httpx.Response
     later = {"type": "SCHEDULED", "state_details": {"scheduled_time": "2100-01-01T00:00:00Z"}}
     body = {"parameters": {"config": config}, "state": later}
     for _ in range(10):
-        answer = httpx.post(f"{api}/deployments/{deployment}/create_flow_run", json=body, trust_env=False)
+        answer = httpx.post(f"{api}/deployments/{deployment}/create_flow_run", json=body, trust_env=False, timeout=60)
         if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:  # SQLite is busy: Prefect's clients ask again, too
             break
         time.sleep(0.5)

@@ -175,6 +175,7 @@ def test_the_next_supervisor_takes_over_what_a_killed_one_left(world: World) -> 
     first = world.supervisor()
     first.start()
     os.kill(first.state.services["engine"].pid, signal.SIGKILL)
+    wait_until(lambda: not first.state.services["engine"].alive)
     world.told.clear()
     flow = world.flow("run-1")
     second = world.supervisor()

@@ -177,7 +177,11 @@ class ReplicaActor(ActorBase):
             # vLLM ends a completion at its stop tokens and its length. For strings, each token must be seen here.
             request.stream_interval = chunk_tokens if stops is None else 1
             prompt = vllm_api.token_prompt([*prompts[prompt_indices[index]], *earlier], salt=salt)
-            outputs = self._client.generate(prompt, request, self._request_name(), lora_request=lora)
+            # After a cut, completions that have begun get their places back before others begin.
+            priority = 0 if earlier else 1
+            outputs = self._client.generate(
+                prompt, request, self._request_name(), lora_request=lora, priority=priority
+            )
             async with aclosing(outputs):  # closing them before the last one makes vLLM abort the request
                 async for chunk in self._chunks(index, outputs, sampling_params, end, chunk_tokens):
                     chunks.append(chunk)

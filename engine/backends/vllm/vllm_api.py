@@ -408,6 +408,7 @@ def engine_arguments(config_folder: Path, options: EngineOptions) -> dict[str, A
         max_model_len=options.max_context,
         max_num_seqs=options.max_rows,
         max_num_batched_tokens=max(options.max_context, MIN_BATCHED_TOKENS),
+        scheduling_policy="priority",  # of smaller numbers first, and of equal ones those that came first
         enable_chunked_prefill=False,  # on the CPU a seeded request with a split prompt crashes the engine
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # logprobs of the distribution that is sampled, after temperature

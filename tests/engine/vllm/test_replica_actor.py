@@ -40,7 +40,9 @@ class FakeEngine:
     async def reset_prefix_cache(self) -> bool:
         return True
 
-    async def generate(self, prompt: Any, params: Any, name: str, lora_request: Any) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, params: Any, name: str, lora_request: Any, priority: int
+    ) -> AsyncIterator[Any]:
         self.running += 1
         try:
             if params.seed < 0:

@@ -1,4 +1,5 @@
-"""Adapters on one base in a real vLLM replica: they sample at the same time, and the last ones stay loaded."""
+"""Calls that a real vLLM replica batches: adapters on one base sample at the same time, and the last ones stay loaded;
+completions that have begun go before others."""
 
 from __future__ import annotations
 
@@ -82,3 +83,28 @@ async def test_two_policies_sample_at_the_same_time_and_the_older_one_stays(
     # each adapter was loaded once, and the policy that the chain has left was not restored for the sampler
     syncs = [(line["policy"].rpartition("/")[0], line["step"]) for line in events(worklog, "sync")]
     assert len(syncs) == len(set(syncs)) == 3
+
+
+async def test_a_completion_that_has_begun_gets_a_place_before_others(tmp_path: Path, tiny_folder: Path) -> None:
+    spec = spec_of(replicas=1, kv_cache_gib=0.125).model_copy(update={"max_rows": 1})
+    engine = LocalEngine(f"file://{tmp_path}/one-place", spec)
+    policy = await new_policy(engine, tiny_folder)
+    first_tokens: list[str] = []
+    begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def sample(name: str, tokens: int, sampled: list[int] | None) -> None:
+        def on_token(index: int, token: int, logprob: float) -> None:
+            if name not in first_tokens:
+                first_tokens.append(name)
+                loop.call_soon_threadsafe(begun.set)
+
+        params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+        request = GenerateRequest(policy, [[10, 20]], [1], params, sampled=None if sampled is None else [sampled])
+        await engine.generate(request, on_token=on_token)
+
+    running = asyncio.create_task(sample("runs", 450, None))
+    await begun.wait()
+    await asyncio.gather(running, sample("new", 4, None), sample("cut", 4, [5, 6]))
+    await engine.close(checkpoint=False)
+    assert first_tokens == ["runs", "cut", "new"]

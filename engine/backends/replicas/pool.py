@@ -6,6 +6,11 @@ with the same seeds. Its finished completions are discarded too, because it cann
 restart it loads the last weights if their files still exist. It gets no work until it holds weights. A replica whose
 workers are broken (for example with half-loaded layers) is restarted too.
 
+Replicas join and leave while calls run (`scale`). One that joins is in the state of one that was restarted. One that
+leaves gets no new work. The interruptible calls that it samples for end at their next token, and their callers continue
+them on other replicas. It finishes other calls. Its weights are then checked once more, and it ends. A replica on a
+machine that Ray drains leaves in the same way, and another one joins in its place.
+
 The replicas are Ray actors (`replica_actor`). This process decides which replica samples what (`dispatch`). Ray's
 prefix-aware router is not used: it belongs to Ray Serve, which puts proxies and a controller between the pool and
 the actors, and it does not know which weights an actor holds.
@@ -16,10 +21,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from engine.backends.protocol import Interrupted, OnToken
 from engine.backends.replicas import partial_completions
@@ -34,7 +39,9 @@ from engine.backends.replicas.replica import (
     describe_replicas,
     holders_of_adapter,
     holders_of_state,
+    in_use,
     replicas_up,
+    staying_replicas,
     wait_until,
 )
 from engine.backends.replicas.runtime import (
@@ -57,7 +64,34 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 OnUp = Callable[[Replica], Awaitable[None]]
-MakeReplicas = Callable[[OnUp], list[Replica]]
+
+MACHINES_INTERVAL = 2.0
+"""Seconds between two questions which machines will be taken away."""
+
+
+class ReplicaSource(Protocol):
+    """Makes the replicas of one pool. Its methods block for milliseconds at most."""
+
+    def make(self, on_up: OnUp) -> Replica:
+        """Returns another replica, which is not started. It waits for its resources when it starts. Raises WorkerDied
+        if the cluster is lost."""
+        ...
+
+    def check_room(self, count: int) -> None:
+        """Raises BadSpec if so many replicas can never run."""
+        ...
+
+    def draining_nodes(self) -> Collection[str]:
+        """Ray's ids of the machines that will be taken away. Called in any thread."""
+        ...
+
+    def is_connected(self) -> bool:
+        """Whether the cluster of the replicas is still there."""
+        ...
+
+    def close(self) -> None:
+        """Frees all resources. Called after all replicas have ended."""
+        ...
 
 
 class LoopThread:
@@ -104,52 +138,56 @@ class ReplicaPool:
 
     def __init__(
         self,
-        make_replicas: MakeReplicas,
-        on_close: Callable[[], None],
+        source: ReplicaSource,
+        count: int,
         *,
         keep_weights: bool = False,
         delivery: WeightDelivery = FILE_DELIVERY,
-        is_connected: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Returns when all replicas are up.
+        """Returns when `count` replicas are up.
 
         Args:
-            make_replicas: makes the replicas, in the pool's event loop. Its argument is their `on_up`.
-            on_close: called after all replicas have ended.
             keep_weights: keep links to the last weights for replicas that restart. Without it, they can load them only
                 while the caller's files exist.
-            is_connected: whether the cluster of the replicas is still there.
 
         Raises:
             WorkerDied: a replica did not start. No replica is left running.
         """
         self.replicas: list[Replica] = []
-        self._on_close, self._keep_weights, self._delivery = on_close, keep_weights, delivery
-        self._is_connected = is_connected
+        """All of them, also those that leave. A change makes a new list, because other threads read it."""
+        self._source, self._keep_weights, self._delivery = source, keep_weights, delivery
         self._last_load: LoadRequest | None = None
         """The last weights that were sent to the replicas, for those that restart."""
         self._unchecked_actors: dict[ActorHandle, object] = {}
         """The processes that sampled completions since the last check that passed. The value is unique to the process's
         last call of `generate`."""
         self._asleep = False
-        self._supervisors: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        """The supervisors of the replicas, and what else runs until the pool is closed."""
         # Everything that changes the replicas runs in the loop of this thread, so no lock is needed. Other threads only
         # read them.
         self._thread = LoopThread("vllm-pool")
         try:
-            self._thread.run(self._start(make_replicas))
+            self._thread.run(self._start(count))
         except BaseException:
             self.close()
             raise
 
-    async def _start(self, make_replicas: MakeReplicas) -> None:
-        self.replicas = make_replicas(self._restore_replica)
-        self._supervisors = [asyncio.create_task(replica.supervise()) for replica in self.replicas]
+    async def _start(self, count: int) -> None:
+        for _ in range(count):
+            self._join()
         while any(replica.phase == "starting" and not replica.failures for replica in self.replicas):
             await asyncio.sleep(POLL_INTERVAL)
         for replica in self.replicas:
             if replica.failures:
                 raise WorkerDied(replica.error)
+        self._run_task(self._watch_machines())
+
+    def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a coroutine until it ends or the pool is closed."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _restore_replica(self, replica: Replica) -> None:
         """Loads the last weights into a replica in which vLLM has started, if their files still exist.
@@ -202,7 +240,9 @@ class ReplicaPool:
         self._last_load = request
         proofs: list[LoadProof] = []
         deaths, mismatches = list[BaseException](), list[BaseException]()
-        for outcome in await self._delivery.deliver(up, request, source, self._load_into):
+        with in_use(up):
+            outcomes = await self._delivery.deliver(up, request, source, self._load_into)
+        for outcome in outcomes:
             if isinstance(outcome, LoadProof):
                 proofs.append(outcome)
             elif isinstance(outcome, WorkerDied):
@@ -281,13 +321,12 @@ class ReplicaPool:
         """Calls a check of the worker extension on one replica. Raises SamplerOutOfSync if it does not pass, or if the
         replica sampled since the last check and dies. The death of a replica that has not sampled is no error."""
         actor, worker_ids = replica.running_actor(), list(replica.worker_ids)
-        has_sampled = actor in self._unchecked_actors
         try:
             replies = await actor.call("rpc", method, *args)
             check_replies(replies, worker_ids, who=f"vLLM {replica.name}")
         except WorkerDied as error:
             await replica.fail(actor)
-            if has_sampled:
+            if actor in self._unchecked_actors:
                 raise SamplerOutOfSync(f"{error}; the weights of its completions cannot be proven any more") from error
         except SamplerOutOfSync:
             replica.loaded_state = None
@@ -359,7 +398,7 @@ class ReplicaPool:
         # be sampled again, so that ends would come more often than the policy draws them.
         chunk_tokens = partial_completions.tokens_per_chunk(1 if interrupted else len(prompts))
         json_params = params.model_dump(mode="json")
-        actors: dict[int, ActorHandle | None] = {}
+        actors: dict[int, ActorHandle] = {}
         """The process that each completion was sent to last."""
 
         async def send(replica: Replica, indices: list[int]) -> None:
@@ -367,30 +406,48 @@ class ReplicaPool:
             distinct, prompt_indices = partial_completions.distinct_prompts([prompts[index] for index in indices])
             replica_seeds = [seeds[index] for index in indices]
             earlier = None if sampled is None else [sampled[index] for index in indices]
-            stream = replica.running_actor().stream(
+            actor = replica.running_actor()
+            stream = actor.stream(
                 "generate", replica.loaded_state, distinct, prompt_indices, replica_seeds, json_params, chunk_tokens,
                 adapter, stops, earlier,
             )  # fmt: skip
             for index in indices:
                 completions[index].restart()  # a replica that has failed may have begun it
-                actors[index] = replica.actor
+                actors[index] = actor
             await partial_completions.receive_chunks(stream, completions, indices, new_tokens)
 
         async def dispatch() -> None:
-            work = dispatch_work(work_items, send, lambda: self._ready_replicas(adapter))
-            samplers = await partial_completions.run_unless_interrupted(work, interrupted)
-            if samplers is None:
-                samplers = set()
-                for index, completion in enumerate(completions):
+            samplers = set[ActorHandle]()
+            try:
+                samplers = await dispatch_work(work_items, send, lambda: self._ready_replicas(adapter))
+            except asyncio.CancelledError:
+                # The tokens so far of an interrupted call are used.
+                samplers = {actor for index, actor in actors.items() if completions[index].tokens}
+                raise
+            finally:
+                # `check` must prove the weights of every process that sampled. A replica that leaves waits for its
+                # last call and then for this proof, so nothing may be awaited since `dispatch_work` has ended.
+                self._unchecked_actors.update(dict.fromkeys(samplers, object()))
+
+        def must_end() -> bool:
+            assert interrupted is not None
+            if interrupted():
+                return True
+            draining = {replica.actor for replica in self.replicas if replica.phase == "draining"}
+            return bool(draining) and any(
+                actor in draining and completions[index].stop is None for index, actor in actors.items()
+            )
+
+        async def dispatch_unless_interrupted() -> None:
+            await partial_completions.run_unless_interrupted(dispatch(), must_end if interrupted else None)
+            if interrupted is not None:
+                for completion in completions:
                     completion.interrupt()
-                    actor = actors.get(index)
-                    if actor is not None and completion.tokens:
-                        samplers.add(actor)
-            # `check` must prove the weights of every process that sampled.
-            self._unchecked_actors.update(dict.fromkeys(samplers, object()))
 
         work_items = [WorkItem(affinity_key(prompt), len(prompt) + params.max_new_tokens) for prompt in prompts]
-        partial_completions.run_with_listener(dispatch(), new_tokens, on_token, self._thread.loop)
+        partial_completions.run_with_listener(
+            dispatch_unless_interrupted(), new_tokens, on_token, self._thread.loop
+        )
         return [completion.completion() for completion in completions]
 
     def score(
@@ -432,18 +489,98 @@ class ReplicaPool:
 
     # -- life -------------------------------------------------------------------------------------------------
 
-    def drain(self, name: str) -> None:
-        """Gives a replica no new requests; ends it after its last one and the next `check`. Blocks until then."""
+    def scale(self, count: int) -> None:
+        """Changes the number of replicas, at least 1. Returns at once, while replicas start, and others finish their
+        work before they end.
 
-        async def drain() -> None:
-            replica = next(replica for replica in self.replicas if replica.name == name)
+        Raises:
+            BadSpec: so many replicas can never run.
+            WorkerDied: the cluster is lost.
+        """
+        self._thread.run(self._scale(count))
+
+    async def _scale(self, count: int) -> None:
+        staying = staying_replicas(self.replicas)
+        if count > len(staying):
+            self._source.check_room(count)
+        for _ in range(count - len(staying)):
+            self._join()
+        # Those that can do the least work leave first, and of equal ones the youngest.
+        staying.reverse()
+        staying.sort(key=lambda replica: (replica.phase == "up", replica.loaded_state is not None, len(replica.adapters)))
+        for replica in staying[: max(0, len(staying) - count)]:
+            self._leave(replica)
+
+    def _join(self) -> None:
+        replica = self._source.make(self._restore_replica)
+        self.replicas = [*self.replicas, replica]
+        self._run_task(replica.supervise())
+
+    def _leave(self, replica: Replica) -> None:
+        replica.leaving = True
+        self._run_task(self._retire(replica))
+
+    async def _retire(self, replica: Replica) -> None:
+        """Ends a replica after its last work and the proof of its weights."""
+        # It works on while no other replica can. One that is not up ends at once.
+        while replica.phase == "up" and not self._is_replaceable(replica):
+            await asyncio.sleep(POLL_INTERVAL)
+        if replica.phase == "up":
             replica.set_phase("draining")
-            # Its process must stay until `check` has proven the weights of the completions that it sampled.
-            while replica.active_calls or replica.actor in self._unchecked_actors:
+            while replica.active_calls and replica.phase == "draining":
                 await asyncio.sleep(POLL_INTERVAL)
-            await replica.close()
+            await self._prove_sampled(replica)
+            # Checks that begin from now on leave it out. Those that run still need it.
+            replica.loaded_state = None
+            replica.adapters.clear()
+            while replica.group_calls and replica.phase == "draining":
+                await asyncio.sleep(POLL_INTERVAL)
+        await replica.close()
+        self.replicas = [other for other in self.replicas if other is not replica]
+        replica.release()
 
-        self._thread.run(drain())
+    def _is_replaceable(self, replica: Replica) -> bool:
+        """Whether a replica that stays can do the work of this one."""
+        for other in replicas_up(staying_replicas(self.replicas)):
+            has_weights = other.loaded_state is not None or replica.loaded_state is None
+            # One that has joined takes part from the next load of an adapter on.
+            has_adapters = bool(other.adapters) or not replica.adapters
+            if has_weights and has_adapters:
+                return True
+        return False
+
+    async def _prove_sampled(self, replica: Replica) -> None:
+        """Checks the weights of a replica that samples no more, so that its completions can be used after its end. If
+        they are not proven, the next `check` fails."""
+        actor, state = replica.actor, replica.loaded_state
+        if actor is None or state is None:
+            return
+        try:
+            await self._check_replica(replica, "ostinato_check", state, False)
+            for adapter in list(replica.adapters):
+                await self._check_replica(replica, "ostinato_check_adapter", adapter)
+        except WorkerDied as error:
+            log.warning("%s", error)
+        except SamplerOutOfSync as error:
+            log.warning("%s", error)
+            self._unchecked_actors[actor] = object()
+        else:
+            self._unchecked_actors.pop(actor, None)
+
+    async def _watch_machines(self) -> None:
+        """Replaces the replicas on machines that will be taken away."""
+        while True:
+            await asyncio.sleep(MACHINES_INTERVAL)
+            try:
+                nodes = await asyncio.to_thread(self._source.draining_nodes)
+                for replica in staying_replicas(self.replicas):
+                    process = replica.actor.process if replica.actor is not None else None
+                    if process is not None and process.node in nodes:
+                        log.warning("the machine of vLLM %s will be taken away: another replica joins", replica.name)
+                        self._join()
+                        self._leave(replica)
+            except Exception as error:  # noqa: BLE001 - the boundary to Ray: it is asked again
+                log.warning("the replicas on machines that Ray drains are not replaced yet: %s", error)
 
     def sleep(self) -> None:
         """Puts all replicas to sleep, including those that restart later. After `wake`, load the weights again."""
@@ -462,21 +599,22 @@ class ReplicaPool:
     @property
     def alive(self) -> bool:
         # Until close() the pool restarts dead replicas, but a lost private Ray takes all of them along.
-        return self._thread.alive and self._is_connected()
+        return self._thread.alive and self._source.is_connected()
 
     def close(self) -> None:
         """Ends every replica and all their processes."""
         if self._thread.alive:
             self._thread.run(self._close())
             self._thread.close()
-            self._on_close()
+            self._source.close()
 
     async def _close(self) -> None:
         # A lost private Ray has taken the processes along, and must not be called.
-        if self._is_connected():
+        if self._source.is_connected():
             await asyncio.gather(*(replica.close() for replica in self.replicas))
-        for supervisor in self._supervisors:
-            supervisor.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._forget_last_load()
         self._delivery.close()

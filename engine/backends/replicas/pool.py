@@ -158,9 +158,9 @@ class ReplicaPool:
         self._source, self._keep_weights, self._delivery = source, keep_weights, delivery
         self._last_load: LoadRequest | None = None
         """The last weights that were sent to the replicas, for those that restart."""
-        self._unchecked_actors: dict[ActorHandle, object] = {}
-        """The processes that sampled completions since the last check that passed. The value is unique to the process's
-        last call of `generate`."""
+        self._unchecked: dict[tuple[ActorHandle, str | None], object] = {}
+        """The processes that sampled completions since the last check that passed, with the name of the adapter to be
+        checked, or None for the base. The value is unique to the last call of `generate`."""
         self._asleep = False
         self._tasks: set[asyncio.Task[None]] = set()
         """The supervisors of the replicas, and what else runs until the pool is closed."""
@@ -230,7 +230,7 @@ class ReplicaPool:
 
     async def _load(self, request: LoadRequest, source: Source) -> LoadProof:
         self._forget_last_load()
-        self._unchecked_actors.clear()
+        self._unchecked.clear()
         for replica in self.replicas:
             replica.loaded_state = None
         await wait_until(lambda: any(replica.phase == "up" for replica in self.replicas), self.replicas)
@@ -305,17 +305,22 @@ class ReplicaPool:
         if not holders:
             raise SamplerOutOfSync(f"no replica holds {state}: {describe_replicas(self.replicas)}")
         # Nothing can prove the weights of a process that has ended, so its completions must not be used.
-        lost = self._unchecked_actors.keys() - {replica.actor for replica in holders}
+        lost = {actor for actor, _ in self._unchecked} - {replica.actor for replica in holders}
         if lost:
-            # They stay in `_unchecked_actors` until the next load: other calls may have completions of theirs, too.
+            # They stay in `_unchecked` until the next load: other calls may have completions of theirs, too.
             names = ", ".join(sorted(actor.name for actor in lost))
             raise SamplerOutOfSync(f"{names} sampled completions and ended before its weights were checked")
-        sampled = self._unchecked_actors.copy()
+        await self._check_holders(holders, None, method, *args)
+
+    async def _check_holders(self, holders: Sequence[Replica], adapter: str | None, method: str, *args: Any) -> None:
+        """Checks the base, or one adapter, of all these replicas, whose completions with it are proven then."""
+        actors = {replica.actor for replica in holders}
+        sampled = {key: call for key, call in self._unchecked.items() if key[0] in actors and key[1] == adapter}
         await call_all(holders, lambda replica: self._check_replica(replica, method, *args))
         # A call that ended during the check may have sampled after its process was checked, which stays unchecked then.
-        for actor, last_call in sampled.items():
-            if self._unchecked_actors.get(actor) is last_call:
-                del self._unchecked_actors[actor]
+        for key, last_call in sampled.items():
+            if self._unchecked.get(key) is last_call:
+                del self._unchecked[key]
 
     async def _check_replica(self, replica: Replica, method: str, *args: Any) -> None:
         """Calls a check of the worker extension on one replica. Raises SamplerOutOfSync if it does not pass, or if the
@@ -326,7 +331,7 @@ class ReplicaPool:
             check_replies(replies, worker_ids, who=f"vLLM {replica.name}")
         except WorkerDied as error:
             await replica.fail(actor)
-            if actor in self._unchecked_actors:
+            if any(sampler is actor for sampler, _ in self._unchecked):
                 raise SamplerOutOfSync(f"{error}; the weights of its completions cannot be proven any more") from error
         except SamplerOutOfSync:
             replica.loaded_state = None
@@ -367,14 +372,18 @@ class ReplicaPool:
             replica.adapters.discard(name)
             await replica.running_actor().call("remove_adapter", name)
 
-        self._thread.run(call_surviving(holders_of_adapter(self.replicas, name), remove))
+        async def remove_all() -> None:
+            self._unchecked = {key: last_call for key, last_call in self._unchecked.items() if key[1] != name}
+            await call_surviving(holders_of_adapter(self.replicas, name), remove)
+
+        self._thread.run(remove_all())
 
     def check_adapter(self, name: str) -> None:
         async def check() -> None:
             holders = holders_of_adapter(self.replicas, name)
             if not holders:
                 raise SamplerOutOfSync(f"no replica holds adapter {name}: {describe_replicas(self.replicas)}")
-            await call_all(holders, lambda replica: self._check_replica(replica, "ostinato_check_adapter", name))
+            await self._check_holders(holders, name, "ostinato_check_adapter", name)
 
         self._thread.run(check())
 
@@ -417,7 +426,7 @@ class ReplicaPool:
             await partial_completions.receive_chunks(stream, completions, indices, new_tokens)
 
         async def dispatch() -> None:
-            samplers = set[ActorHandle]()
+            samplers, last_call = set[ActorHandle](), object()
             try:
                 samplers = await dispatch_work(work_items, send, lambda: self._ready_replicas(adapter))
             except asyncio.CancelledError:
@@ -427,7 +436,8 @@ class ReplicaPool:
             finally:
                 # `check` must prove the weights of every process that sampled. A replica that leaves waits for its
                 # last call and then for this proof, so nothing may be awaited since `dispatch_work` has ended.
-                self._unchecked_actors.update(dict.fromkeys(samplers, object()))
+                for actor in samplers:
+                    self._unchecked |= dict.fromkeys([(actor, None), (actor, adapter)], last_call)
 
         def must_end() -> bool:
             assert interrupted is not None
@@ -464,7 +474,7 @@ class ReplicaPool:
                 scores[index] = sequence_logprobs
 
         work_items = [WorkItem(affinity_key(sequence), len(sequence)) for sequence in sequences]
-        # A process that only scored returned nothing that a later check must prove, so it is not in _unchecked_actors.
+        # A process that only scored returned nothing that a later check must prove, so it is not in _unchecked.
         self._thread.run(dispatch_work(work_items, send, lambda: self._ready_replicas(adapter)))
         return scores
 
@@ -507,7 +517,7 @@ class ReplicaPool:
             self._join()
         # Those that can do the least work leave first, and of equal ones the youngest.
         staying.reverse()
-        staying.sort(key=lambda replica: (replica.phase == "up", replica.loaded_state is not None, len(replica.adapters)))
+        staying.sort(key=lambda each: (each.phase == "up", each.loaded_state is not None, len(each.adapters)))
         for replica in staying[: max(0, len(staying) - count)]:
             self._leave(replica)
 
@@ -550,22 +560,17 @@ class ReplicaPool:
         return False
 
     async def _prove_sampled(self, replica: Replica) -> None:
-        """Checks the weights of a replica that samples no more, so that its completions can be used after its end. If
-        they are not proven, the next `check` fails."""
-        actor, state = replica.actor, replica.loaded_state
-        if actor is None or state is None:
-            return
+        """Checks the weights with which a replica sampled that samples no more, so that its completions can be used
+        after its end. If they are not proven, the next `check` fails."""
+        adapters = {adapter for actor, adapter in self._unchecked if actor is replica.actor}
         try:
-            await self._check_replica(replica, "ostinato_check", state, False)
-            for adapter in list(replica.adapters):
-                await self._check_replica(replica, "ostinato_check_adapter", adapter)
-        except WorkerDied as error:
+            for adapter in adapters:
+                if adapter is None:
+                    await self._check_holders([replica], None, "ostinato_check", replica.loaded_state, False)
+                else:
+                    await self._check_holders([replica], adapter, "ostinato_check_adapter", adapter)
+        except (SamplerOutOfSync, WorkerDied) as error:
             log.warning("%s", error)
-        except SamplerOutOfSync as error:
-            log.warning("%s", error)
-            self._unchecked_actors[actor] = object()
-        else:
-            self._unchecked_actors.pop(actor, None)
 
     async def _watch_machines(self) -> None:
         """Replaces the replicas on machines that will be taken away."""

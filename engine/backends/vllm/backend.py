@@ -11,7 +11,6 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -355,12 +354,15 @@ class ClusterReplicas:
                     f"one of the trainer's {len(self._trainer_placement.bundles)} ranks; ask for at most as many"
                 )
             return
+        if loss := self._cluster.loss():
+            raise WorkerDied(loss)
         own = {place.placement.name for place in self._places}
-        held = Counter[str]()
+        held = {"CPU": 0.0, "GPU": 0.0}
         for node in take_inventory().nodes:
             for reservation in node.reservations:
                 if reservation.name not in own:
-                    held.update({"CPU": reservation.cpus, "GPU": reservation.gpus})  # type: ignore[dict-item]
+                    held["CPU"] += reservation.cpus
+                    held["GPU"] += reservation.gpus
         check_room(self._cluster, _replicas_text(count), self._bundles * count, held)
 
     def make(self, on_up: OnUp) -> Replica:

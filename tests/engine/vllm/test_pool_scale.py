@@ -54,7 +54,8 @@ class FakeActor:
         self.sampled: Counter[int] = Counter()
         """Tokens by seed."""
         self.finished_work = True
-        self.spoiled = False
+        self.spoiled: set[str] = set()
+        """The checks that do not pass."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
@@ -65,8 +66,8 @@ class FakeActor:
             self.state = reply["state"] = args[2]
         if method == "sleep":
             self.state = ""
-        if method == "rpc" and args[0] == "ostinato_check" and (self.spoiled or args[1] != self.state):
-            reply["error"] = f"it holds {self.state}"
+        if method == "rpc" and (args[0] in self.spoiled or (args[0] == "ostinato_check" and args[1] != self.state)):
+            reply["error"] = "it holds other weights"
         return [{**reply, "unread": (), "seconds": {}}]
 
     async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
@@ -215,6 +216,22 @@ def test_a_replica_that_never_comes_up_holds_up_nothing(scaled: Scaled) -> None:
     assert scaled.actors["replica-2"].ended.done()
 
 
+def test_a_replica_that_joins_gets_work_for_the_adapters_that_are_loaded_after_it(
+    scaled: Scaled, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    scaled.pool.load_adapter(tmp_path / "adapter", "adapter-0", {})
+    scaled.pool.scale(3)
+    scaled.until_up("replica-0", "replica-1", "replica-2")
+    scaled.generate(adapter="adapter-0")
+    assert not scaled.actors["replica-2"].sampled
+    scaled.pool.load_adapter(tmp_path / "adapter", "adapter-1", {})
+    scaled.generate(adapter="adapter-1")
+    assert scaled.actors["replica-2"].sampled
+    scaled.pool.check_adapter("adapter-1")
+    scaled.pool.check("state-0")
+
+
 def test_too_many_replicas_are_refused_and_nothing_changes(scaled: Scaled) -> None:
     with pytest.raises(BadSpec, match="9 replicas were asked for, and there is room for 8"):
         scaled.pool.scale(9)
@@ -285,9 +302,14 @@ def test_a_leaving_replica_finishes_calls_that_cannot_be_interrupted(scaled: Sca
     scaled.pool.check("state-0")
 
 
-def test_completions_of_a_leaving_replica_with_other_weights_are_refused(scaled: Scaled) -> None:
-    scaled.generate()
-    scaled.actors["replica-1"].spoiled = True
+@pytest.mark.parametrize("spoiled", ["ostinato_check", "ostinato_check_adapter"])
+def test_completions_of_a_leaving_replica_with_other_weights_are_refused(
+    scaled: Scaled, tmp_path: Path, spoiled: str
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    scaled.pool.load_adapter(tmp_path / "adapter", "adapter-0", {})
+    scaled.generate(adapter="adapter-0")
+    scaled.actors["replica-1"].spoiled.add(spoiled)
     scaled.pool.scale(1)
     scaled.until(lambda: scaled.names() == ["replica-0"])
     with pytest.raises(SamplerOutOfSync, match="replica-1 sampled completions and ended before its weights"):

@@ -18,6 +18,7 @@ from tests.engine.vllm.pools import (
     processes_of,
     until,
 )
+from tests.fixtures.engines import commit_batch, new_policy, request_after
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -94,3 +95,54 @@ def test_two_replicas_become_one_then_three_then_two_while_calls_run(
     load(loaded, weights[1])
     assert [replica.loaded_state for replica in loaded.replicas] == ["state-1"] * 2
     loaded.check("state-1", full=True)
+
+
+async def test_an_engine_scales_its_samplers_between_steps(
+    tiny_folder: Path, tmp_path: Path, cluster: Cluster
+) -> None:
+    engine = LocalEngine(f"file://{tmp_path}/store", spec_of(replicas=1, kv_cache_gib=0.125))
+
+    async def draw(policy: PolicyRef) -> None:
+        """Samples, and compares the logprobs with the trainer's."""
+        drawn = await engine.generate(GenerateRequest(policy, PROMPTS, SEEDS, SHORT))
+        sequences = [
+            TokenSequence(prompt + one.token_ids, [0.0] * len(prompt) + [1.0] * len(one.token_ids))
+            for prompt, one in zip(PROMPTS, drawn, strict=True)
+        ]
+        expected = await engine.logprobs(LogprobsRequest(policy, sequences))
+        for one, logprobs in zip(drawn, expected, strict=True):
+            # The ids that may not end a completion yet are held back: -ln(1 - p), p about 1/259.
+            assert one.logprobs == pytest.approx(logprobs, abs=0.05)
+
+    async def replicas() -> ActorCount:
+        info = await engine.info()
+        assert info.cluster is not None
+        return info.cluster.replicas
+
+    async def wait_for(count: ActorCount) -> None:
+        for _ in range(600):
+            if await replicas() == count:
+                return
+            await asyncio.sleep(0.5)
+        raise AssertionError(await replicas())
+
+    try:
+        policy = await new_policy(engine, tiny_folder)
+        await draw(policy)
+        scaled = await engine.scale_samplers(2)
+        assert scaled == SamplerScale(before=1, replicas=ActorCount(wanted=2, alive=1))
+        await draw(policy)
+        await wait_for(ActorCount(wanted=2, alive=2))
+        request = request_after(policy, commit_batch(engine.store, policy), lr=0.05)
+        policy = (await engine.take_gradient_step(request)).policy
+        with pytest.MonkeyPatch.context() as patch:
+            request_counts = count_requests(patch)
+            await draw(policy)
+            assert sorted(request_counts) == ["replica-0", "replica-1"]
+        scaled = await engine.scale_samplers(1)
+        assert scaled.before == 2 and scaled.replicas.wanted == 1
+        await draw(policy)
+        await wait_for(ActorCount(wanted=1, alive=1))
+        await draw(policy)
+    finally:
+        await engine.close(checkpoint=False)

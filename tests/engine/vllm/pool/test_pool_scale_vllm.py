@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from engine.backends.replicas.pool import ReplicaPool
-from engine.protocol import Completion
+from engine.cluster.connection import Cluster
+from engine.local.engine import LocalEngine
+from engine.protocol import ActorCount, Completion, GenerateRequest, LogprobsRequest, SamplerScale, TokenSequence
+from storage.chain.records import PolicyRef
+from tests.engine.vllm.gating import spec_of
 from tests.engine.vllm.pools import (
     LONG,
     PROMPTS,
+    SEEDS,
+    SHORT,
     WeightFiles,
     alive,
     count_requests,
@@ -45,7 +53,6 @@ def sample_to_the_end(pool: ReplicaPool, counts: Sequence[int]) -> tuple[list[Co
     while "interrupted" in stops:
         unfinished = [index for index, stop in enumerate(stops) if stop == "interrupted"]
         arrived = 0
-
         new = pool.generate(
             [PROMPTS[index] for index in unfinished], [1000 * calls + index for index in unfinished], GREEDY, on_token,
             sampled=[sampled[index] for index in unfinished], interrupted=lambda: False,

@@ -332,6 +332,17 @@ class ActorCount(Frozen):
     alive: int = 0
     restarts: int = 0
     """Restarts of these actors since the engine started."""
+    leaving: int = 0
+    """Actors that finish their work and end. They are not among the wanted."""
+
+
+class SamplerScale(Frozen):
+    """The result of a change of the number of samplers. It takes effect while the engine works on."""
+
+    before: int
+    """vLLM replicas of each model before the change."""
+    replicas: ActorCount
+    """All replicas now. Those that are wanted and not alive start, or wait for machines."""
 
 
 class ClusterInfo(Frozen):

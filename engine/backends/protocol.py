@@ -19,7 +19,7 @@ from engine.errors import BadSpec, SamplerOutOfSync, SampleTooLong
 from engine.losses.spec import LossSpec
 from engine.models.folder import CONTEXT_SOURCE
 from engine.models.samples import FloatArray, Sample
-from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, TokenIds, TokenSequence
+from engine.protocol import ActorCount, Completion, OnToken, SamplerScale, SamplingParams, TokenIds, TokenSequence
 from engine.specs.adapters import Head, LoraSpec
 from engine.text.tokenizers import Tokenizer
 from storage.chain.records import Numerics, OptimizerSpec, StepOldLogprobs
@@ -413,6 +413,13 @@ class SamplerBackend(Protocol):
 
         `tokenizer` is the model's: its end-of-turn ids end completions, and it finds stop strings. Without one,
         completions end at the ids of the model's configs, and stop strings are refused with BadSpec."""
+        ...
+
+    def scale(self, count: int) -> SamplerScale:
+        """Changes the number of replicas of each model, at least 1, while calls run. Returns at once. May be called in
+        any thread.
+
+        Raises BadSpec if the samplers are no replicas, or if so many can never run."""
         ...
 
     def offload_for_training(self) -> None:

@@ -39,6 +39,8 @@ POLL_INTERVAL = 0.05
 class ProcessLocation:
     """The machine, process id and log files of an actor."""
 
+    node: str
+    """Ray's id of the machine, as in `connection.draining_nodes`."""
     host: str
     pid: int
     """Process id. Ray makes the process the leader of the process group of everything that it starts."""
@@ -63,13 +65,16 @@ class ProcessLocation:
 
 
 def this_process_location() -> ProcessLocation:
-    """The location of the calling process."""
+    """The location of the calling process, which is an actor."""
+    import ray
+
     # Ray redirects standard output and standard error (descriptors 1 and 2) to files.
     outputs = []
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             outputs.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return ProcessLocation(socket.gethostname(), os.getpid(), tuple(outputs))
+    node = ray.get_runtime_context().get_node_id()
+    return ProcessLocation(node, socket.gethostname(), os.getpid(), tuple(outputs))
 
 
 class ActorBase:

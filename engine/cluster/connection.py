@@ -387,6 +387,16 @@ def take_inventory() -> Inventory:
     return Inventory(tuple(nodes), free.get("CPU", 0.0), free.get("GPU", 0.0), tuple(waiting))
 
 
+def draining_nodes() -> set[str]:
+    """Ray's ids of the machines that will be taken away: a spot machine after its notice, for example.
+
+    Ray places nothing new on such a machine. Blocks for milliseconds.
+    """
+    from ray._private.state import state  # Ray Train asks here, too: there is no public function
+
+    return set(state.get_draining_nodes())
+
+
 def inventory_of(spec: ClusterSpec) -> Inventory:
     """Connects to the cluster, reads its resources, and disconnects. Raises as `connect`."""
     cluster = connect(spec)

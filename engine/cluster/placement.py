@@ -57,28 +57,15 @@ class Placement:
             WorkerDied: a private Ray has lost its node. Connect again.
             EngineBusy: the cluster did not have the resources free within `timeout`.
         """
-        # The resources of a private Ray never change while its node is there, so waiting cannot help.
-        if self.cluster.is_private:
-            self._check_private_ray()
-
+        check_room(self.cluster, self.name, self.bundles)
         # Otherwise other runs may free resources, or an autoscaler may add machines.
         if not self._group.wait(timeout_seconds=max(0.0, timeout)):
             # The sums may suffice while no single machine has room for a bundle.
-            shortage = self._shortage_text(_free_resources(), "free")
-            shortage = shortage or f"{self._needs_text()}, and no machine has a whole bundle free"
+            shortage = _shortage_text(self.name, self.bundles, _free_resources(), "free")
+            shortage = shortage or f"{_needs_text(self.name, self.bundles)}, and no machine has a whole bundle free"
             raise EngineBusy(
                 f"{shortage} after {timeout:.0f} s; {_holders_text()}: add machines to the Ray cluster, or ask for less"
             )
-
-    def _check_private_ray(self) -> None:
-        """Raises BadSpec if the private Ray is too small, WorkerDied if it has lost its node."""
-        total = {} if self.cluster.loss() else _total_resources()
-        if total.get("CPU", 0.0) < PRIVATE_CPUS and not self.cluster.loss():
-            self.cluster.mark_lost(f"it reports {_amounts_text({'CPU': total.get('CPU', 0.0)})}, not {PRIVATE_CPUS}")
-        if reason := self.cluster.loss():
-            raise WorkerDied(f"{reason}; the next call starts another one")
-        if shortage := self._shortage_text(total, "in all"):
-            raise BadSpec(f"{shortage} on this machine; ask for less, or give cluster.address of a larger cluster")
 
     def options(self, index: int, *, share: float = 1.0) -> dict[str, Any]:
         """Ray's options for the actor in bundle `index`. `share`: the part of the bundle's GPUs that the actor takes,
@@ -100,27 +87,56 @@ class Placement:
             return
         ray.util.remove_placement_group(self._group)
 
-    def _needs_text(self) -> str:
-        return f"{self.name} needs {_amounts_text(self._required_resources())}"
 
-    def _required_resources(self) -> Counter[str]:
-        """The sums over all bundles, by Ray's names."""
-        required = Counter[str]()
-        for bundle in self.bundles:
-            required.update(bundle.resources())  # type: ignore[arg-type]
-        return required
+def check_room(cluster: Cluster, name: str, bundles: Sequence[Bundle], held: Mapping[str, float] | None = None) -> None:
+    """Checks whether a private Ray is large enough for the bundles of `name`. It never grows, so waiting cannot help.
+    Other clusters are not checked: an autoscaler may add machines.
 
-    def _shortage_text(self, available: Mapping[str, float], label: str) -> str:
-        """A sentence with the required and the available amounts; empty if the sums suffice.
+    Args:
+        held: amounts that others hold for good, by Ray's names.
 
-        Args:
-            label: "free" or "in all", what `available` counts.
-        """
-        required = self._required_resources()
-        if all(available.get(name, 0.0) >= amount for name, amount in required.items()):
-            return ""
-        present = {name: available.get(name, 0.0) for name in required}
-        return f"{self._needs_text()}, and there are {_amounts_text(present)} {label}"
+    Raises:
+        BadSpec: it has too few resources.
+        WorkerDied: it has lost its node. Connect again.
+    """
+    if not cluster.is_private:
+        return
+    total = {} if cluster.loss() else _total_resources()
+    if total.get("CPU", 0.0) < PRIVATE_CPUS and not cluster.loss():
+        cluster.mark_lost(f"it reports {_amounts_text({'CPU': total.get('CPU', 0.0)})}, not {PRIVATE_CPUS}")
+    if reason := cluster.loss():
+        raise WorkerDied(f"{reason}; the next call starts another one")
+    available, label = total, "in all"
+    if held is not None:
+        available = {resource: amount - held.get(resource, 0.0) for resource, amount in total.items()}
+        label = "that nothing else holds"
+    if shortage := _shortage_text(name, bundles, available, label):
+        raise BadSpec(f"{shortage} on this machine; ask for less, or give cluster.address of a larger cluster")
+
+
+def _needs_text(name: str, bundles: Sequence[Bundle]) -> str:
+    return f"{name} needs {_amounts_text(_required_resources(bundles))}"
+
+
+def _required_resources(bundles: Sequence[Bundle]) -> Counter[str]:
+    """The sums over all bundles, by Ray's names."""
+    required = Counter[str]()
+    for bundle in bundles:
+        required.update(bundle.resources())  # type: ignore[arg-type]
+    return required
+
+
+def _shortage_text(name: str, bundles: Sequence[Bundle], available: Mapping[str, float], label: str) -> str:
+    """A sentence with the required and the available amounts; empty if the sums suffice.
+
+    Args:
+        label: what `available` counts: "free", for example.
+    """
+    required = _required_resources(bundles)
+    if all(available.get(resource, 0.0) >= amount for resource, amount in required.items()):
+        return ""
+    present = {resource: available.get(resource, 0.0) for resource in required}
+    return f"{_needs_text(name, bundles)}, and there are {_amounts_text(present)} {label}"
 
 
 def _total_resources() -> dict[str, float]:

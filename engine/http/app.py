@@ -30,7 +30,6 @@ from engine.http.bodies import (
     VERSION,
     Acknowledged,
     CreatePolicyBody,
-    EngineWithUploads,
     ExportModelBody,
     Health,
     ImportModelBody,
@@ -38,6 +37,8 @@ from engine.http.bodies import (
     Ready,
     ReleaseBody,
     SaveCheckpointBody,
+    ScaleSamplersBody,
+    ServedEngine,
     ServerInfo,
     StagePolicyBody,
     StepBody,
@@ -52,7 +53,7 @@ from engine.http.report_links import PREFIX, is_proof
 from engine.http.service import MEDIA_TYPE as METRICS_TYPE
 from engine.http.service import EngineService, ServerOptions, error_result, json_result, response_of
 from engine.models.folder import registered_model
-from engine.protocol import EngineInfo, Measurement
+from engine.protocol import EngineInfo, Measurement, SamplerScale
 from engine.validation_messages import describe_errors
 from storage.chain.records import CommitRecord, PolicyRef
 from storage.errors import InvalidKey, ObjectNotFound
@@ -65,7 +66,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-an
 anything in it runs or loads."""
 
 
-def create_app(engine: EngineWithUploads, store: ObjectStore, options: ServerOptions | None = None) -> FastAPI:
+def create_app(engine: ServedEngine, store: ObjectStore, options: ServerOptions | None = None) -> FastAPI:
     """Returns the app of a server over `engine`. `app.state.service` is its EngineService. It reads the store's id
     once."""
     service = EngineService(engine, store, options or ServerOptions())
@@ -245,7 +246,7 @@ def _checkpoint_routes(service: EngineService) -> APIRouter:
 
 
 def _run_routes(service: EngineService) -> APIRouter:
-    """Routes that stage a policy, release a run and describe the engine."""
+    """Routes that stage a policy, release a run, scale the samplers and describe the engine."""
     router, call, engine = v1_router(service), _json_submitter(service), service.engine
 
     @router.post("/stage_policy", response_model=Acknowledged, responses=not_finished())
@@ -269,6 +270,13 @@ def _run_routes(service: EngineService) -> APIRouter:
             return Acknowledged()
 
         return await call(request, work, wait=wait, run=body.run)
+
+    @router.post("/scale_samplers", response_model=SamplerScale, responses=not_finished())
+    async def scale_samplers(
+        body: ScaleSamplersBody, request: Request, wait: Wait = 10, request_id: RequestId = None
+    ) -> Response:
+        """Changes the number of vLLM replicas while calls run. The response does not wait for them."""
+        return await call(request, partial(engine.scale_samplers, body.samplers), wait=wait)
 
     @router.get("/info", response_model=EngineInfo, responses=not_finished())
     async def info(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from engine.errors import BadSpec
 from engine.models.folder import ModelFolder, registry_version
-from engine.protocol import Engine, MeasureRequest, PolicySpec
+from engine.protocol import Engine, MeasureRequest, PolicySpec, SamplerScale
 from storage.chain.records import PolicyRef, StepRequest
 from storage.errors import CorruptArtifact, InvalidKey, ObjectNotFound, StorageError
 from storage.registry.models import find_published
@@ -36,6 +36,7 @@ REQUEST_HEADER = "X-Request-Id"
 """Id of a call, 32 hex digits. It stays the same on retries, and the server does the work of one id once."""
 MAX_WAIT_SECONDS = 30.0
 """Longest time for which a request may wait for a result."""
+MAX_SAMPLERS = 4096
 
 
 def _name(value: str) -> str:
@@ -187,6 +188,12 @@ class ReleaseBody(Body):
     epoch: Epoch = 0
 
 
+class ScaleSamplersBody(Body):
+    """Asks for a number of vLLM replicas."""
+
+    samplers: int = Field(ge=1, le=MAX_SAMPLERS, description="Replicas of each model.")
+
+
 class Acknowledged(BaseModel):
     """The response to a call that returns nothing."""
 
@@ -220,11 +227,17 @@ class Ready(BaseModel):
     waiting: int = Field(description="Calls that are not finished.")
 
 
-class EngineWithUploads(Engine, Protocol):
-    """The engine of a server: it can also import a folder on its own machine."""
+class ServedEngine(Engine, Protocol):
+    """The engine of a server. It has calls that no flow makes."""
 
     async def import_folder(self, folder: ModelFolder, *, provenance: Provenance) -> ArtifactRef:
-        """Publishes a checked folder in the registry. Idempotent."""
+        """Publishes a checked folder of this machine in the registry. Idempotent."""
+        ...
+
+    async def scale_samplers(self, count: int) -> SamplerScale:
+        """Changes the number of vLLM replicas of each model, while calls run, and does not wait for them.
+
+        Raises BadSpec if the samplers are no replicas, or if the cluster can never run so many."""
         ...
 
 
@@ -267,7 +280,7 @@ def discard_upload(store: ObjectStore, name: str, digest: str) -> None:
 
 
 async def import_upload(
-    engine: EngineWithUploads, store: ObjectStore, name: str, digest: str, *, provenance: Provenance
+    engine: ServedEngine, store: ObjectStore, name: str, digest: str, *, provenance: Provenance
 ) -> ArtifactRef:
     """Publishes an uploaded folder and deletes the upload. Idempotent.
 

@@ -21,6 +21,7 @@ from engine.http.bodies import (
     MeasureBody,
     ReleaseBody,
     SaveCheckpointBody,
+    ScaleSamplersBody,
     ServerInfo,
     StagePolicyBody,
     StepBody,
@@ -39,6 +40,7 @@ from engine.protocol import (
     MeasureRequest,
     PolicySpec,
     RowsRequest,
+    SamplerScale,
 )
 from engine.specs.engine import HttpEngineSpec
 from engine.validation_messages import describe_errors
@@ -203,6 +205,20 @@ class EngineClient:
                 )
             self._server = server
         return self._server
+
+
+async def scale_samplers(
+    spec: HttpEngineSpec, count: int, *, transport: TransportFactory | None = None
+) -> SamplerScale:
+    """Asks the server for `count` vLLM replicas. The caller needs no access to the engine's store.
+
+    Raises BadSpec if the engine's samplers are no replicas, or if its cluster can never run so many."""
+    body = _body(ScaleSamplersBody, samplers=count).model_dump_json().encode()
+    connection = Transport(spec, transport=transport)
+    try:
+        return _parse(SamplerScale, await connection.call(CallRequest("/v1/scale_samplers", body)))
+    finally:
+        await connection.close()
 
 
 def _body(cls: type[B], **fields: object) -> B:

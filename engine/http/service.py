@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import BadSpec
-from engine.http.bodies import CallStatus, EngineWithUploads
+from engine.http.bodies import CallStatus, ServedEngine
 from engine.http.calls import CallLimits, CallResult, CallTable, SubmittedCall
 from engine.http.errors import EXPECTED_ERRORS, INTERNAL, RETRY_AFTER_SECONDS, ErrorBody, error_body, http_status
 from engine.protocol import ClusterInfo, Completion
@@ -60,7 +60,7 @@ class LogContext:
 class EngineService:
     """The state of one server. Used in one event loop."""
 
-    def __init__(self, engine: EngineWithUploads, store: ObjectStore, options: ServerOptions) -> None:
+    def __init__(self, engine: ServedEngine, store: ObjectStore, options: ServerOptions) -> None:
         self.engine, self.store, self.options = engine, store, options
         self.store_id = store_id(store)
         self.calls = CallTable(options.limits)

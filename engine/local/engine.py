@@ -50,6 +50,7 @@ from engine.protocol import (
     MeasureRequest,
     PolicySpec,
     RowsRequest,
+    SamplerScale,
 )
 from engine.specs.adapters import parse_trainable
 from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
@@ -461,6 +462,13 @@ class LocalEngine:
         if epoch >= self._epochs.get(run, 0):
             for loaded in self.loaded_policies.mark_evict_first(run):
                 self._save_for_eviction(loaded)
+
+    async def scale_samplers(self, count: int) -> SamplerScale:
+        """Changes the number of vLLM replicas of each model, while calls run. Does not wait for other calls, nor for
+        the replicas. An engine that is started again begins with the number in its config.
+
+        Raises BadSpec if the samplers are no replicas, or if the cluster can never run so many."""
+        return await asyncio.to_thread(self.samplers.scale, count)
 
     async def info(self) -> EngineInfo:
         """Does not wait for other calls, except that the first `info` measures the device in the trainer lane."""

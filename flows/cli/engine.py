@@ -1,4 +1,5 @@
-"""`ostinato engine serve`: runs a shared engine as an HTTP service."""
+"""`ostinato engine serve`: runs a shared engine as an HTTP service. `ostinato engine scale`: changes the number of its
+samplers while it runs."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from engine.errors import EngineError
-from engine.specs.engine import LocalEngineSpec
+from engine.http.client import scale_samplers
+from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
+from engine.validation_messages import describe_errors
 from flows.cli.plan import plan
 from flows.configs.overrides import ConfigError, load_engine
 from storage.errors import StorageError
@@ -23,6 +27,8 @@ engine_app = typer.Typer(help="The shared engine as a service.", no_args_is_help
 TOKEN_ENV = "OSTINATO_ENGINE_TOKEN"
 MIN_TOKEN = 16
 """Smallest length of a token in characters. Shorter tokens can be guessed."""
+PATIENCE_SECONDS = 10.0
+"""How long `scale` tries to reach the engine."""
 
 
 @engine_app.callback()
@@ -62,6 +68,29 @@ def serve(
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     raise typer.Exit(status)
+
+
+@engine_app.command("scale")
+def scale(
+    samplers: Annotated[int, typer.Option(help="Number of vLLM replicas of each model.", min=1)],
+    url: Annotated[str, typer.Option(help="Address of the engine.")] = "http://127.0.0.1:8777",
+) -> None:
+    """Changes the number of vLLM replicas of a served engine while runs go on. The token is $OSTINATO_ENGINE_TOKEN."""
+    try:
+        spec = HttpEngineSpec(url=url, token_env=TOKEN_ENV, patience_seconds=PATIENCE_SECONDS)
+        scaled = asyncio.run(scale_samplers(spec, samplers))
+    except ValidationError as error:
+        print(f"--url: {describe_errors(error.errors())}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except EngineError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    replicas = scaled.replicas
+    state = "they start with the first call that samples"
+    if replicas.wanted:
+        starting = replicas.wanted - replicas.alive
+        state = f"{replicas.alive} up, {starting} starting, {replicas.leaving} leaving"
+    print(f"samplers: {scaled.before} -> {samplers} ({state})")
 
 
 def read_token(token_file: Path | None) -> str | None:

@@ -26,7 +26,7 @@ NUMBERS += ["2147483648", "4294967296", "9223372036854775807", "9223372036854775
 STRINGS = ["", "r", "x" * 3000, "\u0000", "\ud800", "../x", "a/b", "tiny", "tiny@1", "run:é", "\u202e", "💥" * 50]
 STRINGS += ["cross_entropy", "grpo", "full", "lora", "policy", "0-s", "0" * 64, "f" * 32, "{{ 1/0 }}", "\r\nX: y"]
 VERBS = ["import_model", "create_policy", "take_gradient_step", "begin_checkpoint", "save_checkpoint", "export_model"]
-VERBS += ["stage_policy", "release"]
+VERBS += ["stage_policy", "release", "scale_samplers"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ def valid_body(verb: str, world: World, draw: random.Random) -> dict[str, Any]:
         "save_checkpoint": {**common, "name": name},
         "export_model": {**common, "model_name": name},
         "release": {"run": world.run, "epoch": 0},
+        "scale_samplers": {"samplers": 2},
     }[verb]
 
 

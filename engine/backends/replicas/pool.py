@@ -6,6 +6,11 @@ with the same seeds. Its finished completions are discarded too, because it cann
 restart it loads the last weights if their files still exist. It gets no work until it holds weights. A replica whose
 workers are broken (for example with half-loaded layers) is restarted too.
 
+Replicas join and leave while calls run (`scale`). One that joins is in the state of one that was restarted. One that
+leaves gets no new work. The interruptible calls that it samples for end at their next token, and their callers continue
+them on other replicas. It finishes other calls. Its weights are then checked once more, and it ends. A replica on a
+machine that Ray drains leaves in the same way, and another one joins in its place.
+
 The replicas are Ray actors (`replica_actor`). This process decides which replica samples what (`dispatch`). Ray's
 prefix-aware router is not used: it belongs to Ray Serve, which puts proxies and a controller between the pool and
 the actors, and it does not know which weights an actor holds.
@@ -16,10 +21,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from engine.backends.protocol import Interrupted, OnToken
 from engine.backends.replicas import partial_completions
@@ -34,7 +39,9 @@ from engine.backends.replicas.replica import (
     describe_replicas,
     holders_of_adapter,
     holders_of_state,
+    in_use,
     replicas_up,
+    staying_replicas,
     wait_until,
 )
 from engine.backends.replicas.runtime import (
@@ -57,7 +64,34 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 OnUp = Callable[[Replica], Awaitable[None]]
-MakeReplicas = Callable[[OnUp], list[Replica]]
+
+MACHINES_INTERVAL = 2.0
+"""Seconds between two questions which machines will be taken away."""
+
+
+class ReplicaSource(Protocol):
+    """Makes the replicas of one pool. Its methods block for milliseconds at most."""
+
+    def make(self, on_up: OnUp) -> Replica:
+        """Returns another replica, which is not started. It waits for its resources when it starts. Raises WorkerDied
+        if the cluster is lost."""
+        ...
+
+    def check_room(self, count: int) -> None:
+        """Raises BadSpec if so many replicas can never run."""
+        ...
+
+    def draining_nodes(self) -> Collection[str]:
+        """Ray's ids of the machines that will be taken away. Called in any thread."""
+        ...
+
+    def is_connected(self) -> bool:
+        """Whether the cluster of the replicas is still there."""
+        ...
+
+    def close(self) -> None:
+        """Frees all resources. Called after all replicas have ended."""
+        ...
 
 
 class LoopThread:
@@ -104,52 +138,56 @@ class ReplicaPool:
 
     def __init__(
         self,
-        make_replicas: MakeReplicas,
-        on_close: Callable[[], None],
+        source: ReplicaSource,
+        count: int,
         *,
         keep_weights: bool = False,
         delivery: WeightDelivery = FILE_DELIVERY,
-        is_connected: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Returns when all replicas are up.
+        """Returns when `count` replicas are up.
 
         Args:
-            make_replicas: makes the replicas, in the pool's event loop. Its argument is their `on_up`.
-            on_close: called after all replicas have ended.
             keep_weights: keep links to the last weights for replicas that restart. Without it, they can load them only
                 while the caller's files exist.
-            is_connected: whether the cluster of the replicas is still there.
 
         Raises:
             WorkerDied: a replica did not start. No replica is left running.
         """
         self.replicas: list[Replica] = []
-        self._on_close, self._keep_weights, self._delivery = on_close, keep_weights, delivery
-        self._is_connected = is_connected
+        """All of them, also those that leave. A change makes a new list, because other threads read it."""
+        self._source, self._keep_weights, self._delivery = source, keep_weights, delivery
         self._last_load: LoadRequest | None = None
         """The last weights that were sent to the replicas, for those that restart."""
-        self._unchecked_actors: dict[ActorHandle, object] = {}
-        """The processes that sampled completions since the last check that passed. The value is unique to the process's
-        last call of `generate`."""
+        self._unchecked: dict[tuple[ActorHandle, str | None], object] = {}
+        """The processes that sampled completions since the last check that passed, with the name of the adapter to be
+        checked, or None for the base. The value is unique to the last call of `generate`."""
         self._asleep = False
-        self._supervisors: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        """The supervisors of the replicas, and what else runs until the pool is closed."""
         # Everything that changes the replicas runs in the loop of this thread, so no lock is needed. Other threads only
         # read them.
         self._thread = LoopThread("vllm-pool")
         try:
-            self._thread.run(self._start(make_replicas))
+            self._thread.run(self._start(count))
         except BaseException:
             self.close()
             raise
 
-    async def _start(self, make_replicas: MakeReplicas) -> None:
-        self.replicas = make_replicas(self._restore_replica)
-        self._supervisors = [asyncio.create_task(replica.supervise()) for replica in self.replicas]
+    async def _start(self, count: int) -> None:
+        for _ in range(count):
+            self._join()
         while any(replica.phase == "starting" and not replica.failures for replica in self.replicas):
             await asyncio.sleep(POLL_INTERVAL)
         for replica in self.replicas:
             if replica.failures:
                 raise WorkerDied(replica.error)
+        self._run_task(self._watch_machines())
+
+    def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a coroutine until it ends or the pool is closed."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _restore_replica(self, replica: Replica) -> None:
         """Loads the last weights into a replica in which vLLM has started, if their files still exist.
@@ -192,7 +230,7 @@ class ReplicaPool:
 
     async def _load(self, request: LoadRequest, source: Source) -> LoadProof:
         self._forget_last_load()
-        self._unchecked_actors.clear()
+        self._unchecked.clear()
         for replica in self.replicas:
             replica.loaded_state = None
         await wait_until(lambda: any(replica.phase == "up" for replica in self.replicas), self.replicas)
@@ -202,7 +240,9 @@ class ReplicaPool:
         self._last_load = request
         proofs: list[LoadProof] = []
         deaths, mismatches = list[BaseException](), list[BaseException]()
-        for outcome in await self._delivery.deliver(up, request, source, self._load_into):
+        with in_use(up):
+            outcomes = await self._delivery.deliver(up, request, source, self._load_into)
+        for outcome in outcomes:
             if isinstance(outcome, LoadProof):
                 proofs.append(outcome)
             elif isinstance(outcome, WorkerDied):
@@ -265,29 +305,33 @@ class ReplicaPool:
         if not holders:
             raise SamplerOutOfSync(f"no replica holds {state}: {describe_replicas(self.replicas)}")
         # Nothing can prove the weights of a process that has ended, so its completions must not be used.
-        lost = self._unchecked_actors.keys() - {replica.actor for replica in holders}
+        lost = {actor for actor, _ in self._unchecked} - {replica.actor for replica in holders}
         if lost:
-            # They stay in `_unchecked_actors` until the next load: other calls may have completions of theirs, too.
+            # They stay in `_unchecked` until the next load: other calls may have completions of theirs, too.
             names = ", ".join(sorted(actor.name for actor in lost))
             raise SamplerOutOfSync(f"{names} sampled completions and ended before its weights were checked")
-        sampled = self._unchecked_actors.copy()
+        await self._check_holders(holders, None, method, *args)
+
+    async def _check_holders(self, holders: Sequence[Replica], adapter: str | None, method: str, *args: Any) -> None:
+        """Checks the base, or one adapter, of all these replicas, whose completions with it are proven then."""
+        actors = {replica.actor for replica in holders}
+        sampled = {key: call for key, call in self._unchecked.items() if key[0] in actors and key[1] == adapter}
         await call_all(holders, lambda replica: self._check_replica(replica, method, *args))
         # A call that ended during the check may have sampled after its process was checked, which stays unchecked then.
-        for actor, last_call in sampled.items():
-            if self._unchecked_actors.get(actor) is last_call:
-                del self._unchecked_actors[actor]
+        for key, last_call in sampled.items():
+            if self._unchecked.get(key) is last_call:
+                del self._unchecked[key]
 
     async def _check_replica(self, replica: Replica, method: str, *args: Any) -> None:
         """Calls a check of the worker extension on one replica. Raises SamplerOutOfSync if it does not pass, or if the
         replica sampled since the last check and dies. The death of a replica that has not sampled is no error."""
         actor, worker_ids = replica.running_actor(), list(replica.worker_ids)
-        has_sampled = actor in self._unchecked_actors
         try:
             replies = await actor.call("rpc", method, *args)
             check_replies(replies, worker_ids, who=f"vLLM {replica.name}")
         except WorkerDied as error:
             await replica.fail(actor)
-            if has_sampled:
+            if any(sampler is actor for sampler, _ in self._unchecked):
                 raise SamplerOutOfSync(f"{error}; the weights of its completions cannot be proven any more") from error
         except SamplerOutOfSync:
             replica.loaded_state = None
@@ -328,14 +372,18 @@ class ReplicaPool:
             replica.adapters.discard(name)
             await replica.running_actor().call("remove_adapter", name)
 
-        self._thread.run(call_surviving(holders_of_adapter(self.replicas, name), remove))
+        async def remove_all() -> None:
+            self._unchecked = {key: last_call for key, last_call in self._unchecked.items() if key[1] != name}
+            await call_surviving(holders_of_adapter(self.replicas, name), remove)
+
+        self._thread.run(remove_all())
 
     def check_adapter(self, name: str) -> None:
         async def check() -> None:
             holders = holders_of_adapter(self.replicas, name)
             if not holders:
                 raise SamplerOutOfSync(f"no replica holds adapter {name}: {describe_replicas(self.replicas)}")
-            await call_all(holders, lambda replica: self._check_replica(replica, "ostinato_check_adapter", name))
+            await self._check_holders(holders, name, "ostinato_check_adapter", name)
 
         self._thread.run(check())
 
@@ -359,7 +407,7 @@ class ReplicaPool:
         # be sampled again, so that ends would come more often than the policy draws them.
         chunk_tokens = partial_completions.tokens_per_chunk(1 if interrupted else len(prompts))
         json_params = params.model_dump(mode="json")
-        actors: dict[int, ActorHandle | None] = {}
+        actors: dict[int, ActorHandle] = {}
         """The process that each completion was sent to last."""
 
         async def send(replica: Replica, indices: list[int]) -> None:
@@ -367,30 +415,49 @@ class ReplicaPool:
             distinct, prompt_indices = partial_completions.distinct_prompts([prompts[index] for index in indices])
             replica_seeds = [seeds[index] for index in indices]
             earlier = None if sampled is None else [sampled[index] for index in indices]
-            stream = replica.running_actor().stream(
+            actor = replica.running_actor()
+            stream = actor.stream(
                 "generate", replica.loaded_state, distinct, prompt_indices, replica_seeds, json_params, chunk_tokens,
                 adapter, stops, earlier,
             )  # fmt: skip
             for index in indices:
                 completions[index].restart()  # a replica that has failed may have begun it
-                actors[index] = replica.actor
+                actors[index] = actor
             await partial_completions.receive_chunks(stream, completions, indices, new_tokens)
 
         async def dispatch() -> None:
-            work = dispatch_work(work_items, send, lambda: self._ready_replicas(adapter))
-            samplers = await partial_completions.run_unless_interrupted(work, interrupted)
-            if samplers is None:
-                samplers = set()
-                for index, completion in enumerate(completions):
+            samplers, last_call = set[ActorHandle](), object()
+            try:
+                samplers = await dispatch_work(work_items, send, lambda: self._ready_replicas(adapter))
+            except asyncio.CancelledError:
+                # The tokens so far of an interrupted call are used.
+                samplers = {actor for index, actor in actors.items() if completions[index].tokens}
+                raise
+            finally:
+                # `check` must prove the weights of every process that sampled. A replica that leaves waits for its
+                # last call and then for this proof, so nothing may be awaited since `dispatch_work` has ended.
+                for actor in samplers:
+                    self._unchecked |= dict.fromkeys([(actor, None), (actor, adapter)], last_call)
+
+        def must_end() -> bool:
+            assert interrupted is not None
+            if interrupted():
+                return True
+            draining = {replica.actor for replica in self.replicas if replica.phase == "draining"}
+            return bool(draining) and any(
+                actor in draining and completions[index].stop is None for index, actor in actors.items()
+            )
+
+        async def dispatch_unless_interrupted() -> None:
+            await partial_completions.run_unless_interrupted(dispatch(), must_end if interrupted else None)
+            if interrupted is not None:
+                for completion in completions:
                     completion.interrupt()
-                    actor = actors.get(index)
-                    if actor is not None and completion.tokens:
-                        samplers.add(actor)
-            # `check` must prove the weights of every process that sampled.
-            self._unchecked_actors.update(dict.fromkeys(samplers, object()))
 
         work_items = [WorkItem(affinity_key(prompt), len(prompt) + params.max_new_tokens) for prompt in prompts]
-        partial_completions.run_with_listener(dispatch(), new_tokens, on_token, self._thread.loop)
+        partial_completions.run_with_listener(
+            dispatch_unless_interrupted(), new_tokens, on_token, self._thread.loop
+        )
         return [completion.completion() for completion in completions]
 
     def score(
@@ -407,7 +474,7 @@ class ReplicaPool:
                 scores[index] = sequence_logprobs
 
         work_items = [WorkItem(affinity_key(sequence), len(sequence)) for sequence in sequences]
-        # A process that only scored returned nothing that a later check must prove, so it is not in _unchecked_actors.
+        # A process that only scored returned nothing that a later check must prove, so it is not in _unchecked.
         self._thread.run(dispatch_work(work_items, send, lambda: self._ready_replicas(adapter)))
         return scores
 
@@ -432,18 +499,93 @@ class ReplicaPool:
 
     # -- life -------------------------------------------------------------------------------------------------
 
-    def drain(self, name: str) -> None:
-        """Gives a replica no new requests; ends it after its last one and the next `check`. Blocks until then."""
+    def scale(self, count: int) -> None:
+        """Changes the number of replicas, at least 1. Returns at once, while replicas start, and others finish their
+        work before they end.
 
-        async def drain() -> None:
-            replica = next(replica for replica in self.replicas if replica.name == name)
+        Raises:
+            BadSpec: so many replicas can never run.
+            WorkerDied: the cluster is lost.
+        """
+        self._thread.run(self._scale(count))
+
+    async def _scale(self, count: int) -> None:
+        staying = staying_replicas(self.replicas)
+        if count > len(staying):
+            self._source.check_room(count)
+        for _ in range(count - len(staying)):
+            self._join()
+        # Those that can do the least work leave first, and of equal ones the youngest.
+        staying.reverse()
+        staying.sort(key=lambda each: (each.phase == "up", each.loaded_state is not None, len(each.adapters)))
+        for replica in staying[: max(0, len(staying) - count)]:
+            self._leave(replica)
+
+    def _join(self) -> None:
+        replica = self._source.make(self._restore_replica)
+        self.replicas = [*self.replicas, replica]
+        self._run_task(replica.supervise())
+
+    def _leave(self, replica: Replica) -> None:
+        replica.leaving = True
+        self._run_task(self._retire(replica))
+
+    async def _retire(self, replica: Replica) -> None:
+        """Ends a replica after its last work and the proof of its weights."""
+        # It works on while no other replica can. One that is not up ends at once.
+        while replica.phase == "up" and not self._is_replaceable(replica):
+            await asyncio.sleep(POLL_INTERVAL)
+        if replica.phase == "up":
             replica.set_phase("draining")
-            # Its process must stay until `check` has proven the weights of the completions that it sampled.
-            while replica.active_calls or replica.actor in self._unchecked_actors:
+            while replica.active_calls and replica.phase == "draining":
                 await asyncio.sleep(POLL_INTERVAL)
-            await replica.close()
+            await self._prove_sampled(replica)
+            # Checks that begin from now on leave it out. Those that run still need it.
+            replica.loaded_state = None
+            replica.adapters.clear()
+            while replica.group_calls and replica.phase == "draining":
+                await asyncio.sleep(POLL_INTERVAL)
+        await replica.close()
+        self.replicas = [other for other in self.replicas if other is not replica]
+        replica.release()
 
-        self._thread.run(drain())
+    def _is_replaceable(self, replica: Replica) -> bool:
+        """Whether a replica that stays can do the work of this one."""
+        for other in replicas_up(staying_replicas(self.replicas)):
+            has_weights = other.loaded_state is not None or replica.loaded_state is None
+            # One that has joined takes part from the next load of an adapter on.
+            has_adapters = bool(other.adapters) or not replica.adapters
+            if has_weights and has_adapters:
+                return True
+        return False
+
+    async def _prove_sampled(self, replica: Replica) -> None:
+        """Checks the weights with which a replica sampled that samples no more, so that its completions can be used
+        after its end. If they are not proven, the next `check` fails."""
+        adapters = {adapter for actor, adapter in self._unchecked if actor is replica.actor}
+        try:
+            for adapter in adapters:
+                if adapter is None:
+                    await self._check_holders([replica], None, "ostinato_check", replica.loaded_state, False)
+                else:
+                    await self._check_holders([replica], adapter, "ostinato_check_adapter", adapter)
+        except (SamplerOutOfSync, WorkerDied) as error:
+            log.warning("%s", error)
+
+    async def _watch_machines(self) -> None:
+        """Replaces the replicas on machines that will be taken away."""
+        while True:
+            await asyncio.sleep(MACHINES_INTERVAL)
+            try:
+                nodes = await asyncio.to_thread(self._source.draining_nodes)
+                for replica in staying_replicas(self.replicas):
+                    process = replica.actor.process if replica.actor is not None else None
+                    if process is not None and process.node in nodes:
+                        log.warning("the machine of vLLM %s will be taken away: another replica joins", replica.name)
+                        self._join()
+                        self._leave(replica)
+            except Exception as error:  # noqa: BLE001 - the boundary to Ray: it is asked again
+                log.warning("the replicas on machines that Ray drains are not replaced yet: %s", error)
 
     def sleep(self) -> None:
         """Puts all replicas to sleep, including those that restart later. After `wake`, load the weights again."""
@@ -462,21 +604,22 @@ class ReplicaPool:
     @property
     def alive(self) -> bool:
         # Until close() the pool restarts dead replicas, but a lost private Ray takes all of them along.
-        return self._thread.alive and self._is_connected()
+        return self._thread.alive and self._source.is_connected()
 
     def close(self) -> None:
         """Ends every replica and all their processes."""
         if self._thread.alive:
             self._thread.run(self._close())
             self._thread.close()
-            self._on_close()
+            self._source.close()
 
     async def _close(self) -> None:
         # A lost private Ray has taken the processes along, and must not be called.
-        if self._is_connected():
+        if self._source.is_connected():
             await asyncio.gather(*(replica.close() for replica in self.replicas))
-        for supervisor in self._supervisors:
-            supervisor.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._forget_last_load()
         self._delivery.close()

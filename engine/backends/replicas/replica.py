@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,6 +42,11 @@ class Replica:
     """Called each time vLLM runs, before the phase becomes "up". An exception makes it a failed start."""
     start_seconds: float
     """Seconds that the process may take to run, and vLLM to start in it."""
+    release: Callable[[], None] = lambda: None
+    """Frees the resources of the process. Called once, after its end, if the replica leaves its pool."""
+    leaving: bool = False
+    """Whether it is to end: it is one too many, or its machine will be taken away. In the phase "draining" it gets no
+    new work."""
     phase: ReplicaPhase = "starting"
     actor: ActorHandle | None = None
     """The process that runs now, if there is one."""
@@ -59,6 +65,8 @@ class Replica:
     """Upper bound of the tokens of its unfinished work."""
     active_calls: int = 0
     """Number of running calls for which this replica does work. If it ended, that work would have to be repeated."""
+    group_calls: int = 0
+    """Number of running calls to all replicas, such as loads and checks, that this replica takes part in."""
 
     def running_actor(self) -> ActorHandle:
         """The process that runs now. Raises WorkerDied if there is none."""
@@ -129,10 +137,15 @@ class Replica:
 
 
 def count_replicas(replicas: Sequence[Replica]) -> ActorCount:
-    """Numbers of replicas, of those that are up, and of restarts."""
-    up = sum(replica.phase == "up" for replica in replicas)
+    """Numbers of replicas that stay, of those of them that are up, of all restarts, and of replicas that leave."""
+    staying = staying_replicas(replicas)
     restarts = sum(max(0, replica.starts - 1) for replica in replicas)
-    return ActorCount(wanted=len(replicas), alive=up, restarts=restarts)
+    leaving = len(replicas) - len(staying)
+    return ActorCount(wanted=len(staying), alive=len(replicas_up(staying)), restarts=restarts, leaving=leaving)
+
+
+def staying_replicas(replicas: Sequence[Replica]) -> list[Replica]:
+    return [replica for replica in replicas if not replica.leaving]
 
 
 def replicas_up(replicas: Sequence[Replica]) -> list[Replica]:
@@ -152,9 +165,22 @@ def holders_of_adapter(replicas: Sequence[Replica], name: str) -> list[Replica]:
 ReplicaCall = Callable[[Replica], Awaitable[Any]]
 
 
+@contextmanager
+def in_use(replicas: Sequence[Replica]) -> Iterator[None]:
+    """Within the block, none of these replicas ends because it leaves."""
+    for replica in replicas:
+        replica.group_calls += 1
+    try:
+        yield
+    finally:
+        for replica in replicas:
+            replica.group_calls -= 1
+
+
 async def call_all(replicas: Sequence[Replica], call: ReplicaCall) -> None:
     """Runs one call per replica, all at once. Raises the first error after all calls have ended."""
-    outcomes = await asyncio.gather(*map(call, replicas), return_exceptions=True)
+    with in_use(replicas):
+        outcomes = await asyncio.gather(*map(call, replicas), return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome

@@ -37,7 +37,7 @@ from engine.backends.weight_files.tensor_files import (
 )
 from engine.errors import BadSpec, SamplerOutOfSync
 from engine.models.images import Images
-from engine.protocol import ActorCount, Completion, OnToken, SamplingParams, TokenIds
+from engine.protocol import ActorCount, Completion, OnToken, SamplerScale, SamplingParams, TokenIds
 from engine.specs.engine import LocalEngineSpec, TorchSamplerSpec
 from engine.text.tokenizers import Tokenizer
 from storage.temporary import process_folder
@@ -57,6 +57,12 @@ class TorchSamplerBackend:
     @property
     def actors(self) -> ActorCount:
         return ActorCount()
+
+    def scale(self, count: int) -> SamplerScale:
+        raise BadSpec(
+            "the torch sampler runs in the engine's own process, which has no replicas to add or to remove; start the "
+            "engine with sampler.kind='vllm' and sampler.replicas=1 or more"
+        )
 
     @property
     def devices(self) -> int:

@@ -6,10 +6,12 @@ This process has room for one vLLM engine at a time, since engines share torch's
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,10 +30,10 @@ from engine.backends.vllm.replica_actor import ReplicaActor
 from engine.backends.vllm.sampler import DTYPES, SharedRuntime, VllmSampler
 from engine.backends.vllm.vllm_api import CPU_KV_CACHE_BYTES, InProcessRuntime
 from engine.cluster.actors import ActorHandle, node_address, start_actor
-from engine.cluster.connection import Cluster, connect, take_inventory
-from engine.cluster.placement import SHARED_GPU, Bundle, Placement
+from engine.cluster.connection import Cluster, connect, draining_nodes, take_inventory
+from engine.cluster.placement import SHARED_GPU, Bundle, Placement, check_room
 from engine.errors import BadSpec, WorkerDied
-from engine.protocol import ActorCount
+from engine.protocol import ActorCount, SamplerScale
 from engine.specs.engine import ClusterSpec, LocalEngineSpec, TorchTrainerSpec, VllmSpec
 from engine.text.tokenizers import Tokenizer
 from storage.temporary import process_folder
@@ -84,6 +86,7 @@ class VllmSamplers:
         self._dtype = cast(Literal["float32", "bfloat16"], dtype_names[compute_dtype])
         self._in_process = not self.spec.replicas
         self._runtimes: dict[_RuntimeKey, SharedRuntime] = {}
+        self._scaling = threading.Lock()
 
     @property
     def devices(self) -> int:
@@ -97,7 +100,26 @@ class VllmSamplers:
             wanted=sum(count.wanted for count in counts),
             alive=sum(count.alive for count in counts),
             restarts=sum(count.restarts for count in counts),
+            leaving=sum(count.leaving for count in counts),
         )
+
+    def scale(self, count: int) -> SamplerScale:
+        if self._in_process:
+            raise BadSpec(
+                "vLLM samples in the engine's own process, which has no replicas to add or to remove; start the engine "
+                "with sampler.replicas=1 or more"
+            )
+        with self._scaling:
+            # The spec first: a pool that is opened meanwhile starts with one of both numbers, and is scaled then.
+            before = self.spec
+            self.spec = before.model_copy(update={"replicas": count})
+            try:
+                for shared in list(self._runtimes.values()):
+                    shared.scale(count)
+            except BaseException:
+                self.spec = before
+                raise
+            return SamplerScale(before=before.replicas, replicas=self.actors)
 
     @property
     def concurrent_calls(self) -> int:
@@ -265,15 +287,138 @@ def engine_options(
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """The reserved resources of one replica."""
+    """The resources of one replica."""
 
+    name: str
+    """Name of the replica."""
     placement: Placement
     bundle: int
     """Index of the replica's first bundle in the placement."""
-    share: float = 1.0
-    """Fraction of the bundle's GPUs that Ray assigns to the actor itself. 0 if vLLM's own workers get them."""
-    executor: str | None = None
-    """vLLM's distributed executor; None for one worker."""
+
+
+class ClusterReplicas:
+    """Implements pool.ReplicaSource with actors on the Ray cluster.
+
+    Each replica has a placement of its own, so that its resources are freed when it leaves, and Ray can move it to
+    another machine when its machine is lost. Replicas that share GPUs with the trainer's ranks have one bundle each of
+    the trainer's placement."""
+
+    def __init__(
+        self,
+        spec: VllmSpec,
+        config: Mapping[str, str],
+        options: EngineOptions,
+        cluster: Cluster,
+        trainer_placement: Placement | None,
+        actor_class: type[ReplicaActor],
+        *,
+        on_gpus: bool,
+    ) -> None:
+        """Reserves nothing yet. `config`: the model's JSON files, by name."""
+        self._spec, self._config, self._options, self._cluster = spec, config, options, cluster
+        self._trainer_placement, self._actor_class = trainer_placement, actor_class
+        self._numbers = itertools.count()
+        self._places: list[ReplicaPlace] = []
+        """The places of all replicas."""
+        self._unused: list[ReplicaPlace] = []
+        """The places that `reserve` has made for replicas to come."""
+
+        # The bundles of one replica: a single bundle with all its GPUs.
+        ranks = options.tensor_parallel
+        self._executor = "mp" if ranks > 1 and trainer_placement is None else None
+        self._share = 1.0 if trainer_placement is None else SHARED_GPU
+        self._bundles = [Bundle(gpus=ranks if on_gpus else 0)]
+        # If no machine has that many GPUs: one bundle per GPU. vLLM's own Ray executor starts a worker in each of them,
+        # and the actor itself computes nothing.
+        if on_gpus and trainer_placement is None:
+            most_gpus = max((node.gpus for node in take_inventory().nodes), default=0.0)
+            if ranks > max(1, most_gpus):
+                self._executor, self._share, self._bundles = "ray", 0.0, [Bundle(gpus=1)] * ranks
+
+    def reserve(self, count: int) -> None:
+        """Waits until the cluster has reserved the places of the first replicas. Raises BadSpec, EngineBusy and
+        WorkerDied."""
+        if self._trainer_placement is None:
+            check_room(self._cluster, _replicas_text(count), self._bundles * count)
+        self._unused = [self._take_place() for _ in range(count)]
+        if self._trainer_placement is None:
+            deadline = time.monotonic() + self._spec.start_seconds
+            for place in self._unused:
+                place.placement.wait(deadline - time.monotonic())
+
+    def check_room(self, count: int) -> None:
+        if self._trainer_placement is not None:
+            if count > len(self._trainer_placement.bundles):
+                raise BadSpec(
+                    f"{_replicas_text(count)} were asked for, and with placement='colocated' each shares the GPU of "
+                    f"one of the trainer's {len(self._trainer_placement.bundles)} ranks; ask for at most as many"
+                )
+            return
+        if loss := self._cluster.loss():
+            raise WorkerDied(loss)
+        own = {place.placement.name for place in self._places}
+        held = {"CPU": 0.0, "GPU": 0.0}
+        for node in take_inventory().nodes:
+            for reservation in node.reservations:
+                if reservation.name not in own:
+                    held["CPU"] += reservation.cpus
+                    held["GPU"] += reservation.gpus
+        check_room(self._cluster, _replicas_text(count), self._bundles * count, held)
+
+    def make(self, on_up: OnUp) -> Replica:
+        place = self._unused.pop(0) if self._unused else self._take_place()
+        start, release = partial(self._start_process, place), partial(self._release, place)
+        return Replica(place.name, start, self._config, on_up, self._spec.start_seconds, release)
+
+    def _take_place(self) -> ReplicaPlace:
+        """A place for another replica. Its resources may not be free yet."""
+        if loss := self._cluster.loss():
+            raise WorkerDied(loss)
+        name = f"replica-{next(self._numbers)}"
+        if self._trainer_placement is None:
+            place = ReplicaPlace(name, Placement(self._cluster, f"vLLM {name}", self._bundles), 0)
+        else:
+            # A replica that leaves keeps its bundle until it has ended, and a new one in that bundle waits for that.
+            taken = [other.bundle for other in self._places]
+            bundle = min(range(len(self._trainer_placement.bundles)), key=taken.count)
+            place = ReplicaPlace(name, self._trainer_placement, bundle)
+        self._places.append(place)
+        return place
+
+    def _start_process(self, place: ReplicaPlace) -> ActorHandle:
+        """Starts the process of one replica, without vLLM yet. Raises WorkerDied if a private Ray is gone."""
+        if loss := self._cluster.loss():
+            raise WorkerDied(loss)
+        return start_actor(
+            self._actor_class,
+            place.name,
+            self._options,
+            self._executor,
+            name=f"vLLM {place.name}",
+            options=place.placement.options(place.bundle, share=self._share),
+            timeout=self._spec.answer_seconds,
+            python=self._spec.python,
+        )
+
+    def _release(self, place: ReplicaPlace) -> None:
+        self._places.remove(place)
+        if self._trainer_placement is None:  # the trainer releases its own placement
+            place.placement.remove()
+
+    def draining_nodes(self) -> set[str]:
+        # A private Ray has one machine. Replicas that share GPUs with the trainer's ranks cannot go without them.
+        is_fixed = self._cluster.is_private or self._trainer_placement is not None
+        return set() if is_fixed else draining_nodes()
+
+    def is_connected(self) -> bool:
+        return not self._cluster.loss()
+
+    def close(self) -> None:
+        try:
+            for place in list(self._places):
+                self._release(place)
+        finally:
+            self._cluster.release()
 
 
 def open_pool(
@@ -293,7 +438,8 @@ def open_pool(
         spec: the config of the sampler. The caller has replaced a transport of "auto" by a concrete one.
         device: where the trainer's tensors are. Replicas compute on the same kind of device.
         exclude_first_gpu: leave the first GPU of this machine to the trainer, which computes in this process.
-        trainer_placement: the bundles of the trainer's ranks. If it is given, replica i shares the GPU of bundle i.
+        trainer_placement: the bundles of the trainer's ranks. If it is given, each replica shares the GPU of one of
+            them.
 
     Raises:
         BadSpec: the cluster is too small, Ray is not installed, or `sampler.python` is no file.
@@ -304,43 +450,23 @@ def open_pool(
         raise BadSpec(f"sampler.python={spec.python!r} is no file on this machine; give the path of an interpreter")
     config = {file.name: file.read_text() for file in config_folder.glob("*.json")}
     connection = connect(cluster, exclude_first_gpu=exclude_first_gpu)
-    places: list[ReplicaPlace] = []
-
-    def make_replicas(on_up: OnUp) -> list[Replica]:
-        replicas = []
-        for index, place in enumerate(places):
-            name = f"replica-{index}"
-            start = partial(_start_process, actor_class, name, options, place, spec)
-            replicas.append(Replica(name, start, config, on_up, spec.start_seconds))
-        return replicas
-
-    def release_resources() -> None:
-        try:
-            # The trainer releases its own placement.
-            if trainer_placement is None:
-                _remove_placements(places)
-        finally:
-            connection.release()
-
     # Reserve a place for each replica, and choose how weights reach them. After an error nothing stays reserved.
+    source: ClusterReplicas | None = None
     try:
-        _reserve(places, connection, spec, options.tensor_parallel, trainer_placement, on_gpus=device.type == "cuda")
+        source = ClusterReplicas(
+            spec, config, options, connection, trainer_placement, actor_class, on_gpus=device.type == "cuda"
+        )
+        source.reserve(spec.replicas)
         delivery = _weight_delivery(spec, device)
     except BaseException:
-        release_resources()
+        (source.close if source is not None else connection.release)()
         raise
     # With LoRA the base is sent only once, so the pool must keep it for replicas that restart.
-    keep_weights = options.max_lora_rank is not None
-    return ReplicaPool(
-        make_replicas, release_resources, keep_weights=keep_weights, delivery=delivery,
-        is_connected=lambda: not connection.loss(),
-    )  # fmt: skip
+    return ReplicaPool(source, spec.replicas, keep_weights=options.max_lora_rank is not None, delivery=delivery)
 
 
-def _remove_placements(places: Iterable[ReplicaPlace]) -> None:
-    """Releases the bundles of replicas. Those of a private Ray have one placement together."""
-    for placement in {id(place.placement): place.placement for place in places}.values():
-        placement.remove()
+def _replicas_text(count: int) -> str:
+    return f"{count} vLLM replica{'' if count == 1 else 's'}"
 
 
 def _weight_delivery(spec: VllmSpec, device: torch.device) -> WeightDelivery:
@@ -348,67 +474,3 @@ def _weight_delivery(spec: VllmSpec, device: torch.device) -> WeightDelivery:
     if spec.transport == "nccl":
         return BroadcastDelivery(node_address(), device, timeout=spec.sync_seconds)
     return FILE_DELIVERY
-
-
-def _start_process(
-    actor_class: type[ReplicaActor], name: str, options: EngineOptions, place: ReplicaPlace, spec: VllmSpec
-) -> ActorHandle:
-    """Starts the process of one replica, without vLLM yet. Raises WorkerDied if a private Ray is gone."""
-    if loss := place.placement.cluster.loss():
-        raise WorkerDied(loss)
-    return start_actor(
-        actor_class,
-        name,
-        options,
-        place.executor,
-        name=f"vLLM {name}",
-        options=place.placement.options(place.bundle, share=place.share),
-        timeout=spec.answer_seconds,
-        python=spec.python,
-    )
-
-
-def _reserve(
-    places: list[ReplicaPlace],
-    cluster: Cluster,
-    spec: VllmSpec,
-    tensor_parallel: int,
-    trainer_placement: Placement | None,
-    *,
-    on_gpus: bool,
-) -> None:
-    """Appends a place for each replica to `places`, and waits until the cluster has reserved all of them. In the
-    trainer's placement the places are reserved already.
-
-    On a shared cluster each replica has its own placement, so that Ray can move it to another machine when its machine
-    is lost. A private Ray has one machine, and all replicas share one placement: the reservation fails at once if there
-    is no room for all of them.
-    """
-    if trainer_placement is not None:
-        places.extend(ReplicaPlace(trainer_placement, index, SHARED_GPU) for index in range(spec.replicas))
-        return
-
-    # The bundles of one replica: a single bundle with all its GPUs.
-    executor, share = None, 1.0
-    bundles = [Bundle(gpus=tensor_parallel if on_gpus else 0)]
-    if tensor_parallel > 1:
-        executor = "mp"
-    # If no machine has that many GPUs: one bundle per GPU. vLLM's own Ray executor starts a worker in each of them,
-    # and the actor itself computes nothing.
-    if on_gpus:
-        most_gpus = max((node.gpus for node in take_inventory().nodes), default=0.0)
-        if tensor_parallel > max(1, most_gpus):
-            executor, share, bundles = "ray", 0.0, [Bundle(gpus=1)] * tensor_parallel
-
-    # The placements of all replicas.
-    if cluster.is_private:
-        placement = Placement(cluster, f"{spec.replicas} vLLM replicas", bundles * spec.replicas)
-        for index in range(spec.replicas):
-            places.append(ReplicaPlace(placement, len(bundles) * index, share, executor))
-    else:
-        for index in range(spec.replicas):
-            placement = Placement(cluster, f"vLLM replica-{index}", bundles)
-            places.append(ReplicaPlace(placement, 0, share, executor))
-    deadline = time.monotonic() + spec.start_seconds
-    for place in places:
-        place.placement.wait(deadline - time.monotonic())

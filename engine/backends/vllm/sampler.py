@@ -342,10 +342,11 @@ class VllmSampler:
                 prompts, seeds, params, on_token,
                 adapter=adapter, stops=stops, sampled=sampled, interrupted=interrupted,
             )  # fmt: skip
-            # Check again after sampling, so that no completion of changed weights is returned.
-            runtime.check(base)
+            # Check again after sampling, so that no completion of changed weights is returned. The base last: its check
+            # also fails if a process that sampled has ended, and with it the adapter that it used.
             if adapter is not None:
                 runtime.check_adapter(adapter)
+            runtime.check(base)
             if (shared.loaded, shared.loads) != (base, loads):
                 raise SamplerOutOfSync("another call of the same base loaded the base again while this one sampled")
         # The gap check of the next sync also probes a real prompt, not only random tokens.
@@ -472,6 +473,12 @@ class SharedRuntime:
         if isinstance(runtime, ReplicaPool):
             return count_replicas(runtime.replicas)
         return ActorCount()
+
+    def scale(self, count: int) -> None:
+        """Changes the number of replicas of a pool that runs. If it is being started, this waits until it runs."""
+        with self._lock:
+            if isinstance(self._runtime, ReplicaPool) and self._runtime.alive:
+                self._runtime.scale(count)
 
     def sleep(self) -> None:
         """Frees device memory, if the options allow it."""

@@ -33,7 +33,7 @@ ROUTES = [
         for verb in (
             "import_model", "create_policy", "generate", "logprobs", "values", "measure", "take_gradient_step",
             "stage_policy", "save_checkpoint", "begin_checkpoint", "export_model", "release", "chat/completions",
-            "completions", "logprobs_of_rows", "values_of_rows",
+            "completions", "logprobs_of_rows", "values_of_rows", "scale_samplers",
         )
     ),
 ]  # fmt: skip

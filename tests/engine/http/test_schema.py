@@ -45,6 +45,7 @@ OPERATIONS = [
     ("POST", "/v1/save_checkpoint"),
     ("POST", "/v1/export_model"),
     ("POST", "/v1/release"),
+    ("POST", "/v1/scale_samplers"),
     ("GET", "/v1/info"),
     ("GET", "/v1/server"),
     ("POST", "/v1/generate"),

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from engine.backends.replicas.pool import ReplicaPool
+from engine.backends.replicas.pool import OnUp, ReplicaPool
 from engine.backends.replicas.replica import Replica
 from engine.backends.replicas.runtime import Manifest
 from engine.backends.vllm.architecture import EngineOptions
 from engine.cluster.actors import ActorHandle
+from engine.errors import BadSpec
 from engine.protocol import Completion, SamplingParams
 from tests.engine.vllm.planted import PLANTED
 from tests.fixtures.waiting import wait_until
@@ -32,6 +34,38 @@ PROMPTS = [[10 + group, 20, 30 + group] for group in range(4) for _ in range(4)]
 SEEDS = list(range(len(PROMPTS)))
 SHORT = SamplingParams(max_new_tokens=12, min_new_tokens=12)
 LONG = SamplingParams(max_new_tokens=400, min_new_tokens=400)
+
+
+class FakeSource:
+    """A pool.ReplicaSource of replicas whose processes are stand-ins, which `start` returns for a name."""
+
+    def __init__(self, start: Callable[[str], Any], replica_class: type[Replica] = Replica) -> None:
+        self._start, self._replica_class = start, replica_class
+        self.made = 0
+        self.room = 8
+        self.released: list[str] = []
+        self.nodes: set[str] = set()
+        """The nodes that will be taken away."""
+
+    def make(self, on_up: OnUp) -> Replica:
+        name = f"replica-{self.made}"
+        self.made += 1
+        return self._replica_class(
+            name, partial(self._start, name), {}, on_up, 60.0, partial(self.released.append, name)
+        )
+
+    def check_room(self, count: int) -> None:
+        if count > self.room:
+            raise BadSpec(f"{count} replicas were asked for, and there is room for {self.room}")
+
+    def draining_nodes(self) -> set[str]:
+        return self.nodes
+
+    def is_connected(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)

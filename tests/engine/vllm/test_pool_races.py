@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from engine.backends.replicas.pool import ReplicaPool
 from engine.backends.replicas.replica import Replica, describe_replicas
 from engine.errors import SamplerOutOfSync
 from engine.protocol import SamplingParams
+from tests.engine.vllm.pools import FakeSource
 from tests.fixtures.waiting import wait_until
 
 PROMPTS, SEEDS, PARAMS = [[n] for n in range(8)], list(range(8)), SamplingParams(max_new_tokens=1)
@@ -25,6 +26,7 @@ class FakeActor:
 
     def __init__(self, name: str, blocked: set[str]) -> None:
         self.name, self.blocked, self.calls = name, blocked, list[str]()
+        self.process = None
         self.worker_id = uuid4().hex
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -61,13 +63,7 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
     """Both replicas are up and hold state-0, from a file that exists."""
     blocked: dict[str, set[str]] = {"replica-0": set(), "replica-1": set()}
 
-    def make(on_up: Any) -> list[Replica]:
-        def start(name: str) -> Callable[[], Any]:
-            return lambda: FakeActor(name, blocked[name])
-
-        return [Replica(name, start(name), {}, on_up, 60) for name in blocked]
-
-    pool = ReplicaPool(make, lambda: None)
+    pool = ReplicaPool(FakeSource(lambda name: FakeActor(name, blocked[name])), 2)
     file = tmp_path / "0.safetensors"
     file.touch()
     pool.load([file], {}, "state-0")

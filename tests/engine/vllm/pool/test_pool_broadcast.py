@@ -19,7 +19,16 @@ from engine.backends.vllm.backend import VllmSamplers
 from engine.cluster.connection import Cluster
 from engine.errors import SamplerOutOfSync
 from engine.specs.adapters import LoraSpec
-from tests.engine.vllm.gating import LAYER, assert_drawn_from, assert_recovers, assert_refused, draw, move, spec_of
+from tests.engine.vllm.gating import (
+    LAYER,
+    PARAMS,
+    assert_drawn_from,
+    assert_recovers,
+    assert_refused,
+    draw,
+    move,
+    spec_of,
+)
 from tests.engine.vllm.planted import PLANTED
 from tests.engine.vllm.pools import WeightFiles, call, core_of, load, until
 
@@ -183,3 +192,24 @@ def test_a_frozen_base_is_sent_again_when_a_replica_came_back_without_it(cluster
         assert_drawn_from(adapter, draw(sampler))
     finally:
         backend.close()
+
+
+def test_a_replica_that_joins_gets_the_next_broadcast_and_one_that_left_does_not(sampler: Any, trainer: Any) -> None:
+    pool = sampler._shared.ensure_running()
+    pool.scale(3)
+    until(lambda: len(pool.replicas) == 3 and all(replica.phase == "up" for replica in pool.replicas))
+    # Until then the others sample. Nothing was broadcast to it yet.
+    joined = pool.replicas[2]
+    sampler.sample([[10], [11]], [1, 2], PARAMS)
+    assert joined.loaded_state is None
+    sync(sampler, trainer, "state-1")
+    assert [replica.loaded_state for replica in pool.replicas] == ["state-1"] * 3
+    assert_drawn_from(trainer, draw(sampler))
+    first = pool._delivery.group
+    pool.scale(2)
+    until(lambda: len(pool.replicas) == 2)
+    move(trainer)
+    sync(sampler, trainer, "state-2")
+    assert [replica.loaded_state for replica in pool.replicas] == ["state-2"] * 2
+    assert pool._delivery.group is not first and pool._delivery.group.size == first.size - 1
+    assert_drawn_from(trainer, draw(sampler))

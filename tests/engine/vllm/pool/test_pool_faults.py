@@ -202,23 +202,21 @@ def test_a_replica_that_breaks_while_it_comes_back_is_not_up(loaded: ReplicaPool
     loaded.check("state-0")
 
 
-def test_a_draining_replica_finishes_what_it_has_and_ends(
+def test_a_leaving_replica_finishes_a_call_that_cannot_be_interrupted_and_ends(
     loaded: ReplicaPool, expected: dict[int, list[Completion]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request_counts = count_requests(monkeypatch)
     replica = loaded.replicas[1]
     processes = processes_of(replica)
-    draining: list[threading.Thread] = []
 
     def on_token(index: int, token: int, logprob: float) -> None:
-        if not draining and len(request_counts) == 2:
-            draining.append(threading.Thread(target=loaded.drain, args=(replica.name,)))
-            draining[0].start()
+        if not replica.leaving and len(request_counts) == 2:
+            loaded.scale(1)
 
     same(loaded.generate(PROMPTS, SEEDS, LONG, on_token), expected[400])
     assert sum(request_counts.values()) == len(PROMPTS)  # nothing was drawn twice
-    assert draining[0].is_alive() and alive(processes)  # what it drew must be proven first
     loaded.check("state-0")
-    draining[0].join(timeout=60)
+    until(lambda: replica not in loaded.replicas)
     assert not alive(processes) and replica.phase == "closed"
     same(loaded.generate(PROMPTS, SEEDS, SHORT), expected[12])
+    loaded.check("state-0")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from engine.backends.replicas.pool import ReplicaPool
 from engine.backends.replicas.replica import Replica
 from engine.backends.replicas.runtime import Manifest
 from engine.errors import SamplerOutOfSync, WorkerDied
-
-NAMES = ("replica-0", "replica-1")
+from tests.engine.vllm.pools import FakeSource
 
 
 class StandIn:
@@ -24,6 +22,7 @@ class StandIn:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.process = None
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.gate: asyncio.Event | None = None
         self.overrides: dict[str, Any] = {}
@@ -72,10 +71,7 @@ def stand_in(replica: Replica) -> StandIn:
 
 @pytest.fixture
 def pool() -> Iterator[ReplicaPool]:
-    def make(on_up: Any) -> list[Replica]:
-        return [Standing(name, partial(StandIn, name), {}, on_up, 10.0) for name in NAMES]  # type: ignore[arg-type]
-
-    pool = ReplicaPool(make, lambda: None)
+    pool = ReplicaPool(FakeSource(StandIn, Standing), 2)
     yield pool
     pool.close()
 

@@ -324,7 +324,8 @@ def main() -> None:
         if options.long_tail:
             options.new_tokens = LONGEST
             sampler = VllmSpec(replicas=1, max_context=2 * LONGEST, kv_cache_gib=0.5)
-            result = asyncio.run(measure(options, folder, LocalEngineSpec(threads=1, max_rows=ROWS, sampler=sampler)))
+            spec = LocalEngineSpec(threads=1, max_rows=ROWS, max_tokens_per_forward=2048, sampler=sampler)
+            result = asyncio.run(measure(options, folder, spec))
         else:
             with engine_server(f"file://{folder}/store", lanes=options.lanes) as url:
                 if options.write_seconds:

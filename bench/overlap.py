@@ -17,7 +17,8 @@ extra time, and max_staleness is 0 or 1. The time of a step with max_staleness 1
 of a step with max_staleness 0: the time in which a `generate` call was open, and that of a scoring or step call.
 
 With --long-tail, the engine is in this process, and a vLLM replica decodes at most ROWS completions of 16 to 512 tokens
-at a time; stop strings end most of them early. The settings are max_staleness 0, and 4 with updates in flight. The
+at a time; stop strings end most of them early. A quarter of the prompts is trained on, so that sampling takes longer
+than training, as with more GPUs that train. The settings are max_staleness 0, and 4 with updates in flight. The
 result is also the share of the replica's rows that were busy: the mean over time of min(unfinished completions, ROWS),
 divided by ROWS, from the end of the first step to the end of the step before the last max_staleness + 1.
 """
@@ -72,6 +73,7 @@ LONG_TAIL_SETTINGS: tuple[Setting, ...] = ((0, 4), (4, 4))
 ROWS, SHORTEST, LONGEST = 4, 16, 512
 STOPS = ("!", "?", ":")
 """Stop strings of --long-tail."""
+GRADED = " a l"
 THINGS = ("a river", "two brothers", "a lighthouse", "the last train", "a clockmaker", "snow", "a lost key", "a garden")
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 COMPARISONS: tuple[tuple[Setting, Setting], ...] = (
@@ -84,15 +86,17 @@ COMPARISONS: tuple[tuple[Setting, Setting], ...] = (
 
 
 class SlowGrader(BaseGrader):
-    """Grades an answer by its length, after some seconds."""
+    """Grades an answer by its length, after some seconds. Answers to other prompts than those with the text `graded`
+    get 0, so that their groups have no gradient and need no training."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, graded: str = "") -> None:
         super().__init__("slow")
-        self.seconds = seconds
+        self.seconds, self.graded = seconds, graded
 
     async def grade(self, thread: StringThread) -> Grade:
         await asyncio.sleep(self.seconds)
-        return Grade(grader_key=self.grader_key, value=float(len(thread.last_content()) % 7))
+        varies = self.graded in thread.turns[0][1]
+        return Grade(grader_key=self.grader_key, value=float(len(thread.last_content()) % 7) if varies else 0.0)
 
 
 class OpenTimes:
@@ -213,10 +217,13 @@ async def train(
         provenance=PROVENANCE,
     )
     model = await Model(str(options.model or folder / "tiny")).to_builder(Context(workspace)).spawn_train("policy")
-    grader = GraderSpec(path="bench.overlap:SlowGrader", arguments={"seconds": seconds})
+    arguments: dict[str, Any] = {"seconds": seconds} | ({"graded": GRADED} if options.long_tail else {})
+    grader = GraderSpec(path="bench.overlap:SlowGrader", arguments=arguments)
     model = model.temperature(1.0).max_gen_len(options.new_tokens)
     if options.long_tail:
         model = model.min_gen_len(SHORTEST).stop(*STOPS)
+    # Without a KL term, groups of equal rewards need no training.
+    options_of_loss: dict[str, Any] = {"kl_beta": 0.0} if options.long_tail else {}
     loop = GRPO(
         load(workspace, folder, "prompt"), model, grader,
         max_num_grpo_steps=steps,
@@ -225,6 +232,7 @@ async def train(
         weight_updates="in_flight" if options.long_tail and staleness else "between",
         importance_cap=2.0, logger=times, lr_scheduler=ConstantScheduler(1e-5),
         checkpoints=CheckpointSchedule(CheckpointConfig(frequency=None, recovery_steps=5)),
+        **options_of_loss,
     )  # fmt: skip
     await loop.run()
     if options.long_tail:

@@ -112,7 +112,7 @@ IN_FLIGHT = {
     "sampling": LONG, "rules": {"max_staleness": 2, "weight_updates": "in_flight", "segment_seconds": 0.5}
 }  # fmt: skip
 ASYNC = Mode(
-    "G1, in flight, 2 steps off, on S3", deterministic=False, runs=1, on_s3=True, steps=8, seconds=900.0,
+    "G1, in flight, 2 steps off, on S3", deterministic=False, runs=1, on_s3=True, steps=8, seconds=1800.0,
     engine=OWN_LANE, run=IN_FLIGHT,
 )  # fmt: skip
 ASYNC_BETWEEN = replace(ASYNC, name="G2, 2 steps off, on S3", deterministic=True, run=BETWEEN)

@@ -126,7 +126,7 @@ def count_tokens(world: World, store: ObjectStore) -> SampledTokens:
             again[bisect_right(times, event["time"]) - 1] += event["tokens"]
     for number, happening in enumerate(world.happenings):
         happening.sampled_again = again[number]
-        happening.in_flight = sum(
+        happening.tokens_in_flight = sum(
             at <= happening.time < committed_at.get(position, float("inf")) for position, at in sampled_at.items()
         )
     return SampledTokens(segments, mixed, len(committed_at), again.total())

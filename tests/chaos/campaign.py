@@ -171,7 +171,7 @@ def print_life(life: Life, first: int) -> None:
 def _tokens_of(life: Life, happening: Happening) -> str:
     if not life.sampled.trained:
         return ""
-    return f"; {happening.in_flight} tokens in flight, {happening.sampled_again} sampled again"
+    return f"; {happening.tokens_in_flight} tokens in flight, {happening.sampled_again} sampled again"
 
 
 # -- the table -------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def _row(kind: str, rows: list[tuple[Life, Happening]], *, with_tokens: bool) ->
     cells = [kind, str(len(rows)), str(len(rows) - broken), str(broken), median, longest]
     if with_tokens:
         again = [happening.sampled_again for _, happening in rows]
-        in_flight = statistics.median(happening.in_flight for _, happening in rows)
+        in_flight = statistics.median(happening.tokens_in_flight for _, happening in rows)
         cells += [f"{in_flight:.0f}", f"{statistics.median(again):.0f}", str(max(again))]
     return _line(cells)
 

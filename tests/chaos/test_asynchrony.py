@@ -73,7 +73,7 @@ def test_tokens_sampled_again_count_for_the_last_fault_before(folder: Path, stor
     restart = {"event": "restart", "tokens": 5, "time": end}
     world = world_of(folder, tokens=[*again, *tokens], log=[restart], happenings=happenings)
     assert count_tokens(world, store).again == 2 + 5
-    assert [(happening.in_flight, happening.sampled_again) for happening in happenings] == [(0, 0), (3, 7)]
+    assert [(happening.tokens_in_flight, happening.sampled_again) for happening in happenings] == [(0, 0), (3, 7)]
 
 
 @pytest.mark.slow

@@ -117,7 +117,11 @@ ASYNC = Mode(
 )  # fmt: skip
 ASYNC_BETWEEN = replace(ASYNC, name="G2, 2 steps off, on S3", deterministic=True, run=BETWEEN)
 ASYNC_RANKS = replace(RANKS, name="G1, in flight, deepspeed x2", steps=8, seconds=2400.0, faults=5, run=IN_FLIGHT)
-ASYNC_REPLICAS = replace(REPLICAS, name="G1, in flight, vLLM x2", steps=8, seconds=2400.0, faults=5, run=IN_FLIGHT)
+ASYNC_REPLICAS = replace(
+    REPLICAS, name="G1, in flight, vLLM x2", steps=8, seconds=2400.0, faults=5, run=IN_FLIGHT,
+    engine=ON_CPU | {"sampler": REPLICAS.engine["sampler"] | {"answer_seconds": 60}},
+)  # fmt: skip
+"""Several calls are sampled at a time, so that a replica on two busy cores may be silent for longer."""
 G2_FILE = Mode("G2 on a folder", deterministic=True, runs=1, on_s3=False)
 G1_FILE = Mode("G1, two runs, on a folder", deterministic=False, runs=2, on_s3=False)
 
@@ -135,7 +139,7 @@ class Happening:
     last: bool = False
     """No step was left to commit: the run only had to be published and reported."""
     how: str = ""
-    in_flight: int = 0
+    tokens_in_flight: int = 0
     """Tokens that were sampled and not committed when it happened."""
     sampled_again: int = 0
     """Tokens that were sampled again between it and the next fault."""

@@ -8,6 +8,10 @@ import time
 from typing import Any
 
 
+def work_is_logged() -> bool:
+    return bool(os.environ.get("OSTINATO_WORKLOG"))
+
+
 def log_work(event: str, **fields: Any) -> None:
     """Appends one JSON line (event, time, pid, fields) in one write, so that lines of processes do not mix."""
     path = os.environ.get("OSTINATO_WORKLOG")

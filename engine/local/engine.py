@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 from engine.backends.factory import create_sampler_backend, create_trainer_backend
@@ -64,7 +65,7 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.objects import open_store, store_id
 from storage.store.tables import check_stored, read_step_table
-from storage.worklog import log_work
+from storage.worklog import log_work, work_is_logged
 
 R = TypeVar("R")
 
@@ -270,9 +271,13 @@ class LocalEngine:
     def _sample(
         self, sampler: Sampler, request: GenerateRequest, on_token: OnToken, interrupted: Interrupted | None
     ) -> list[Completion]:
+        numbers = [count() for _ in request.prompts] if work_is_logged() else None
+
         def on_token_unless_closing(index: int, token: int, logprob: float) -> None:
             if self._closing.is_set():
                 raise EngineBusy("the engine is closing; call again when it is back")
+            if numbers is not None:
+                log_work("token", seed=request.seeds[index], number=next(numbers[index]))
             on_token(index, token, logprob)
 
         log_work("generate", policy=request.policy.uri, completions=len(request.prompts))

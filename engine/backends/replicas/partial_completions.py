@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from engine.backends.protocol import Interrupted, OnToken
 from engine.errors import CompletionDiverged, WorkerDied
 from engine.protocol import Completion, StopReason, TokenIds
+from storage.worklog import log_work
 
 POOL_CLOSED = "the replicas were closed during this call; call again"
 """Message of the error that a call ends with when its pool is closed."""
@@ -48,6 +49,8 @@ class PartialCompletion:
 
     def restart(self) -> None:
         """Discards the tokens before a replica samples the completion again from its first token."""
+        if self.tokens:
+            log_work("restart", tokens=len(self.tokens))
         self.tokens, self.logprobs, self.stop = [], [], None
 
     def add_chunk(

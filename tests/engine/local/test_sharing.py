@@ -169,6 +169,12 @@ async def test_generations_of_two_runs_with_one_policy_are_one_batch(
     drawn = [event["completions"] for event in events(worklog, "generate")]
     assert sum(drawn) == 6
     assert len(drawn) < 3
+    # each token is logged with the seed of its completion
+    expected = []
+    for n, completions in enumerate(together):
+        for seed, completion in zip([n, n + 1], completions, strict=True):
+            expected += [(seed, number) for number in range(len(completion.token_ids))]
+    assert sorted((event["seed"], event["number"]) for event in events(worklog, "token")) == sorted(expected)
     await engine.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from engine.backends.replicas.partial_completions import PartialCompletion, run_
 from engine.backends.replicas.replica import Replica
 from engine.errors import BadSpec, CompletionDiverged, SamplerOutOfSync, WorkerDied
 from engine.protocol import Completion
+from tests.fixtures.worklog import events
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -140,13 +142,14 @@ def test_a_replica_with_other_weights_gets_nothing_more() -> None:
 # -- completions --------------------------------------------------------------------------------------------------
 
 
-def test_a_repeated_completion_is_reported_once() -> None:
+def test_a_repeated_completion_is_reported_once(worklog: Path) -> None:
     completion, reported = PartialCompletion(), list[int]()
     reported += [token for token, _ in completion.add_chunk([1, 2, 3], [-1.0, -1.0, -1.0], None)]
     completion.restart()
     reported += [token for token, _ in completion.add_chunk([1, 2], [-1.0, -1.0], None)]
     reported += [token for token, _ in completion.add_chunk([3, 4], [-1.0, -2.0], "eos")]
     assert reported == [1, 2, 3, 4]
+    assert [event["tokens"] for event in events(worklog, "restart")] == [3]
     finished = completion.completion()
     assert (finished.token_ids, finished.logprobs) == ([1, 2, 3, 4], [-1.0, -1.0, -1.0, -2.0])
 

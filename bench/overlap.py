@@ -20,7 +20,8 @@ With --long-tail, the engine is in this process, and a vLLM replica decodes at m
 at a time; stop strings end most of them early. A quarter of the prompts is trained on, so that sampling takes longer
 than training, as with more GPUs that train. The settings are max_staleness 0, and 4 with updates in flight. The
 result is also the share of the replica's rows that were busy: the mean over time of min(unfinished completions, ROWS),
-divided by ROWS, from the end of the first step to the end of the step before the last max_staleness + 1.
+divided by ROWS, from the end of the first step to the end of the last one that has rollouts of all later steps beside
+it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ Setting = tuple[int, int]
 """(max_staleness, number of shards)"""
 SETTINGS: tuple[Setting, ...] = ((0, 1), (1, 1), (0, 4), (1, 4))
 LANES_SETTINGS: tuple[Setting, ...] = ((0, 4), (1, 4))
-LONG_TAIL_SETTINGS: tuple[Setting, ...] = ((0, 4), (4, 4))
+LONG_TAIL_SETTINGS: tuple[Setting, ...] = ((4, 4), (0, 4))
 ROWS, SHORTEST, LONGEST = 4, 16, 512
 STOPS = ("!", "?", ":")
 """Stop strings of --long-tail."""
@@ -209,7 +210,7 @@ async def train(
     folder: Path, engine: EngineSpec, times: StepTimes, setting: Setting, *, number: int, options: argparse.Namespace
 ) -> None:
     """Makes one run."""
-    (staleness, shards), steps, seconds = setting, options.steps, options.grade_seconds
+    (staleness, shards), seconds = setting, options.grade_seconds
     workspace = Workspace(
         store=f"file://{folder}/store",
         engine=engine,
@@ -226,7 +227,7 @@ async def train(
     options_of_loss: dict[str, Any] = {"kl_beta": 0.0} if options.long_tail else {}
     loop = GRPO(
         load(workspace, folder, "prompt"), model, grader,
-        max_num_grpo_steps=steps,
+        max_num_grpo_steps=options.steps + not_counted(setting),
         samples_per_batch=PROMPTS * COMPLETIONS, samples_per_mini_batch=PROMPTS * COMPLETIONS,
         completions_per_sample=COMPLETIONS, prompts_per_shard=PROMPTS // shards, max_staleness=staleness,
         weight_updates="in_flight" if options.long_tail and staleness else "between",
@@ -234,9 +235,14 @@ async def train(
         checkpoints=CheckpointSchedule(CheckpointConfig(frequency=None, recovery_steps=5)),
         **options_of_loss,
     )  # fmt: skip
-    await loop.run()
+    policy = await loop.run()
     if options.long_tail:
-        print(setting, "tokens of completions:", completion_lengths(workspace, model.policy), flush=True)
+        print(setting, "tokens of completions:", completion_lengths(workspace, policy), flush=True)
+
+
+def not_counted(setting: Setting) -> int:
+    """Number of further steps, so that all that count have rollouts of later steps beside them."""
+    return max(setting[0] - 1, 0)
 
 
 def completion_lengths(workspace: Workspace, policy: PolicyRef) -> dict[str, int]:
@@ -264,10 +270,9 @@ async def measure(options: argparse.Namespace, folder: Path, engine: EngineSpec)
             await train(folder, engine, times, setting, number=number, options=options)
             # From the end of the first step to the end of the last one that has rollouts of all later steps beside it:
             # with the others, a step of max_staleness 1 would seem faster than it is.
-            last = -2 - max(setting[0] - 1, 0)
-            ends = zip(times.ends[0], times.ends[last], strict=True)
+            ends = zip(times.ends[0], times.ends[options.steps - 2], strict=True)
             wall, *open_seconds = (after - before for before, after in ends)
-            seconds[setting].append(wall / (options.steps + last))
+            seconds[setting].append(wall / (options.steps - 2))
             shares[setting].append([part / wall for part in open_seconds])
             print(number, setting, round(seconds[setting][-1], 3), shares[setting][-1], flush=True)
     return summary(seconds, shares)

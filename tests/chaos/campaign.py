@@ -188,7 +188,7 @@ def table(lives: list[Life]) -> list[str]:
     ]  # fmt: skip
     with_tokens = any(life.mode.max_staleness for life in lives)
     if with_tokens:
-        columns += ["median tokens in flight", "median sampled again", "most"]
+        columns += ["median tokens in flight", "median sampled again", "most sampled again"]
     lines = [_line(columns), "|---" + "|---:" * (len(columns) - 1) + "|"]
     for kind in [kind for kind in KINDS | RAY_KINDS if kind in rows]:
         lines.append(_row(kind, rows[kind], with_tokens=with_tokens))

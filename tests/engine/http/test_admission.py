@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine.http import transport
 from engine.http.calls import CallLimits
 from engine.http.client import EngineClient
 from engine.http.errors import NotAdmitted, error_body
@@ -52,10 +53,13 @@ def held(tmp_path: Path) -> HeldEngine:
 
 @contextmanager
 def impatient_server(held: HeldEngine) -> Iterator[HttpEngineSpec]:
-    """A server that admits ADMITTED calls. Its clients have no patience with an outage."""
-    with running_server(held, ServerOptions(limits=CallLimits(waiting_of_verb=ADMITTED))) as spec:
+    """A server that admits ADMITTED calls. Its clients have no patience with an outage, but wait for each answer, since
+    the machine of the tests may be busy."""
+    options = ServerOptions(limits=CallLimits(waiting_of_verb=ADMITTED))
+    with running_server(held, options) as spec, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "LAST_TRY_SECONDS", 60.0)
         try:
-            yield spec.model_copy(update={"patience_seconds": 0.0})
+            yield spec.model_copy(update={"patience_seconds": 0.0, "timeout_seconds": 60.0})
         finally:
             held.release.set()
 

@@ -195,7 +195,7 @@ async def test_concurrency_is_bounded() -> None:
         running -= 1
         return 1.0
 
-    assert len(await run(f, 30, concurrency=3)) == 30
+    assert len(await run(f, 30, concurrency=3, timeout_seconds=60)) == 30
     assert most == 3
 
 

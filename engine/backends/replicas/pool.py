@@ -21,10 +21,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from engine.backends.protocol import Interrupted, OnToken
 from engine.backends.replicas import partial_completions
@@ -34,6 +34,7 @@ from engine.backends.replicas.partial_completions import POOL_CLOSED, PartialCom
 from engine.backends.replicas.replica import (
     POLL_INTERVAL,
     Replica,
+    ReplicaSource,
     call_all,
     call_surviving,
     describe_replicas,
@@ -63,35 +64,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-OnUp = Callable[[Replica], Awaitable[None]]
-
 MACHINES_INTERVAL = 2.0
 """Seconds between two questions which machines will be taken away."""
-
-
-class ReplicaSource(Protocol):
-    """Makes the replicas of one pool. Its methods block for milliseconds at most."""
-
-    def make(self, on_up: OnUp) -> Replica:
-        """Returns another replica, which is not started. It waits for its resources when it starts. Raises WorkerDied
-        if the cluster is lost."""
-        ...
-
-    def check_room(self, count: int) -> None:
-        """Raises BadSpec if so many replicas can never run."""
-        ...
-
-    def draining_nodes(self) -> Collection[str]:
-        """Ray's ids of the machines that will be taken away. Called in any thread."""
-        ...
-
-    def is_connected(self) -> bool:
-        """Whether the cluster of the replicas is still there."""
-        ...
-
-    def close(self) -> None:
-        """Frees all resources. Called after all replicas have ended."""
-        ...
 
 
 class LoopThread:
@@ -413,12 +387,11 @@ class ReplicaPool:
         async def send(replica: Replica, indices: list[int]) -> None:
             # Send each distinct prompt once: the completions of a group share a prompt, which may be long.
             distinct, prompt_indices = partial_completions.distinct_prompts([prompts[index] for index in indices])
-            replica_seeds = [seeds[index] for index in indices]
             earlier = None if sampled is None else [sampled[index] for index in indices]
             actor = replica.running_actor()
             stream = actor.stream(
-                "generate", replica.loaded_state, distinct, prompt_indices, replica_seeds, json_params, chunk_tokens,
-                adapter, stops, earlier,
+                "generate", replica.loaded_state, distinct, prompt_indices, [seeds[index] for index in indices],
+                json_params, chunk_tokens, adapter, stops, earlier,
             )  # fmt: skip
             for index in indices:
                 completions[index].restart()  # a replica that has failed may have begun it
@@ -441,24 +414,23 @@ class ReplicaPool:
 
         def must_end() -> bool:
             assert interrupted is not None
-            if interrupted():
-                return True
-            draining = {replica.actor for replica in self.replicas if replica.phase == "draining"}
-            return bool(draining) and any(
-                actor in draining and completions[index].stop is None for index, actor in actors.items()
-            )
-
-        async def dispatch_unless_interrupted() -> None:
-            await partial_completions.run_unless_interrupted(dispatch(), must_end if interrupted else None)
-            if interrupted is not None:
-                for completion in completions:
-                    completion.interrupt()
+            return interrupted() or self._is_sampled_where_one_leaves(completions, actors)
 
         work_items = [WorkItem(affinity_key(prompt), len(prompt) + params.max_new_tokens) for prompt in prompts]
-        partial_completions.run_with_listener(
-            dispatch_unless_interrupted(), new_tokens, on_token, self._thread.loop
-        )
+        work = partial_completions.run_unless_interrupted(dispatch(), must_end if interrupted else None)
+        partial_completions.run_with_listener(work, new_tokens, on_token, self._thread.loop)
+        if interrupted is not None:
+            for completion in completions:
+                completion.interrupt()
         return [completion.completion() for completion in completions]
+
+    def _is_sampled_where_one_leaves(
+        self, completions: Sequence[PartialCompletion], actors: Mapping[int, ActorHandle]
+    ) -> bool:
+        """Whether a completion that has not ended is sampled by a replica that leaves. `actors`: their processes, by
+        index."""
+        draining = {replica.actor for replica in self.replicas if replica.phase == "draining"}
+        return any(actor in draining and completions[index].stop is None for index, actor in actors.items())
 
     def score(
         self, sequences: Sequence[TokenIds], *, temperature: float = 1.0, adapter: str | None = None

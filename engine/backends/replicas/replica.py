@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from engine.cluster.actors import ActorHandle
 from engine.errors import WorkerDied
@@ -38,7 +38,7 @@ class Replica:
     """Starts a process of ReplicaActor, without vLLM yet."""
     config: Mapping[str, str]
     """The model's JSON files, by name."""
-    on_up: Callable[[Replica], Awaitable[None]]
+    on_up: OnUp
     """Called each time vLLM runs, before the phase becomes "up". An exception makes it a failed start."""
     start_seconds: float
     """Seconds that the process may take to run, and vLLM to start in it."""
@@ -134,6 +134,34 @@ class Replica:
         """Changes the phase. A closed replica stays closed."""
         if self.phase != "closed":
             self.phase = phase
+
+
+OnUp = Callable[[Replica], Awaitable[None]]
+
+
+class ReplicaSource(Protocol):
+    """Makes the replicas of one pool. Its methods block for milliseconds at most."""
+
+    def make(self, on_up: OnUp) -> Replica:
+        """Returns another replica, which is not started. It waits for its resources when it starts. Raises WorkerDied
+        if the cluster is lost."""
+        ...
+
+    def check_room(self, count: int) -> None:
+        """Raises BadSpec if so many replicas can never run."""
+        ...
+
+    def draining_nodes(self) -> Collection[str]:
+        """Ray's ids of the machines that will be taken away. Called in any thread."""
+        ...
+
+    def is_connected(self) -> bool:
+        """Whether the cluster of the replicas is still there."""
+        ...
+
+    def close(self) -> None:
+        """Frees all resources. Called after all replicas have ended."""
+        ...
 
 
 def count_replicas(replicas: Sequence[Replica]) -> ActorCount:

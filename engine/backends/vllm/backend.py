@@ -21,8 +21,8 @@ import torch
 
 from engine.backends.protocol import Trainer, is_sampled_on_base
 from engine.backends.replicas.delivery import FILE_DELIVERY, BroadcastDelivery, WeightDelivery
-from engine.backends.replicas.pool import OnUp, ReplicaPool
-from engine.backends.replicas.replica import Replica
+from engine.backends.replicas.pool import ReplicaPool
+from engine.backends.replicas.replica import OnUp, Replica
 from engine.backends.replicas.runtime import Runtime
 from engine.backends.torch.lora import short_names
 from engine.backends.vllm.architecture import EXTENSION, Architecture, EngineOptions, architecture_of
@@ -297,7 +297,7 @@ class ReplicaPlace:
 
 
 class ClusterReplicas:
-    """Implements pool.ReplicaSource with actors on the Ray cluster.
+    """Implements replica.ReplicaSource with actors on the Ray cluster.
 
     Each replica has a placement of its own, so that its resources are freed when it leaves, and Ray can move it to
     another machine when its machine is lost. Replicas that share GPUs with the trainer's ranks have one bundle each of
@@ -356,11 +356,11 @@ class ClusterReplicas:
             return
         if loss := self._cluster.loss():
             raise WorkerDied(loss)
-        own = {place.placement.name for place in self._places}
+        reserved = {place.placement.name for place in self._places}
         held = {"CPU": 0.0, "GPU": 0.0}
         for node in take_inventory().nodes:
             for reservation in node.reservations:
-                if reservation.name not in own:
+                if reservation.name not in reserved:
                     held["CPU"] += reservation.cpus
                     held["GPU"] += reservation.gpus
         check_room(self._cluster, _replicas_text(count), self._bundles * count, held)

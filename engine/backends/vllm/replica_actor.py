@@ -178,10 +178,7 @@ class ReplicaActor(ActorBase):
             request.stream_interval = chunk_tokens if stops is None else 1
             prompt = vllm_api.token_prompt([*prompts[prompt_indices[index]], *earlier], salt=salt)
             # After a cut, completions that have begun get their places back before others begin.
-            priority = 0 if earlier else 1
-            outputs = self._client.generate(
-                prompt, request, self._request_name(), lora_request=lora, priority=priority
-            )
+            outputs = self._request(prompt, request, lora, priority=0 if earlier else 1)
             async with aclosing(outputs):  # closing them before the last one makes vLLM abort the request
                 async for chunk in self._chunks(index, outputs, sampling_params, end, chunk_tokens):
                     chunks.append(chunk)
@@ -231,8 +228,7 @@ class ReplicaActor(ActorBase):
 
         async def score_one(tokens: TokenIds) -> list[float]:
             prompt, params = vllm_api.token_prompt(tokens, salt=salt), vllm_api.scoring_params()
-            stream = self._client.generate(prompt, params, self._request_name(), lora_request=lora)
-            outputs = [output async for output in stream]
+            outputs = [output async for output in self._request(prompt, params, lora)]
             return vllm_api.scored(outputs[-1], tokens)
 
         return list(await asyncio.gather(*(score_one(tokens) for tokens in sequences)))
@@ -243,8 +239,10 @@ class ReplicaActor(ActorBase):
         if self.state is None or self.state != state:
             raise SamplerOutOfSync(f"vLLM {self.name} holds {self.state}, and {state} was requested")
 
-    def _request_name(self) -> str:
-        return f"ostinato-{next(self._numbers)}"
+    def _request(self, prompt: Any, params: Any, lora: Any, *, priority: int = 0) -> Any:
+        """vLLM's outputs for one prompt, as they come. Requests of a smaller `priority` get a place first."""
+        name = f"ostinato-{next(self._numbers)}"
+        return self._client.generate(prompt, params, name, lora_request=lora, priority=priority)
 
     def _lora_request(self, name: str | None) -> Any:
         if name is None:

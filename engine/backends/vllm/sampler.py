@@ -69,8 +69,7 @@ class VllmSampler:
         self.spec, self._open_shared, self._tokenizer = spec, open_shared, tokenizer
         self._shared: SharedRuntime | None = open_shared(trainer)
         self._shared.users.append(self)
-        on_base = is_sampled_on_base(trainer)
-        self._base_of_adapters = trainer.base.digest if trainer.base is not None and on_base else None
+        self._base_of_adapters = _base_of_adapters(trainer)
         """Digest of the base that its adapters change. None: it samples whole models."""
         self._state: str | None = None
         """State of the policy that the sampler was last synced with."""
@@ -131,8 +130,8 @@ class VllmSampler:
         if self._shared is not None and shared is not self._shared and not _is_same_model(shared, self._shared):
             raise BadSpec("a sampler can only follow a trainer of the model it was made for; make a new sampler")
         # Without a base that vLLM can hold under adapters, the weights are those of this state.
-        on_base = is_sampled_on_base(trainer)
-        base = trainer.base.digest if trainer.base is not None and on_base else state
+        base_of_adapters = _base_of_adapters(trainer)
+        on_base, base = base_of_adapters is not None, base_of_adapters or state
         probes = probe_sequences(shared.architecture.vocab_size, shared.options.max_context, self._recent_prompts)
         tolerance = allowed_gap(self.spec.gap, DTYPES[shared.options.dtype], _compute_dtype(trainer))
         staged = StagedForVllm(state, base, shared, on_base, probes, tolerance=tolerance)
@@ -413,6 +412,11 @@ class _ConvertedWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._weights)
+
+
+def _base_of_adapters(trainer: Trainer) -> str | None:
+    """Digest of the base that vLLM holds under the trainer's adapter. None: it takes whole models."""
+    return trainer.base.digest if trainer.base is not None and is_sampled_on_base(trainer) else None
 
 
 def _compute_dtype(trainer: Trainer) -> torch.dtype:

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.backends.replicas.pool import OnUp, ReplicaPool
-from engine.backends.replicas.replica import Replica
+from engine.backends.replicas.pool import ReplicaPool
+from engine.backends.replicas.replica import OnUp, Replica
 from engine.backends.replicas.runtime import Manifest
 from engine.backends.vllm.architecture import EngineOptions
 from engine.cluster.actors import ActorHandle
@@ -37,7 +37,7 @@ LONG = SamplingParams(max_new_tokens=400, min_new_tokens=400)
 
 
 class FakeSource:
-    """A pool.ReplicaSource of replicas whose processes are stand-ins, which `start` returns for a name."""
+    """A replica.ReplicaSource of replicas whose processes are stand-ins, which `start` returns for a name."""
 
     def __init__(self, start: Callable[[str], Any], replica_class: type[Replica] = Replica) -> None:
         self._start, self._replica_class = start, replica_class

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import httpx
 import pandas
 import pytest
 from pydantic import ValidationError
@@ -21,6 +20,7 @@ from storage.inspect.audit import audit_store
 from storage.store.objects import open_store
 from storage.store.tables import read_table
 from tasks.evaluation.statistics import paired_difference
+from tests.fixtures.prefect import prefect_client
 from tests.fixtures.toy import write_prompts
 from tests.fixtures.worklog import events
 
@@ -179,7 +179,7 @@ def test_an_evaluation_that_was_interrupted_goes_on(
 def test_prefect_shows_the_table_and_the_comparison(runs: EvaluationRuns, prefect_server: str) -> None:
     result = runs.run(runs.models[0], suite={"samples_per_prompt": 1})
     query = {"artifacts": {"key": {"any_": ["evaluation", "comparison"]}}, "sort": "CREATED_DESC"}
-    with httpx.Client(base_url=prefect_server, trust_env=False) as client:
+    with prefect_client(prefect_server) as client:
         artifacts = client.post("/artifacts/filter", json=query).json()
     newest = {artifact["key"]: artifact for artifact in reversed(artifacts)}
     rows = json.loads(newest["evaluation"]["data"])

@@ -10,7 +10,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pandas
 import pytest
@@ -20,6 +19,7 @@ from flows.configs.common import GRPOConfig
 from flows.grpo import grpo
 from storage.errors import SemanticMismatch
 from storage.store import keys
+from tests.fixtures.prefect import prefect_client
 from tests.fixtures.runs.flow_runs import FlowRuns, grpo_runs
 from tests.fixtures.runs.task_graph import RECORDING_SECONDS
 from tests.fixtures.toy import toy_config, write_prompts
@@ -256,7 +256,7 @@ def test_the_page_and_the_log_have_the_evaluations_of_the_report(
     heldout, title = result["heldout"], runs.config("done", **three_steps(runs)).title
     before, after, change = (heldout[name] for name in ("before_mean", "after_mean", "difference"))
     assert f"{before:.3f} → {after:.3f}" in Path(result["report"]).read_text()
-    with httpx.Client(base_url=prefect_server, trust_env=False) as client:
+    with prefect_client(prefect_server) as client:
 
         def ask(what: str, **query: Any) -> list[dict[str, Any]]:
             return client.post(f"/{what}/filter", json=query).json()  # type: ignore[no-any-return]
@@ -305,7 +305,7 @@ def _task_runs(api: str, flow_run: str, expected: dict[str, int]) -> tuple[dict[
             task_runs[:] = client.post("/task_runs/filter", json=query).json()
         return Counter(expected) <= counts() and states() == {"COMPLETED"}
 
-    with httpx.Client(base_url=api, trust_env=False) as client:
+    with prefect_client(api) as client:
         wait_until(recorded, seconds=RECORDING_SECONDS, interval=0.5, describe=lambda: (counts(), states()))
     assert len(flow_runs) == 1, f"the server has {len(flow_runs)} runs called {flow_run}"
     return dict(counts()), states()

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import ValidationError
 
@@ -25,6 +24,7 @@ from flows.sft import sft
 from storage.registry.decisions import Decision, alias_log, champion_of, commit_decision, decisions_of
 from storage.store.artifacts import Provenance
 from storage.store.objects import open_store
+from tests.fixtures.prefect import prefect_client
 from tests.fixtures.toy import write_prompts
 from tests.fixtures.worklog import events
 
@@ -201,7 +201,7 @@ def _announced(api: str, model: str) -> dict[str, Any]:
     """The event of the promotion; events lag."""
     query = {"filter": {"event": {"name": ["ostinato.model.promoted"]}}, "limit": 50}
     deadline = time.monotonic() + 60
-    with httpx.Client(base_url=api, trust_env=False) as client:
+    with prefect_client(api) as client:
         while time.monotonic() < deadline:
             for event in client.post("/events/filter", json=query).json()["events"]:
                 if event["payload"]["model"] == model and event["payload"]["number"] == 2:
@@ -286,7 +286,7 @@ def answer(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 def _resume(api: str, answers: list[dict[str, Any]], asked: list[str]) -> None:
     deadline = time.monotonic() + 120
     query = {"flow_runs": {"state": {"type": {"any_": ["PAUSED"]}}}}
-    with httpx.Client(base_url=api, trust_env=False) as client:
+    with prefect_client(api) as client:
         while answers and time.monotonic() < deadline:
             for run in client.post("/flow_runs/filter", json=query).json():
                 keyset = run["state"]["state_details"]["run_input_keyset"]
@@ -333,7 +333,7 @@ def test_without_an_answer(line: Line, prefect_server: str) -> None:
     outcome = line.run(approval={"required": True, "timeout_seconds": 2})
     assert outcome["outcome"] == "held" and outcome["reasons"][-1] == "there was no approval within 2 s"
     query = {"flow_runs": {"name": {"any_": [f"recurring {NAME}"]}}, "sort": "START_TIME_DESC", "limit": 1}
-    with httpx.Client(base_url=prefect_server, trust_env=False) as client:
+    with prefect_client(prefect_server) as client:
         (run,) = client.post("/flow_runs/filter", json=query).json()
     assert run["state_type"] == "COMPLETED"
 

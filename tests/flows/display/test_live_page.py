@@ -27,6 +27,7 @@ from tasks.evaluation.validation_curve import validation_entry
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.step_metrics import write_metrics
 from tests.fixtures.engines import PROVENANCE
+from tests.fixtures.prefect import prefect_client
 from tests.fixtures.runs.toy_run import ToyRun
 from tests.fixtures.waiting import wait_until
 
@@ -212,7 +213,7 @@ def test_thirty_updates_leave_one_version_of_each_artifact(
 
 def events_called(api: str, name: str) -> list[dict[str, Any]]:
     body = {"filter": {"event": {"name": [name]}}, "limit": 5}
-    return httpx.post(f"{api}/events/filter", json=body, trust_env=False).json()["events"]  # type: ignore[no-any-return]
+    return prefect_client(api).post("/events/filter", json=body).json()["events"]  # type: ignore[no-any-return]
 
 
 def test_an_artifact_that_a_person_deleted_is_made_again(prefect_server: str) -> None:
@@ -231,7 +232,7 @@ def test_an_artifact_that_a_person_deleted_is_made_again(prefect_server: str) ->
 
 
 def test_a_run_of_grpo_shows_itself(toy_run: ToyRun, prefect_server: str) -> None:
-    runs = httpx.post(f"{prefect_server}/flow_runs/filter", json={}, trust_env=False).json()
+    runs = prefect_client(prefect_server).post("/flow_runs/filter", json={}).json()
     (run,) = [run for run in runs if (run["parameters"].get("config") or {}).get("run") == "toy"]
     assert run["name"] == "grpo tiny on prompts, seed 0"
     # Its artifacts.
@@ -248,7 +249,7 @@ def test_a_run_of_grpo_shows_itself(toy_run: ToyRun, prefect_server: str) -> Non
     # Its log has one line per step.
     def logs_of_run() -> list[dict[str, Any]]:
         query = {"logs": {"flow_run_id": {"any_": [run["id"]]}}}
-        return httpx.post(f"{prefect_server}/logs/filter", json=query, trust_env=False).json()
+        return prefect_client(prefect_server).post("/logs/filter", json=query).json()
 
     def lines() -> list[str]:
         return [log["message"] for log in logs_of_run() if log["name"] == "ostinato.steps"]
@@ -261,9 +262,8 @@ def test_a_run_of_grpo_shows_itself(toy_run: ToyRun, prefect_server: str) -> Non
     logs = logs_of_run()
     assert not [log for log in logs if "Finished in state" in log["message"] and log["name"] == "prefect.task_runs"]
     # Its task runs are named after step and shard.
-    tasks = httpx.post(
-        f"{prefect_server}/task_runs/filter", json={"flow_runs": {"id": {"any_": [run["id"]]}}}, trust_env=False
-    ).json()
+    query = {"flow_runs": {"id": {"any_": [run["id"]]}}}
+    tasks = prefect_client(prefect_server).post("/task_runs/filter", json=query).json()
     names = {task["name"] for task in tasks}
     for step in range(1, 5):
         per_step = {f"rollout-{step:06d}/00", f"rollout-{step:06d}/01", f"grade-{step:06d}/00", f"grade-{step:06d}/01"}

@@ -15,11 +15,6 @@ OLD_ERROR = "Flow run process exited with non-zero status code 1."
 KILLED = "Process exited with status code: -9. Process was killed."
 
 
-@pytest.fixture
-def api(prefect_server: str) -> httpx.Client:
-    return httpx.Client(base_url=prefect_server, trust_env=False, timeout=30)
-
-
 def run_with(api: httpx.Client, *history: tuple[str, str], tag: str = "ostinato") -> str:
     """A flow run of the pool that was in these states (type, message), one after the other."""
     api.post("/work_pools/", json={"name": POOL, "type": "process"})

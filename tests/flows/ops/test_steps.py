@@ -55,11 +55,6 @@ def test_input_that_cannot_be_read_is_named(stored: dict[str, Any], message: str
     assert "correct the parameters of the schedule" in str(refused.value)
 
 
-@pytest.fixture
-def api(prefect_server: str) -> httpx.Client:
-    return httpx.Client(base_url=prefect_server, trust_env=False, timeout=30)
-
-
 def scheduled_run(api: httpx.Client, parameters: dict[str, Any]) -> str:
     """A flow run with these parameters as they are, which is how a schedule makes one."""
     flow = api.post("/flows/", json={"name": "stepped"}).json()["id"]

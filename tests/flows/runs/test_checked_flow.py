@@ -22,6 +22,7 @@ from flows.configs.overrides import ConfigError
 from flows.ops.local_server import server_environment, use_server
 from flows.runs.checked_flow import checked_flow
 from storage.errors import AccessDenied
+from tests.fixtures.prefect import prefect_client
 from tests.fixtures.waiting import wait_until
 
 
@@ -57,7 +58,7 @@ def log_of(api_url: str, message: str) -> list[str]:
     lines: list[str] = []
     while time.monotonic() < deadline and not any(message in line for line in lines):
         body = {"sort": "TIMESTAMP_DESC", "limit": 50}
-        answer = httpx.post(f"{api_url}/logs/filter", json=body, trust_env=False)
+        answer = prefect_client(api_url).post("/logs/filter", json=body)
         lines = [entry["message"] for entry in answer.raise_for_status().json()]
         time.sleep(0.2)
     return lines
@@ -190,7 +191,7 @@ async def test_a_server_that_is_away_for_seconds_has_the_end(server: Server) -> 
 
     assert await flow_that(restart)(Config(title="short outage")) == {"steps": 2}
     body = {"flow_runs": {"name": {"any_": ["short outage"]}}}
-    answer = httpx.post(f"{server.api_url}/flow_runs/filter", json=body, trust_env=False)
+    answer = prefect_client(server.api_url).post("/flow_runs/filter", json=body)
     assert [run["state"]["name"] for run in answer.json()] == ["Completed"]
 
 

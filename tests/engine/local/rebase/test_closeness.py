@@ -14,23 +14,26 @@ import pytest
 import torch
 
 from engine.backends.torch.determinism import small_update_repeats
-from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import ReplayDiverged
 from engine.local.engine import LocalEngine
 from engine.local.verify import verify_run
-from engine.specs.adapters import FullSpec, LoraSpec, TrainableSpec
+from engine.specs.adapters import LoraSpec
 from engine.specs.engine import LocalEngineSpec
 from storage.chain.rebase import difference_texts, rebases_in_effect
-from storage.chain.records import Chain, OptimizerSpec, PolicyRef
 from storage.inspect.run_details import describe_run
+from tests.engine.local.rebase.killed_chains import (
+    STEPS,
+    WRONG,
+    WRONG_STEP,
+    chain_of_a_killed_engine,
+    faster,
+    take_step,
+    with_other_update,
+    wrong_tensor,
+)
 from tests.engine.local.rebase.rebasing import SINGLE, has_no_problems, only_rebase, read
-from tests.fixtures.engines import PROVENANCE, commit_batch, new_policy, request_after, row
 
 BFLOAT16 = SINGLE.model_copy(update={"compute_dtype": "bfloat16"})
-STEPS = 4
-LR = 1e-4
-WRONG_STEP = 3
-"""The step that is taken wrongly, where one is planted. The moments are not fresh any more."""
 
 
 @pytest.fixture
@@ -51,41 +54,6 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     small_update_repeats.cache_clear()
 
 
-async def take_step(engine: LocalEngine, parent: PolicyRef, *, max_grad_norm: float = 1.0) -> PolicyRef:
-    """A step on a batch of its own, with enough rows that its gradient is not mostly rounding."""
-    rows = []
-    for number in range(6):
-        start = 7 * number + 31 * parent.step
-        rows.append(row([10, 11, start % 90], [(start + token * (number + 2)) % 200 for token in range(12)]))
-    request = request_after(parent, commit_batch(engine.store, parent, rows))
-    optimizer = OptimizerSpec(lr=LR, max_grad_norm=max_grad_norm)
-    record = await engine.take_gradient_step(request.model_copy(update={"optimizer": optimizer}))
-    return record.policy
-
-
-async def noisy_chain(
-    url: str,
-    folder: Path,
-    spec: LocalEngineSpec,
-    *,
-    trainable: TrainableSpec = FullSpec(),
-    max_grad_norm: float = 1.0,
-    checkpoint_at: int | None = None,
-    wrong: Callable[[LocalEngine, PolicyRef], None] = lambda engine, policy: None,
-) -> Chain:
-    """A chain of STEPS steps by an engine that was killed. `wrong` is called before WRONG_STEP is taken."""
-    engine = LocalEngine(url, spec)
-    policy = await new_policy(engine, folder, trainable=trainable)
-    for step in range(STEPS):
-        if step + 1 == WRONG_STEP:
-            wrong(engine, policy)
-        policy = await take_step(engine, policy, max_grad_norm=max_grad_norm)
-        if step + 1 == checkpoint_at:
-            await engine.save_checkpoint(policy, provenance=PROVENANCE)
-    await engine.close(checkpoint=False)
-    return Chain.of(engine.store, policy)
-
-
 # -- rounding passes -----------------------------------------------------------------------------------------------
 
 
@@ -104,7 +72,7 @@ async def noisy_chain(
 async def test_rounding_is_recorded_as_a_proven_rebase(
     noise: None, url: str, tiny_folder: Path, spec: LocalEngineSpec, options: dict[str, Any]
 ) -> None:
-    chain = await noisy_chain(url, tiny_folder, spec, **options)
+    chain = await chain_of_a_killed_engine(url, tiny_folder, spec, **options)
     engine = LocalEngine(url, spec)
     policy = await take_step(engine, chain.head())
     rebase = only_rebase(chain)
@@ -131,7 +99,7 @@ async def test_rounding_is_recorded_as_a_proven_rebase(
 
 
 async def test_from_a_checkpoint_only_the_steps_after_it_differ(noise: None, url: str, tiny_folder: Path) -> None:
-    chain = await noisy_chain(url, tiny_folder, BFLOAT16, checkpoint_at=2)
+    chain = await chain_of_a_killed_engine(url, tiny_folder, BFLOAT16, checkpoint_at=2)
     engine = LocalEngine(url, BFLOAT16)
     await take_step(engine, chain.head())
     rebase = only_rebase(chain)
@@ -142,7 +110,7 @@ async def test_from_a_checkpoint_only_the_steps_after_it_differ(noise: None, url
 async def test_a_past_policy_is_read_with_rounding_differences(
     noise: None, url: str, tiny_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chain = await noisy_chain(url, tiny_folder, SINGLE)
+    chain = await chain_of_a_killed_engine(url, tiny_folder, SINGLE)
     engine = LocalEngine(url, SINGLE)
     with caplog.at_level(logging.WARNING, "engine.local.rebase"):
         await read(engine, chain.policy(2))
@@ -154,68 +122,12 @@ async def test_a_past_policy_is_read_with_rounding_differences(
 # -- anything else does not ----------------------------------------------------------------------------------------
 
 
-def trainer_of(engine: LocalEngine, policy: PolicyRef) -> TorchTrainer:
-    loaded = engine.loaded_policies.training_policy_of(policy)
-    assert loaded is not None and isinstance(loaded.trainer, TorchTrainer)
-    return loaded.trainer
-
-
-def with_other_update(change: Callable[..., Any]) -> Callable[[LocalEngine, PolicyRef], None]:
-    """Replaces the next update of the trainer by `change(trainer, update, samples, objective, optimizer, options)`."""
-
-    def wrong(engine: LocalEngine, policy: PolicyRef) -> None:
-        trainer = trainer_of(engine, policy)
-        update = trainer.update
-
-        def once(samples: Any, objective: Any, optimizer: OptimizerSpec, **options: Any) -> Any:
-            trainer.update = update  # type: ignore[method-assign]
-            return change(trainer, update, samples, objective, optimizer, options)
-
-        trainer.update = once  # type: ignore[assignment]
-
-    return wrong
-
-
-def faster(trainer: Any, update: Any, samples: Any, objective: Any, optimizer: OptimizerSpec, options: Any) -> Any:
-    return update(samples, objective, optimizer.model_copy(update={"lr": 1.1 * optimizer.lr}), **options)
-
-
-def lost(trainer: Any, update: Any, samples: Any, objective: Any, optimizer: OptimizerSpec, options: Any) -> Any:
-    return update(samples, objective, optimizer.model_copy(update={"lr": 0.0}), **options)
-
-
-def other_batch(trainer: Any, update: Any, samples: Any, objective: Any, optimizer: OptimizerSpec, options: Any) -> Any:
-    return update(samples[:3], objective, optimizer, **options)
-
-
-def stale_moment(
-    trainer: Any, update: Any, samples: Any, objective: Any, optimizer: OptimizerSpec, options: Any
-) -> Any:
-    for state in trainer._optimizer.state.values():
-        state["exp_avg"].zero_()
-    return update(samples, objective, optimizer, **options)
-
-
-def wrong_tensor(
-    trainer: Any, update: Any, samples: Any, objective: Any, optimizer: OptimizerSpec, options: Any
-) -> Any:
-    """One tensor of many keeps its old values."""
-    _name, tensor = next((name, tensor) for name, tensor in trainer.weights() if name.endswith("k_proj.weight"))
-    before = tensor.detach().clone()
-    report = update(samples, objective, optimizer, **options)
-    tensor.data.copy_(before)
-    return report
-
-
-WRONG = [faster, lost, other_batch, stale_moment, wrong_tensor]
-
-
 @pytest.mark.parametrize("spec", [SINGLE, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
 async def test_a_wrong_step_is_recorded_as_unproven(
     noise: None, url: str, tiny_folder: Path, spec: LocalEngineSpec, change: Callable[..., Any]
 ) -> None:
-    chain = await noisy_chain(url, tiny_folder, spec, wrong=with_other_update(change))
+    chain = await chain_of_a_killed_engine(url, tiny_folder, spec, wrong=with_other_update(change))
     engine = LocalEngine(url, spec)
     await take_step(engine, chain.head())
     rebase = only_rebase(chain)
@@ -231,7 +143,7 @@ async def test_a_wrong_step_is_recorded_as_unproven(
 
 
 async def test_a_past_policy_behind_a_wrong_step_is_refused(noise: None, url: str, tiny_folder: Path) -> None:
-    chain = await noisy_chain(url, tiny_folder, SINGLE, wrong=with_other_update(faster))
+    chain = await chain_of_a_killed_engine(url, tiny_folder, SINGLE, wrong=with_other_update(faster))
     engine = LocalEngine(url, SINGLE)
     with pytest.raises(ReplayDiverged, match="Rounding does not explain it: step 3 differs by 0.09"):
         await read(engine, chain.policy(3))
@@ -239,7 +151,7 @@ async def test_a_past_policy_behind_a_wrong_step_is_refused(noise: None, url: st
 
 
 async def test_a_deterministic_engine_demands_equal_bytes(noise: None, url: str, tiny_folder: Path) -> None:
-    chain = await noisy_chain(url, tiny_folder, SINGLE)
+    chain = await chain_of_a_killed_engine(url, tiny_folder, SINGLE)
     engine = LocalEngine(url, SINGLE.model_copy(update={"deterministic": True}))
     with pytest.raises(ReplayDiverged, match="deterministic=true promises the bytes"):
         await take_step(engine, chain.head())
@@ -247,7 +159,7 @@ async def test_a_deterministic_engine_demands_equal_bytes(noise: None, url: str,
 
 
 async def test_on_a_device_that_repeats_a_wrong_step_is_an_error(url: str, tiny_folder: Path) -> None:
-    chain = await noisy_chain(url, tiny_folder, SINGLE, wrong=with_other_update(faster))
+    chain = await chain_of_a_killed_engine(url, tiny_folder, SINGLE, wrong=with_other_update(faster))
     engine = LocalEngine(url, SINGLE)
     with pytest.raises(ReplayDiverged, match="redoing step 3 gave .* A second redo gave the same weights again"):
         await take_step(engine, chain.head())
@@ -262,7 +174,7 @@ async def test_on_a_device_that_repeats_a_wrong_step_is_an_error(url: str, tiny_
 async def test_verify_notes_steps_that_differ_by_rounding(
     noise: None, url: str, tiny_folder: Path, options: dict[str, Any]
 ) -> None:
-    chain = await noisy_chain(url, tiny_folder, SINGLE, checkpoint_at=2)
+    chain = await chain_of_a_killed_engine(url, tiny_folder, SINGLE, checkpoint_at=2)
     (report,) = verify_run(chain.store, "r", **options).chains
     assert (report.problems, report.redone, report.digests) == ((), STEPS, STEPS)
     assert all("by rounding alone" in note for note in report.notes)
@@ -272,7 +184,7 @@ async def test_verify_notes_steps_that_differ_by_rounding(
 async def test_verify_finds_a_wrong_step_on_a_device_that_does_not_repeat(
     noise: None, url: str, tiny_folder: Path
 ) -> None:
-    chain = await noisy_chain(url, tiny_folder, SINGLE, wrong=with_other_update(faster))
+    chain = await chain_of_a_killed_engine(url, tiny_folder, SINGLE, wrong=with_other_update(faster))
     (problem,) = verify_run(chain.store, "r").problems
     assert problem.what.startswith("step 3 differs: redone, the weights are ")
     assert "rounding does not explain it: step 3 differs by 0.09" in problem.what

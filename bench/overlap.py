@@ -17,11 +17,11 @@ extra time, and max_staleness is 0 or 1. The time of a step with max_staleness 1
 of a step with max_staleness 0: the time in which a `generate` call was open, and that of a scoring or step call.
 
 With --long-tail, the engine is in this process, and a vLLM replica decodes at most ROWS completions of 16 to 512 tokens
-at a time; stop strings end most of them early. A quarter of the prompts is trained on, so that sampling takes longer
-than training, as with more GPUs that train. The settings are max_staleness 0, and 4 with updates in flight. The
-result is also the share of the replica's rows that were busy: the mean over time of min(unfinished completions, ROWS),
-divided by ROWS, from the end of the first step to the end of the last one that has rollouts of all later steps beside
-it.
+at a time (4; on a GPU, which trainer and replica share, 64, and 32 times as many completions a step); stop strings end
+most of them early. A quarter of the prompts is trained on, so that sampling takes longer than training, as with more
+GPUs that train. The settings are max_staleness 0, and 4 with updates in flight. The result is also the share of the
+replica's rows that were busy: the mean over time of min(unfinished completions, ROWS), divided by ROWS, from the end of
+the first step to the end of the last one that has rollouts of all later steps beside it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import bench.without_prefect  # noqa: F401 - first, before the tasks
 from bench.cost_per_step import PROVENANCE, Context, load, write_rows
@@ -64,14 +66,16 @@ from tasks.reports.metrics import StepMetrics
 
 SAMPLER_CALLS, TRAINER_CALLS = ("generate",), ("logprobs_of_rows", "take_gradient_step", "stage_policy")
 WRITES = ("put", "put_file", "put_if_absent")
-PROMPTS, COMPLETIONS = 4, 4
+ON_GPU = torch.cuda.is_available()
+PROMPTS, COMPLETIONS = (8, 32) if ON_GPU else (4, 4)
 
 Setting = tuple[int, int]
 """(max_staleness, number of shards)"""
 SETTINGS: tuple[Setting, ...] = ((0, 1), (1, 1), (0, 4), (1, 4))
 LANES_SETTINGS: tuple[Setting, ...] = ((0, 4), (1, 4))
 LONG_TAIL_SETTINGS: tuple[Setting, ...] = ((4, 4), (0, 4))
-ROWS, SHORTEST, LONGEST = 4, 16, 512
+ROWS = 64 if ON_GPU else 4
+SHORTEST, LONGEST = 16, 512
 STOPS = ("!", "?", ":")
 """Stop strings of --long-tail."""
 GRADED = " a l"
@@ -248,7 +252,7 @@ def not_counted(setting: Setting) -> int:
 def completion_lengths(workspace: Workspace, policy: PolicyRef) -> dict[str, int]:
     """Quantiles of the lengths of all completions of the run, in tokens."""
     store, lengths = workspace.open_store(), list[int]()
-    for record in Chain.of(store, policy).records():
+    for record in Chain.of(store, policy).records(after=0, until=policy.step):
         for mask in read_table(store, record.request.batch)["loss_mask"].to_pylist():
             lengths.append(sum(mask))
     lengths.sort()
@@ -336,8 +340,9 @@ def main() -> None:
             (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stories))
         if options.long_tail:
             options.new_tokens = LONGEST
-            sampler = VllmSpec(replicas=1, max_context=2 * LONGEST, kv_cache_gib=0.5)
-            spec = LocalEngineSpec(threads=1, max_rows=ROWS, max_tokens_per_forward=2048, sampler=sampler)
+            sampler = VllmSpec(replicas=1, max_context=2 * LONGEST, kv_cache_gib=ROWS / 8, sleep=False)
+            max_tokens = 16384 if ON_GPU else 2048
+            spec = LocalEngineSpec(threads=1, max_rows=ROWS, max_tokens_per_forward=max_tokens, sampler=sampler)
             result = asyncio.run(measure(options, folder, spec))
         else:
             with engine_server(f"file://{folder}/store", lanes=options.lanes) as url:

@@ -275,6 +275,8 @@ def main() -> int:
     # One deck per mode, so that every kind of fault is drawn before one repeats.
     modes, lives = ON[arguments.on], list[Life]()
     decks = [Deck(arguments.seed + number, kinds_of(mode)) for number, mode in enumerate(modes)]
+    # The report names the command that repeats the campaign.
+    command = f"python -m tests.chaos.campaign --on {arguments.on} --faults {arguments.faults} --seed {arguments.seed}"
     done = 0
     with stage(folder, s3=any(mode.on_s3 for mode in modes)) as shared:
         while done < arguments.faults:
@@ -286,12 +288,12 @@ def main() -> int:
             print_life(life, done + 1)
             lives.append(life)
             done += len(life.happenings)
+            if arguments.out is not None:  # a campaign that is stopped has the worlds until then
+                write(arguments.out, report(lives, command), arguments.on)
     for mode in modes:
         of_mode = [life for life in lives if life.mode == mode]
         if mode.in_flight and of_mode and not any(life.sampled.segments for life in of_mode):
             of_mode[-1].problems.append("no segment was committed, so that no weights were updated in flight")
-    # The report names the command that repeats the campaign.
-    command = f"python -m tests.chaos.campaign --on {arguments.on} --faults {arguments.faults} --seed {arguments.seed}"
     text = report(lives, command)
     print(text)
     if arguments.out is not None:

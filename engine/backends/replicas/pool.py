@@ -557,6 +557,8 @@ class ReplicaPool:
                         self._join()
                         self._leave(replica)
             except Exception as error:  # noqa: BLE001 - the boundary to Ray: it is asked again
+                if not threading.main_thread().is_alive():
+                    return  # Python ends, and starts no threads any more
                 log.warning("the replicas on machines that Ray drains are not replaced yet: %s", error)
 
     def sleep(self) -> None:

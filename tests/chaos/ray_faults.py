@@ -11,7 +11,9 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
+import httpx
 import psutil
 
 from tests.chaos.faults import Fault, Pause
@@ -139,16 +141,35 @@ def lose_head(world: World, fault: Fault) -> Iterator[Pause]:
     yield 0.0
 
 
+def leave_and_join(world: World, fault: Fault) -> Iterator[Pause]:
+    """One of the two replicas leaves the pool, and another one joins after two more steps."""
+    _scale(world, 1)
+    yield world.moved_on(fault.run)
+    _scale(world, 2)
+
+
+def _scale(world: World, samplers: int) -> None:
+    """Has no effect while the engine is away. It comes back with all replicas."""
+    url = f"http://127.0.0.1:{world.engine_line.upstream_port}/v1/scale_samplers"
+    with contextlib.suppress(httpx.TransportError):
+        answer = httpx.post(
+            url, params={"wait": 0}, json={"samplers": samplers}, headers={"X-Request-Id": uuid4().hex},
+            timeout=5, trust_env=False,
+        )  # fmt: skip
+        assert answer.is_success or answer.status_code == httpx.codes.SERVICE_UNAVAILABLE, answer.text
+
+
 RAY_KINDS: dict[str, Callable[[World, Fault], Iterator[Pause]]] = {
     "kill -9 rank": _kill(RANK),
     "freeze rank": _freeze(RANK),
     "kill -9 replica": _kill(REPLICA),
     "freeze replica": _freeze(REPLICA),
+    "replica leaves and joins": leave_and_join,
     "lose node": lose_node,
     "lose head": lose_head,
 }
 OF_RANK = frozenset({"kill -9 rank", "freeze rank"})
-OF_REPLICA = frozenset({"kill -9 replica", "freeze replica"})
+OF_REPLICA = frozenset({"kill -9 replica", "freeze replica", "replica leaves and joins"})
 
 
 def can_happen(world: World, fault: Fault) -> bool:

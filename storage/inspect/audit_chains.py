@@ -24,6 +24,8 @@ class ChainAudit:
         self.rebases: dict[int, Rebase] = {}
         self._mark: RebaseMark | None = None
         """The rebase that the parent of the record checked last descends from, according to that record."""
+        self._cursor: dict[str, int] = {}
+        """The position in the dataset after the record checked last. Empty without one."""
 
     def check(self) -> None:
         """Checks the chain up to the first missing or unreadable record."""
@@ -39,6 +41,7 @@ class ChainAudit:
             if record is None:
                 return
             parent = self._check_link(record, parent, step)
+            self._check_cursor(record)
             self._check_inputs(record)
         for rebase in self.rebases.values():
             self._check_rebase(rebase)
@@ -165,6 +168,15 @@ class ChainAudit:
 
     # -- inputs of steps ----------------------------------------------------------------------------------------------
 
+    def _check_cursor(self, record: CommitRecord) -> None:
+        """Checks that a step begins in the dataset where the step before it ended, so that no row is skipped or taken
+        again."""
+        before, begins = self._cursor, record.request.cursor_in
+        self._cursor = record.cursor_out
+        if before and begins and before != begins:
+            problem = f"begins at {_position(begins)} of its dataset, the step before it ended at {_position(before)}"
+            self.findings.error(keys.chain_record(*self.name, record.policy.step), problem, FORK)
+
     def _check_inputs(self, record: CommitRecord) -> None:
         """Checks the batch of a step, the accounting of its prompts, and that none of its shards is left over."""
         key, batch = keys.chain_record(*self.name, record.policy.step), record.request.batch
@@ -203,3 +215,7 @@ class ChainAudit:
             if artifact is not None and artifact not in used and not keys.is_segment(artifact):
                 problem = f"is of the step {record.policy.uri}, whose batch does not descend from it"
                 self.findings.error(artifact, problem, RESTORE)
+
+
+def _position(cursor: dict[str, int]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in cursor.items())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.chain.records import Chain, Root
+from storage.chain.records import Chain, CommitRecord, Root
 from storage.errors import ObjectNotFound
 from storage.inspect.audit import AuditReport, audit_store
 from storage.serialization import canonical_json
@@ -16,6 +16,7 @@ from storage.store import keys
 from tests.fixtures.runs.toy_run import ToyRun
 
 RECORD = "runs/toy/stages/0-grpo/chains/policy/{:06d}.json"
+CURSORS = ("cursor_in", "cursor_out")
 
 
 @pytest.fixture
@@ -90,6 +91,22 @@ def test_a_tampered_record(broken: ToyRun) -> None:
     path.write_bytes(canonical_json(record))
     # the state no longer follows from the request
     assert only(broken).startswith(f"{RECORD.format(2)} says state {record['state'][:12]}")
+
+
+def test_a_step_that_skips_rows_of_the_dataset(broken: ToyRun) -> None:
+    path = broken.folder / RECORD.format(4)
+    record = CommitRecord.model_validate_json(path.read_bytes())
+    # both positions move, so that the step takes as many rows as its batch has prompts
+    request = record.request
+    shifted = {name: getattr(request, name) | {"index": getattr(request, name)["index"] + 1} for name in CURSORS}
+    request = request.model_copy(update=shifted)
+    path.write_bytes(canonical_json(record.model_copy(update={"request": request, "state": request.next_state()})))
+    problem = next(problem for problem in audit_store(broken.store).problems if problem.key == RECORD.format(4))
+    before = record.request.cursor_in
+    assert problem.what == (
+        f"begins at epoch {before['epoch']}, index {before['index'] + 1} of its dataset, the step before it ended at "
+        f"epoch {before['epoch']}, index {before['index']}"
+    )
 
 
 def test_a_missing_record(broken: ToyRun) -> None:

@@ -1,5 +1,5 @@
-"""`ostinato runs ls | show | config | grades | lineage | remove-checkpoint`: shows the runs of a store, their configs,
-their grades, and the origin of its models."""
+"""`ostinato runs ls | show | config | samples | lineage | remove-checkpoint`: shows the runs of a store, their configs,
+their samples, and the origin of its models."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from engine.text.threads import StringThread
 from flows.cli.output import (
     DEFAULT_STORAGE,
     AsJson,
@@ -30,7 +31,7 @@ from storage.chain.retention import remove_checkpoints
 from storage.inspect.lineage import ChainSegment, Lineage, StepLineage, differing_settings, lineage_of, step_lineage
 from storage.inspect.prompt_lineage import PromptReport, prompt_report
 from storage.inspect.run_details import ChainDetails, RunDetails, RunSummary, describe_run, seconds_since, summarize_run
-from storage.inspect.step_grades import step_grades
+from storage.inspect.step_samples import GradedSample, newest_sampled_step, step_samples
 from storage.serialization import flatten
 from storage.store.index import run_entries
 from storage.store.objects import open_store
@@ -177,23 +178,55 @@ def remove_checkpoint(
         print_plain(console(), f"{verb} {len(policies) - len(removed)} names of checkpoints that are not stored")
 
 
-@runs_app.command("grades")
-def grades(
+@runs_app.command("samples")
+def samples(
     run: RunArgument,
-    stage: Annotated[str, typer.Argument(help="Stage of the run, as runs ls lists it, such as 0-grpo.")],
-    step: Annotated[int, typer.Argument(help="Number of the step, from 1.", min=1)],
+    stage: Annotated[str, typer.Option("--stage", help="Stage of the run, such as 0-grpo. Default: the last.")] = "",
+    step: Annotated[
+        int | None, typer.Option("--step", help="Number of the step, from 1. Default: the newest with samples.", min=1)
+    ] = None,
+    worst: Annotated[
+        int | None, typer.Option("--worst", help="Only so many, those of the lowest rewards.", min=1)
+    ] = None,
+    best: Annotated[
+        int | None, typer.Option("--best", help="Only so many, those of the highest rewards.", min=1)
+    ] = None,
     storage: Storage = DEFAULT_STORAGE,
     as_json: AsJson = False,
 ) -> None:
-    """Shows the grade of each completion of a step and its reason, also of a step that could not be finished."""
+    """Shows the prompts and completions of a step with their grades and reasons, also of a step that could not be
+    finished."""
+    if worst and best:
+        raise typer.BadParameter("give --worst or --best, not both")
     with report_errors():
-        rows = list(step_grades(open_store(storage), run, stage, step))
+        store = open_store(storage)
+        if not stage or step is None:
+            newest_stage, newest_step = newest_sampled_step(store, run, stage)
+            stage, step = newest_stage, step or newest_step
+        rows = list(step_samples(store, run, stage, step))
+    if worst or best:
+        # a sample without a reward is neither
+        rewarded = [row for row in rows if row.reward is not None]
+        rewarded.sort(key=lambda row: row.reward or 0.0, reverse=bool(best))
+        rows = rewarded[: worst or best]
     if as_json:
         print_json([row.model_dump(mode="json") for row in rows])
         return
-    grades = table(f"grades of {run}/{stage} step {step}", "prompt", "n>", "status", "reward>", "reason", "completion")
-    cells = ((row.prompt, row.completion, row.status, row.reward, row.reason, row.text) for row in rows)
-    console().print(add_rows(grades, cells))
+    title = f"samples of {run}/{stage} step {step}"
+    columns = ("prompt id", "n>", "grade>", "reason", "prompt", "completion")
+    console().print(add_rows(table(title, *columns), map(_sample_cells, rows)))
+
+
+def _sample_cells(row: GradedSample) -> tuple[Any, ...]:
+    """The cells of a sample. Texts of a model are shown without characters that control a terminal."""
+    from tasks.reports.html_report import text_for_page  # which imports matplotlib
+
+    turns = StringThread.from_json(row.thread).turns
+    # an episode is shown as a whole
+    prompt = turns[-1].text if row.text is not None else "\n".join(f"{turn.role}: {turn.text}" for turn in turns)
+    texts = (row.reason or "", prompt, row.text or "")
+    grade = row.status if row.reward is None else row.reward
+    return (row.prompt, row.completion, grade, *(text_for_page(text) for text in texts))
 
 
 @runs_app.command("lineage")

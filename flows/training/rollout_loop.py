@@ -32,7 +32,7 @@ from flows.training.schedules import are_endless
 from flows.training.training_loop import TrainingLoop
 from flows.training.training_steps import TrainingSteps
 from storage.chain.records import MinibatchPlan, PolicyRef, StepRequest
-from storage.inspect.step_grades import hint_about_missing_grades
+from storage.inspect.step_samples import hint_about_missing_grades
 from storage.serialization import default_of
 from storage.store.artifacts import ArtifactRef
 from tasks.batches.advantages import AdaptiveKL, FixedKL, Overlong, RewardKL

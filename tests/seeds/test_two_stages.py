@@ -15,7 +15,7 @@ import pytest
 
 from flows.cli.demo import GGUF
 from storage.chain.records import Chain
-from storage.inspect.step_grades import step_grades
+from storage.inspect.step_samples import step_samples
 from storage.registry.models import list_models
 from storage.store.artifacts import read_manifest
 from storage.store.objects import open_store
@@ -67,7 +67,7 @@ async def test_it_runs_with_smollm2_as_policy_and_judge(prefect_server: str, tmp
     graded = [ref for ref in read_manifest(objects, record.request.batch.key).parents if "/graded/" in ref]
     assert graded, "the batch names the judge's grades as its parents"
     # every answer of the judge had the form that it was asked for
-    grades = [grade for step in (1, 2) for grade in step_grades(objects, "two-stages", "1-gspo", step)]
+    grades = [grade for step in (1, 2) for grade in step_samples(objects, "two-stages", "1-gspo", step)]
     assert all(grade.status == "ok" or "not applicable" in str(grade.reason) for grade in grades), grades
     assert any(grade.status == "ok" for grade in grades)
     assert "sft-then-gspo-final" in list_models(objects)

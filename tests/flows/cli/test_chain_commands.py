@@ -109,17 +109,34 @@ def test_nothing_of_the_environment_is_shown(toy: ToyRun, monkeypatch: pytest.Mo
             assert secret not in ostinato(toy, *words, *form).output
 
 
-def test_the_grades_of_a_step(toy: ToyRun) -> None:
-    grades = answer(toy, "runs", "grades", "toy", "0-grpo", "2")
-    table = read_table(toy.store, read_manifest(toy.store, "runs/toy/stages/0-grpo/steps/000001/graded/00000").ref)
-    first = table.to_pylist()[0]
-    assert len(grades) == 16
-    assert (grades[0]["prompt"], grades[0]["reward"], grades[0]["status"]) == (
-        first["prompt_id"], first["reward"], "ok",
+def test_the_samples_of_a_step(toy: ToyRun) -> None:
+    samples = answer(toy, "runs", "samples", "toy", "--stage", "0-grpo", "--step", "2")
+    folder = "runs/toy/stages/0-grpo/steps/000001"
+    graded, rollouts = (
+        read_table(toy.store, read_manifest(toy.store, f"{folder}/{kind}/00000").ref).to_pylist()
+        for kind in ("graded", "rollouts")
+    )
+    assert len(samples) == 16
+    assert (samples[0]["prompt"], samples[0]["reward"], samples[0]["status"], samples[0]["text"]) == (
+        graded[0]["prompt_id"], graded[0]["reward"], "ok", rollouts[0]["text"],
     )  # fmt: skip
-    assert ostinato(toy, "runs", "grades", "toy", "0-grpo", "2").exit_code == 0
-    missing = ostinato(toy, "runs", "grades", "toy", "0-grpo", "9")
+    assert samples[0]["thread"] == rollouts[0]["thread"]
+    missing = ostinato(toy, "runs", "samples", "toy", "--step", "9")
     assert missing.exit_code == 1 and "step 9 of toy/0-grpo has no graded completions" in missing.output
+
+
+def test_the_newest_samples_by_their_rewards(toy: ToyRun) -> None:
+    newest = answer(toy, "runs", "samples", "toy")
+    assert newest == answer(toy, "runs", "samples", "toy", "--step", "4")
+    rewards = sorted(sample["reward"] for sample in newest)
+    assert [sample["reward"] for sample in answer(toy, "runs", "samples", "toy", "--worst", "3")] == rewards[:3]
+    assert [sample["reward"] for sample in answer(toy, "runs", "samples", "toy", "--best", "3")] == rewards[:-4:-1]
+    shown = ostinato(toy, "runs", "samples", "toy", "--worst", "3").output
+    assert "samples of toy/0-grpo step 4" in shown
+    assert "\x1b" not in shown and "\x07" not in shown  # a tiny model samples such characters
+    unknown = ostinato(toy, "runs", "samples", "toy", "--stage", "7-sft")
+    assert unknown.exit_code == 1 and "the run 'toy' has no samples in stage '7-sft'" in unknown.output
+    assert ostinato(toy, "runs", "samples", "toy", "--worst", "3", "--best", "3").exit_code == 2
 
 
 def test_lineage_of_a_model(toy: ToyRun) -> None:

@@ -16,7 +16,7 @@ from flows.training.rollout_collection import TooManySkipped
 from storage.chain.records import CommitRecord
 from storage.inspect.accounting import check_accounting, step_inputs
 from storage.inspect.audit import audit_store
-from storage.inspect.step_grades import step_grades
+from storage.inspect.step_samples import step_samples
 from storage.store.artifacts import read_manifest
 from tests.fixtures.runs.flow_runs import FlowRuns, grpo_runs
 from tests.fixtures.runs.interruption import Killed, interrupt_at
@@ -43,7 +43,7 @@ def samplings(runs: FlowRuns, record: CommitRecord) -> tuple[list[bool], list[st
         for ref in step_inputs(runs.store, record).rollouts
     ]
     policy = record.policy
-    grades = step_grades(runs.store, policy.run, policy.stage, policy.step)
+    grades = step_samples(runs.store, policy.run, policy.stage, policy.step)
     return resampled, [grade.status for grade in grades]
 
 
@@ -124,7 +124,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_reason(runs: FlowR
     assert "The first reason: not an answer that can be judged." in message
     table = Path(message.partition("It is in ")[2].partition(";")[0])
     assert table.is_file() and table.suffix == ".parquet"
-    assert f"ostinato runs grades never 0-grpo 3 --storage {runs.store.url}" in message
+    assert f"ostinato runs samples never --stage 0-grpo --step 3 --storage {runs.store.url}" in message
     assert len(runs.records("never")) == 2
     # the same run goes on with a higher limit, which changes no result
     with pytest.raises(TooManySkipped, match="no completion of step 5"):

@@ -34,6 +34,7 @@ from tasks.datasets.order import DataCursor
 from tasks.evaluation.validation_curve import Validation, describe_size, read_validations, validation_of
 from tasks.loggers.base import LoggedRun, SentLog, Table
 from tasks.loggers.stage_loggers import Loggers
+from tasks.reports.advice import Advisor
 from tasks.reports.clock import Lap, StepClock
 from tasks.reports.metrics import StepMetrics
 from tasks.reports.step_metrics import measure_step, write_metrics
@@ -80,6 +81,7 @@ class StepReporter:
         logger.start(total_steps, policy.step)
         # everything that shows the steps, and the watch over their duration
         self.clock = StepClock()
+        self.advisor = Advisor()
         self.watch = RunWatch(policy.run, step=policy.step)
         self.page = RunPage(self.store, policy, total_steps=total_steps, engine=model.workspace.engine)
         self.notifier = notifier
@@ -103,7 +105,7 @@ class StepReporter:
         self.time_left.finish_step()
         seconds_left = self.time_left.remaining_seconds(policy.step)
         self.logger.step(metrics, seconds_left=seconds_left)
-        for line in metrics.skipped_lines():
+        for line in (*metrics.skipped_lines(), *self.advisor.step(metrics)):
             self.logger.note(line)
         self.page.add_step(metrics, rollouts, graded, seconds_left=seconds_left)
         self.loggers.step(metrics)

@@ -183,6 +183,15 @@ class Grades:
         np.maximum.at(high, self._group_K[valid_K], self.rewards_K[valid_K])
         return low < high  # type: ignore[no-any-return]
 
+    def equal_group_share(self) -> float | None:
+        """The share of groups with equal rewards, among those with two rewards or more. None if there is no such
+        group."""
+        rewards_P = np.bincount(self._group_K[~np.isnan(self.rewards_K)])
+        compared_P = rewards_P >= 2
+        if not compared_P.any():
+            return None
+        return float(1 - self.informative_groups()[: len(rewards_P)][compared_P].mean())
+
     def leave_out_equal_groups(self) -> None:
         """Leaves out the trajectories of each prompt whose rewards are all equal."""
         self.left_out_K |= ~self.informative_groups()[self._group_K]

@@ -17,6 +17,7 @@ from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_step_table
 from tasks.evaluation.validation_curve import Validation, curves
+from tasks.reports.advice import advice
 from tasks.reports.html_report import text_for_page
 from tasks.reports.metrics import ACTIVITIES, StepMetrics
 from tasks.reports.plots import Panel, curves_png, lane_chart
@@ -55,6 +56,7 @@ def run_markdown(
         _heldout_table(heldout),
         picture,
         _summary_table(steps),
+        _advice_list(steps),
         _skipped_list(steps),
         _time_table(steps),
         _lane_picture(steps),
@@ -207,6 +209,12 @@ def _summary_table(steps: Sequence[StepMetrics]) -> str:
             cells = [f"{value:.4g}" for value in (finite[0], finite[-1], min(finite), max(finite))]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _advice_list(steps: Sequence[StepMetrics]) -> str:
+    """A Markdown list of what to do about the last steps. Empty if nothing is to be done."""
+    lines = [f"- {line}" for line in advice(steps)]
+    return "\n".join(["**advice**", "", *lines]) if lines else ""
 
 
 def _skipped_list(steps: Sequence[StepMetrics]) -> str:

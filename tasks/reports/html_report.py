@@ -19,6 +19,7 @@ from pydantic import JsonValue, model_validator
 from storage.serialization import Frozen
 from tasks.evaluation.statistics import PairedDifference, paired_difference
 from tasks.evaluation.validation_curve import Validation, curves
+from tasks.reports.advice import advice
 from tasks.reports.metrics import EvaluationSummary, SampleRollout, StepMetrics
 from tasks.reports.plots import Interval, curve_svg, intervals_svg, lane_chart, time_split_svg
 
@@ -86,6 +87,7 @@ def render_report(data: ReportData) -> str:
         resumed=[step.step + 1 for step in data.steps if step.resumed],
         masked=sum(step.masked for step in data.steps),
         skipped=[line for step in data.steps for line in step.skipped_lines()],
+        advice=advice(data.steps),
     )
 
 
@@ -120,6 +122,10 @@ _MEASURES: tuple[tuple[str, str, Callable[[StepMetrics], float | None]], ...] = 
     ("Gradient norm", "L2, before clipping", lambda step: step.grad_norm),
     ("Learning rate", "", lambda step: step.learning_rate),
     ("Entropy", "mean per token, nats", lambda step: step.entropy),
+    ("Groups of equal rewards", "share of the groups", lambda step: step.equal_groups),
+    ("Cut completions", "share that ended at max_new_tokens", lambda step: step.truncated),
+    ("Turns", "answers per episode", lambda step: step.turns_mean),
+    ("Clipped tokens", "share of the tokens", lambda step: step.clip_fraction),
     (
         "Gap between sampler and trainer",
         "mean |difference of log-probability| per token, nats",

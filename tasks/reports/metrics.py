@@ -71,7 +71,17 @@ class StepMetrics(Frozen):
     skipped: bool = False
     """Whether the step made no update because no completion got a grade."""
     entropy: float | None = None
-    """Mean per-token entropy of the policy, nats."""
+    """Mean entropy of the distribution that a token was sampled from, nats: minus the mean logprob of the sampled
+    tokens, whose expectation it is."""
+    equal_groups: float | None = Field(None, exclude_if=lambda share: share is None)
+    """Share of the groups with two rewards or more in which all rewards are equal. Compared with each other, their
+    completions have no advantage."""
+    truncated: float | None = Field(None, exclude_if=lambda share: share is None)
+    """Share of the completions that ended at max_new_tokens, or of the episodes with such an answer."""
+    turns_mean: float | None = Field(None, exclude_if=lambda turns: turns is None)
+    """Answers per episode."""
+    clip_fraction: float | None = Field(None, exclude_if=lambda fraction: fraction is None)
+    """Fraction of the tokens whose ratio was clipped, in the mean over the updates."""
     logprob_gap: float | None = None
     """Mean |sampler - trainer| log-probability per token, nats, over the completions that the trainer scored: all of
     them, or those with a gradient where the update's own forward pass gives the old log-probabilities. None if none

@@ -39,7 +39,7 @@ def measure_step(
 ) -> StepMetrics:
     """The metrics of a step. Without rollouts (SFT) the fields of reinforcement learning are None. `parts`: those of
     the mixture that the step took its rows from. `lap`: the time of the step."""
-    mean, deviation, masked = _reward_statistics(store, graded)
+    rewards = _reward_statistics(store, graded)
     # Sampled tokens, or trained tokens if nothing is sampled.
     shards = _in_parallel(lambda ref: _shard_counts(store, ref), rollouts)
     completions = sum(shard.completions for shard in shards)
@@ -53,8 +53,9 @@ def measure_step(
     return StepMetrics(
         step=record.request.parent.step,
         total_steps=total_steps,
-        reward_mean=mean,
-        reward_std=deviation,
+        reward_mean=rewards.mean,
+        reward_std=rewards.deviation,
+        equal_groups=rewards.equal_groups,
         by_source=means_by_source(_in_parallel(lambda ref: _sums_by_source(store, ref), graded)),
         by_part=_rows_of_parts(record, parts),
         kl_mean=record.metrics.get("kl_mean"),
@@ -67,10 +68,14 @@ def measure_step(
         completion_length_mean=tokens / completions if completions else None,
         prompts=prompts,
         completions=completions or record.request.batch.rows or 0,
-        masked=masked,
+        masked=rewards.masked,
         dropped=dropped_rows + sum(shard.dropped for shard in shards),
         skipped_updates=record.skipped,
         skipped_reasons=tuple(f"{update} (batch {record.request.batch.key})" for update in record.skipped_updates),
+        entropy=_entropy(shards),
+        truncated=_per_completion([shard.truncated for shard in shards], completions),
+        turns_mean=_per_completion([shard.turns for shard in shards], completions),
+        clip_fraction=record.metrics.get("clip_fraction_mean"),
         skipped=bool(rollouts) and record.request.batch.rows == 0,
         logprob_gap=record.metrics.get("logprob_gap_mean", gap),
         lag_mean=lag_mean,
@@ -85,18 +90,39 @@ def measure_step(
     )
 
 
-def _reward_statistics(store: ObjectStore, graded: list[ArtifactRef]) -> tuple[float | None, float | None, int]:
-    """(mean, standard deviation, number of masked grades) of the rewards: one per completion, or one per episode. None
-    without rewards."""
+class _Rewards(NamedTuple):
+    """Statistics of the rewards of a step, one per completion or per episode. None without rewards."""
+
+    mean: float | None = None
+    deviation: float | None = None
+    equal_groups: float | None = None
+    masked: int = 0
+    """Number of masked grades."""
+
+
+def _reward_statistics(store: ObjectStore, graded: list[ArtifactRef]) -> _Rewards:
     if not graded:
-        return None, None, 0
+        return _Rewards()
     grades = read_grades(store, graded)
     rewards = grades.rewards.tolist()
     if not rewards:
-        return None, None, grades.masked_count
+        return _Rewards(masked=grades.masked_count)
     mean = sum(rewards) / len(rewards)
     deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
-    return mean, deviation, grades.masked_count
+    return _Rewards(mean, deviation, grades.equal_group_share(), grades.masked_count)
+
+
+def _entropy(shards: Sequence[_ShardCounts]) -> float | None:
+    """Minus the mean logprob of the sampled tokens. None if a shard does not have their sum."""
+    sums = [shard.logprob_sum for shard in shards if shard.logprob_sum is not None]
+    tokens = sum(shard.tokens for shard in shards)
+    return -math.fsum(sums) / tokens if tokens and len(sums) == len(shards) else None
+
+
+def _per_completion(counts: Sequence[int | None], completions: int) -> float | None:
+    """The mean of a count. None if a shard does not have it."""
+    known = [count for count in counts if count is not None]
+    return sum(known) / completions if completions and len(known) == len(counts) else None
 
 
 def _rows_of_parts(record: CommitRecord, parts: Sequence[LoadedPart]) -> dict[str, PartMetrics]:
@@ -162,6 +188,13 @@ class _ShardCounts(NamedTuple):
     """Prompts that were dropped for their length."""
     tokens_by_policy: dict[str, int]
     """The number of tokens that each policy sampled, by its URI."""
+    truncated: int | None
+    """Completions that ended at max_new_tokens, or episodes with such an answer. This and the next: None for rollouts
+    of a hand-written loop."""
+    logprob_sum: float | None
+    """The sum of the logprobs of all sampled tokens."""
+    turns: int | None
+    """Answers of all episodes. None for completions."""
 
 
 def _shard_counts(store: ObjectStore, rollouts: ArtifactRef) -> _ShardCounts:
@@ -178,6 +211,9 @@ def _shard_counts(store: ObjectStore, rollouts: ArtifactRef) -> _ShardCounts:
         completions=int(completions),  # type: ignore[arg-type]
         dropped=int(extra["dropped"]),  # type: ignore[arg-type]
         tokens_by_policy=by_policy,
+        truncated=extra.get("truncated"),  # type: ignore[arg-type]
+        logprob_sum=extra.get("logprob_sum"),  # type: ignore[arg-type]
+        turns=extra.get("turns"),  # type: ignore[arg-type]
     )
 
 

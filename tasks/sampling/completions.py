@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -113,6 +115,8 @@ def _counts(
         "prompts": len(shard.rows),
         "dropped": dropped,
         "completion_tokens": sum(len(completion.token_ids) for completion in completions),
+        "truncated": sum(completion.stop_reason == "length" for completion in completions),
+        "logprob_sum": math.fsum(chain.from_iterable(completion.logprobs for completion in completions)),
         "sampling": sampling.model_dump(mode="json", exclude_defaults=True),
     }
     if shard.resampled:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -219,16 +221,16 @@ def _counts(episodes: list[Episode], played: list[Episode]) -> dict[str, JsonVal
     """Counts of a shard for the metrics of its step; `played` are the episodes whose prompt was not too long."""
     prompts = {episode.row["index"] for episode in episodes}
     played_prompts = {episode.row["index"] for episode in played}
-    completion_tokens = 0
-    for episode in played:
-        completion_tokens += sum(sum(segment.turn_tokens) for segment in episode.segments)
+    segments = [segment for episode in played for segment in episode.segments]
     return {
         "prompts": len(prompts),
         "dropped": len(prompts - played_prompts),
         "episodes": len(played),
         "masked": sum(episode.status == "masked" for episode in played),
         "turns": sum(episode.turn for episode in played),
-        "completion_tokens": completion_tokens,
+        "completion_tokens": sum(sum(segment.turn_tokens) for segment in segments),
+        "truncated": sum(any("length" in segment.stop_reasons for segment in episode.segments) for episode in played),
+        "logprob_sum": math.fsum(chain.from_iterable(segment.tokenized.logprobs for segment in segments)),
     }
 
 

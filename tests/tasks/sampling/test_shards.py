@@ -241,7 +241,7 @@ def test_a_penalty_on_the_reward_needs_the_old_logprobs_before_the_step() -> Non
 
 @pytest.mark.parametrize("hand_written", [False, True])
 async def test_metrics_are_the_same_from_manifests_and_from_tables(store: ObjectStore, hand_written: bool) -> None:
-    extra = {"dropped": 1, "prompts": 3, "completion_tokens": 6}
+    extra = {"dropped": 1, "prompts": 3, "completion_tokens": 6, "truncated": 1, "logprob_sum": -1.5}
     refs = [rollouts(store, n, [f"a{n}", f"b{n}"], extra=extra) for n in range(2)]
     grades = [graded(store, n, ref, [0.0, 1.0, None, 3.0]) for n, ref in enumerate(refs)]
     scorer = Scorer(store)
@@ -258,6 +258,10 @@ async def test_metrics_are_the_same_from_manifests_and_from_tables(store: Object
     assert (metrics.prompts, metrics.masked, metrics.dropped, metrics.tokens_per_second) == (4, 2, 2, 6.0)
     assert metrics.reward_mean == pytest.approx(4 / 3)
     assert metrics.reward_std == pytest.approx(np.std([0.0, 1.0, 3.0]))
+    # two of eight completions were cut; the logprobs of 12 tokens add up to -3
+    assert (metrics.truncated, metrics.entropy, metrics.turns_mean) == (0.25, 0.25, None)
+    # of the eight completions, each prompt's two: 0 and 1, none and 3; only the first group has two rewards
+    assert metrics.equal_groups == 0.0
     # trained tokens of each shard: one 10 (gap 9) and two pairs of 11 (gap 10): (9 + 4 x 10) / 5
     assert metrics.logprob_gap == pytest.approx(9.8)
     # the gap of the step's own forward pass, where the record has it

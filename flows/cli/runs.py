@@ -3,6 +3,7 @@ their samples, and the origin of its models."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -34,7 +35,10 @@ from storage.inspect.run_details import ChainDetails, RunDetails, RunSummary, de
 from storage.inspect.step_samples import GradedSample, newest_sampled_step, step_samples
 from storage.serialization import flatten
 from storage.store.index import run_entries
-from storage.store.objects import open_store
+from storage.store.objects import ObjectStore, open_store
+from tasks.evaluation.validation_curve import Validation, read_validations
+from tasks.reports.advice import WINDOW, advice
+from tasks.reports.step_metrics import read_metrics
 
 runs_app = typer.Typer(help="The runs of a store, and the origin of its models.", no_args_is_help=True)
 
@@ -80,16 +84,32 @@ def _run_row(row: RunSummary) -> tuple[Any, ...]:
 
 @runs_app.command("show")
 def show(run: RunArgument, storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False) -> None:
-    """Shows one run: its semantic config, chains, metrics, leases, result and models."""
+    """Shows one run: its result, evaluations, chains, metrics, advice, models, leases and semantic config."""
     with report_errors():
-        view = describe_run(open_store(storage), run)
+        store = open_store(storage)
+        view = describe_run(store, run)
+        evaluations = {stage: read_validations(store, run, stage) for stage in view.row.stages}
+        sentences = _advice_about(store, view)
     if as_json:
-        print_json(view)
+        of_stages = {stage: [each.model_dump(mode="json") for each in rows] for stage, rows in evaluations.items()}
+        print_json(view.model_dump(mode="json") | {"evaluations": of_stages, "advice": sentences})
     else:
-        _print_run(view, console())
+        _print_run(view, evaluations, sentences, console())
 
 
-def _print_run(view: RunDetails, to: Console) -> None:
+def _advice_about(store: ObjectStore, view: RunDetails) -> list[str]:
+    """The advice about the last steps of the run's last stage, from its first and its last metrics."""
+    if not view.row.stages:
+        return []
+    stage, head = view.row.stages[-1], view.row.head_step
+    last = max(1, head - WINDOW)
+    first = read_metrics(store, view.row.run, stage, steps=min(1, head))
+    return advice([*first, *read_metrics(store, view.row.run, stage, first=last, steps=head)])
+
+
+def _print_run(
+    view: RunDetails, evaluations: Mapping[str, Sequence[Validation]], sentences: Sequence[str], to: Console
+) -> None:
     # what the run is
     row = view.row
     machine = [f"{name} {value}" for name, value in view.machine.items() if name != "packages"]
@@ -105,7 +125,14 @@ def _print_run(view: RunDetails, to: Console) -> None:
         "last commit": _time_and_age(row.last_commit),
     }
     to.print(key_value_table(f"run {row.run}", overview))
-    to.print(key_value_table("semantic config", flatten(view.semantic)))
+    if view.result:
+        to.print(key_value_table("result", flatten(view.result)))
+    for stage, validations in evaluations.items():
+        if validations:
+            measures = sorted({name for each in validations for name in each.measures})
+            cells = ((each.name, each.step, *map(each.measures.get, measures)) for each in validations)
+            columns = ("evaluation", "after steps>", *(f"{name}>" for name in measures))
+            to.print(add_rows(table(f"evaluations of {stage}", *columns), cells))
 
     # its chains and metrics
     chains = table("chains", "chain", "steps>", "state", "trainer", "starts from", "checkpoints")
@@ -119,15 +146,16 @@ def _print_run(view: RunDetails, to: Console) -> None:
         if metrics.get("by_part"):
             shown |= flatten({"by_part": metrics["by_part"]})
         to.print(key_value_table(f"last metrics of {stage}", shown))
+    for sentence in sentences:
+        print_plain(to, f"advice: {sentence}")
 
-    # its leases, models and result
+    # its models, leases and config
+    to.print(add_rows(table("models", "model", "policy"), ((model.model, model.policy) for model in view.models)))
     leases = table("leases", "epoch>", "taken", "pid", "code version", "released")
     for lease in view.leases:
         add_rows(leases, [(lease.epoch, _time(lease.created), lease.pid, lease.code_version, _time(lease.released))])
     to.print(leases)
-    to.print(add_rows(table("models", "model", "policy"), ((model.model, model.policy) for model in view.models)))
-    if view.result:
-        to.print(key_value_table("result", flatten(view.result)))
+    to.print(key_value_table("semantic config", flatten(view.semantic)))
 
 
 def _chain_row(chain: ChainDetails) -> tuple[Any, ...]:

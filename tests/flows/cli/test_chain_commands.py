@@ -16,7 +16,11 @@ from storage.chain.records import Chain
 from storage.chain.run_record import create_or_check_run
 from storage.store import keys
 from storage.store.artifacts import find_artifact, read_manifest
-from storage.store.tables import read_table
+from storage.store.tables import commit_table, read_table
+from tasks.evaluation.validation_curve import validation_entry
+from tasks.reports.metrics import StepMetrics
+from tasks.reports.step_metrics import write_metrics
+from tests.fixtures.engines import PROVENANCE
 from tests.fixtures.runs.toy_run import ToyRun
 
 
@@ -69,6 +73,28 @@ def test_show_tells_the_run(toy: ToyRun) -> None:
     shown = ostinato(toy, "runs", "show", "toy").stdout
     assert "tests.fixtures.grading:even_share" in shown
     assert view["result"]["model"] in shown
+
+
+def test_show_has_evaluations_and_advice(toy: ToyRun) -> None:
+    assert answer(toy, "runs", "show", "toy")["advice"] == []  # four steps are too few for advice
+    policy = toy.chain.policy(4)
+    for step in range(5, 10):  # as if five further steps had been made, all with equal rewards
+        record = toy.chain.record(step - 1)
+        assert record is not None
+        request = record.request.model_copy(update={"parent": record.policy})
+        toy.chain.commit(record.model_copy(update={"request": request, "state": request.next_state()}))
+        metrics = StepMetrics(step=step - 1, loss=0.0, grad_norm=0.0, learning_rate=0.0, equal_groups=1.0)
+        write_metrics(toy.store, policy, metrics)
+    store, key = toy.store, "runs/toy/stages/0-grpo/evaluations/000000-held-out"
+    table = read_table(store, read_manifest(store, "runs/toy/stages/0-grpo/steps/000001/graded/00000").ref)
+    entry = validation_entry("held-out", {"reward": 0.25})
+    commit_table(store, key, table, kind="graded", parents=(), provenance=PROVENANCE, extra=entry)
+    view = answer(toy, "runs", "show", "toy")
+    (sentence,) = view["advice"]
+    assert sentence.startswith("in 100% of the groups, all completions had the same reward")
+    assert view["evaluations"] == {"0-grpo": [{"name": "held-out", "step": 0, "measures": {"reward": 0.25}}]}
+    shown = ostinato(toy, "runs", "show", "toy").stdout
+    assert f"advice: {sentence}" in shown and "evaluations of 0-grpo" in shown
 
 
 def test_a_named_checkpoint_is_shown_and_removed(toy: ToyRun) -> None:

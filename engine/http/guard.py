@@ -125,7 +125,12 @@ class Guard:
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._token):
-            raise _refused(NotAuthenticated("this server wants its bearer token in the Authorization header"), id)
+            message = (
+                f"the request has {'another' if token else 'no'} token; send 'Authorization: Bearer TOKEN'. The token "
+                "is in OSTINATO_ENGINE_TOKEN or the --token-file of the server, and of 'ostinato up' in "
+                ".ostinato/up/engine-token"
+            )
+            raise _refused(NotAuthenticated(message), id)
 
     async def _read_body(self, headers: Headers, receive: Receive, id: str) -> bytes:
         """Returns the whole body. Raises RequestRefused if it is too large, too slow, or does not fit into memory."""

@@ -47,6 +47,8 @@ async def test_every_route_but_the_probes_wants_the_token(serve: Serve, method: 
         assert answer.status_code == 401
         assert answer.headers["www-authenticate"] == "Bearer"
         assert answer.json()["error"] == "NotAuthenticated"
+        # the message says where the token is
+        assert "OSTINATO_ENGINE_TOKEN" in answer.json()["message"] and TOKEN not in answer.text
     assert (await client.request(method, path, headers=bearer(TOKEN))).status_code != 401
 
 

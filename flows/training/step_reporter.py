@@ -105,8 +105,10 @@ class StepReporter:
         self.time_left.finish_step()
         seconds_left = self.time_left.remaining_seconds(policy.step)
         self.logger.step(metrics, seconds_left=seconds_left)
-        for line in (*metrics.skipped_lines(), *self.advisor.step(metrics)):
+        for line in metrics.skipped_lines():
             self.logger.note(line)
+        for sentence in self.advisor.step(metrics):
+            self.logger.note(f"advice: {sentence}")
         self.page.add_step(metrics, rollouts, graded, seconds_left=seconds_left)
         self.loggers.step(metrics)
         self._notify(policy.step)

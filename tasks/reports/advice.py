@@ -84,7 +84,7 @@ CHECKS: dict[str, Check] = {
         lambda step: step.truncated,
         lambda now, before: now >= 0.3,
         "{share} of the completions ended at max_new_tokens: raise sampling.max_new_tokens, or leave them out of the "
-        "loss by rules.mask_truncated",
+        "loss by rules.mask_truncated, unless the model should learn to be shorter",
     ),
     "clipped tokens": Check(
         lambda step: step.clip_fraction,

@@ -182,8 +182,9 @@ class _Noise:
 
 
 def _seed_of(step: int, number: int) -> int:
-    """The seed of the noise of a step in the redo of this number, from 0."""
-    return step + number * (1 << 32)
+    """The seed of the noise of a step in the redo of this number, from 0. It has 32 bits: torch's generator on the CPU
+    does not use higher ones."""
+    return (step + number * 0x9E3779B1) % (1 << 32)
 
 
 def _judge_step(

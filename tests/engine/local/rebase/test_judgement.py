@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine.backends.weight_files.sketches import BUCKETS, Sketch, sketch_to_text
 from engine.local.closeness import NEAR_REDOS, NOISY_REDOS, Redo, judge_redo
@@ -22,9 +23,12 @@ class Scripted:
 
     def __init__(self, update: Sketch) -> None:
         self.sketch, self.update = np.zeros_like(update), update
+        self.drawn: tuple[float, ...] = ()
 
     def add_rounding_noise(self, relative: float, *, seed: int) -> None:
-        """The noise is in `update`."""
+        """The noise is in `update`. Notes what torch would draw with the seed."""
+        drawn = torch.rand(4, generator=torch.Generator().manual_seed(seed))
+        self.drawn = tuple(drawn.tolist())
 
     def weights_sketch(self) -> Sketch:
         return self.sketch
@@ -59,6 +63,7 @@ def judged(difference: float, noises: list[float]) -> tuple[bool, int]:
         trainer.sketch = trainer.sketch + trainer.update
 
     judgement = judge_redo(redo, NUMERICS, restart=restart, redo_step=redo_step)
+    assert len({trainer.drawn for trainer in restarts}) == len(restarts)  # each redo has noise of its own
     return judgement.is_close, len(restarts)
 
 

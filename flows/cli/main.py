@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -22,6 +23,7 @@ from flows.cli.runner import run_flow
 from flows.cli.runs import runs_app
 from flows.cli.sweep import add_search_commands
 from flows.cli.up import deploy_command, down, up
+from flows.runs.code_version import code_version
 
 app = typer.Typer(
     help="Post-training of language models as a durable workflow.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -40,6 +42,24 @@ app.command("doctor")(doctor)
 app.command("up")(up)
 app.command("down")(down)
 app.command("deploy")(deploy_command)
+
+
+def _print_version(wanted: bool) -> None:
+    """Prints the version of the package and, in a checkout, the commit. Ends the command."""
+    if wanted:
+        package, code = version("ostinato"), code_version()
+        print(f"ostinato {package}" if code in (package, "unknown") else f"ostinato {package} ({code})")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
 
 RunKey = Annotated[str, typer.Option("--run", help="Key of the run; the same key resumes the run.")]
 New = Annotated[bool, typer.Option("--new", help="Start a new run, even if an equal one is unfinished.")]

@@ -11,6 +11,7 @@ import typer
 
 from flows.catalogue import TRAININGS, Training
 from flows.cli.chain import add_chain_commands
+from flows.cli.config import print_config
 from flows.cli.data import data_app
 from flows.cli.demo import prepare_demo, run_demo
 from flows.cli.disk import add_disk_commands, gc
@@ -38,6 +39,7 @@ app.add_typer(data_app, name="data")
 add_chain_commands(app)
 add_search_commands(app, runs_app)
 add_disk_commands(runs_app)
+app.command("config")(print_config)
 app.command("doctor")(doctor)
 app.command("up")(up)
 app.command("down")(down)

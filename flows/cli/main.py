@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
 from flows.catalogue import TRAININGS, Training
 from flows.cli.chain import add_chain_commands
+from flows.cli.config import print_config
 from flows.cli.data import data_app
 from flows.cli.demo import prepare_demo, run_demo
 from flows.cli.disk import add_disk_commands, gc
@@ -22,6 +24,7 @@ from flows.cli.runner import run_flow
 from flows.cli.runs import runs_app
 from flows.cli.sweep import add_search_commands
 from flows.cli.up import deploy_command, down, up
+from flows.runs.code_version import code_version
 
 app = typer.Typer(
     help="Post-training of language models as a durable workflow.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -36,10 +39,29 @@ app.add_typer(data_app, name="data")
 add_chain_commands(app)
 add_search_commands(app, runs_app)
 add_disk_commands(runs_app)
+app.command("config")(print_config)
 app.command("doctor")(doctor)
 app.command("up")(up)
 app.command("down")(down)
 app.command("deploy")(deploy_command)
+
+
+def _print_version(wanted: bool) -> None:
+    """Prints the version of the package and, in a checkout, the commit. Ends the command."""
+    if wanted:
+        package, code = version("ostinato"), code_version()
+        print(f"ostinato {package}" if code in (package, "unknown") else f"ostinato {package} ({code})")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
 
 RunKey = Annotated[str, typer.Option("--run", help="Key of the run; the same key resumes the run.")]
 New = Annotated[bool, typer.Option("--new", help="Start a new run, even if an equal one is unfinished.")]

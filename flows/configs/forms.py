@@ -43,6 +43,7 @@ WORDS = {
     "rslora": "rsLoRA",
     "dora": "DoRA",
     "sft": "SFT",
+    "simpo": "SimPO",
     "url": "URL",
     "vllm": "vLLM",
 }
@@ -212,7 +213,7 @@ def class_title(name: str) -> str:
     for suffix in _SUFFIXES:
         if name != suffix:
             name = name.removesuffix(suffix)
-    return _title(_PARTS.findall(name.replace("DeepSpeed", "Deepspeed")))
+    return _title(_PARTS.findall(name.replace("DeepSpeed", "Deepspeed").replace("SimPO", "Simpo")))
 
 
 def field_title(name: str) -> str:

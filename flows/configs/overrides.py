@@ -382,13 +382,13 @@ def _scalar(text: str) -> Any:
 
 def _group_at(model: Any, path: Sequence[str], config: Any) -> tuple[list[type[BaseModel]], Any]:
     """The models of the group at `path`, one per kind, and the value that `config` has there."""
-    groups = _models_in(model)
+    groups = models_in(model)
     for part in path:
         # the items of a list have the type of the field
         if not part.isdecimal():
             groups = _of_kind(groups, config)
             fields = [group.model_fields[part] for group in groups if part in group.model_fields]
-            groups = [inner for field in fields for inner in _models_in(field.annotation)]
+            groups = [inner for field in fields for inner in models_in(field.annotation)]
         config = _value_at(config, part)
     return groups, config
 
@@ -403,10 +403,10 @@ def _value_at(config: Any, part: str) -> Any:
 def _of_kind(groups: list[type[BaseModel]], config: Any) -> list[type[BaseModel]]:
     """The groups of the kind that `config` gives, or all of them if it gives no known kind."""
     kind = _value_at(config, "kind")
-    return [group for group in groups if _kind(group) is not None and _kind(group) == kind] or groups
+    return [group for group in groups if kind_of(group) is not None and kind_of(group) == kind] or groups
 
 
-def _kind(group: type[BaseModel]) -> Any:
+def kind_of(group: type[BaseModel]) -> Any:
     """The kind of a group; None if it has none."""
     return group.model_fields["kind"].default if "kind" in group.model_fields else None
 
@@ -415,12 +415,13 @@ def _keys_of(groups: list[type[BaseModel]]) -> list[str]:
     return list(dict.fromkeys(name for group in groups for name in group.model_fields))
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a value of a type may be or contain."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     models = []
     for part in getattr(annotation, "__args__", ()):
-        models += _models_in(part)
+        models += models_in(part)
     return models
 
 
@@ -428,7 +429,7 @@ def _hint_for_unknown(key: str, groups: list[type[BaseModel]], config: Any) -> s
     """What to write instead of an unknown key of a group: only keys that are valid in it, or other kinds of it that
     have the key. `groups` and `config` are those of `_group_at`."""
     kind = _value_at(config, "kind")
-    kinds = [str(_kind(group)) for group in groups if key in group.model_fields]
+    kinds = [str(kind_of(group)) for group in groups if key in group.model_fields]
     if kind and kinds:
         return f" of kind {kind}; leave it out, or use a kind that has it: {', '.join(kinds)}"
     known = [name for name in _keys_of(_of_kind(groups, config)) if name != key]
@@ -436,7 +437,7 @@ def _hint_for_unknown(key: str, groups: list[type[BaseModel]], config: Any) -> s
     if near:
         return f"; did you mean {near[0]!r}?"
     if not known or len(known) > MAX_KEYS_SHOWN:
-        return "; leave it out, or look at the fields in the docs"
+        return "; leave it out, or see the keys that 'ostinato config' prints"
     return f"; leave it out, or use one of {', '.join(known)}"
 
 

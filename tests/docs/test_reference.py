@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from engine.handles import ModelBuilder
-from flows.configs.common import GRPOConfig
 from flows.dpo import DPO
 from flows.grpo import GRPO
 from tasks.graders.judges import BinaryJudgeGrader
@@ -23,7 +22,6 @@ from mkdocs.structure.pages import Page
 
 DOCUMENTED = {
     ModelBuilder.with_adapter: "models", GRPO: "training", DPO: "training", BinaryJudgeGrader: "graders",
-    GRPOConfig: "configs",
 }  # fmt: skip
 """Objects, and the page of the reference that describes them."""
 

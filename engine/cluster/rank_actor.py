@@ -74,7 +74,7 @@ class RankOutcome:
     """How a call ended on one rank: with a result or a failure."""
 
     result: Any = None
-    """What the method returned. None if the call failed, and for `Rank.run` on all ranks but rank 0."""
+    """What the method returned. None if the call failed, and for `Rank.run` without `returns_result`."""
     failure: RankFailure | None = None
 
 
@@ -103,7 +103,7 @@ class Rank:
         """Joins the other ranks and builds the target's object."""
         return self._thread.submit(self._attempt, lambda: self._join_and_build(store_address)).result()
 
-    def run(self, method: str, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> RankOutcome:
+    def run(self, method: str, arguments: tuple[tuple[Any, ...], dict[str, Any]], returns_result: bool) -> RankOutcome:
         """Calls a method of the target's object."""
 
         def call() -> Any:
@@ -112,8 +112,8 @@ class Rank:
                 result = getattr(self._target, method)(*arguments[0], **arguments[1])
             finally:
                 REPORTER.set_phase(RankPhase.FINISHED)
-            # The group returns only rank 0's result. Those of the other ranks would be sent for nothing.
-            return result if self._launch.rank == 0 else None
+            # Ranks that got the same arguments have the same result. It is sent once.
+            return result if returns_result else None
 
         return self._thread.submit(self._attempt, call).result()
 

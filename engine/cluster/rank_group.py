@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,8 @@ from engine.specs.engine import ClusterSpec
 
 log = logging.getLogger(__name__)
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
 MAX_FAILED_STARTS = 3
 """Number of failed starts in a row after which the error is permanent."""
 MAX_BACKOFF = 30.0
@@ -150,19 +152,27 @@ class RankGroup:
                 some ranks failed, a note of the error says so, and `partial_failure` is set.
         """
         with self._lock:
-            return self._run(self._ensure_started(), method, args, kwargs)
+            return self._run(self._ensure_started(), method, [(args, kwargs)])[0]
 
     def call_unless_restarted(self, start_number: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """As `call`, for methods that need the state of the ranks of one start.
 
         Raises WorkerDied if those ranks are gone, and starts no others.
         """
+        return self._call_start(start_number, method, [(args, kwargs)])[0]
+
+    def scatter(self, start_number: int, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """As `call_unless_restarted`, with different arguments for different ranks: each of the `arguments` goes to
+        equally many neighbouring ranks, and to no others. Returns the result of the first rank of each."""
+        return self._call_start(start_number, method, [(args, {}) for args in arguments])
+
+    def _call_start(self, start_number: int, method: str, arguments: Sequence[Arguments]) -> list[Any]:
         with self._lock:
             current = self._current
             if current is None or current.number != start_number or not current.alive:
                 reason = _failure_reason(current, start_number)
                 raise WorkerDied(f"the ranks of start {start_number} are gone, and their state with them{reason}")
-            return self._run(current, method, args, kwargs)
+            return self._run(current, method, arguments)
 
     @property
     def size(self) -> int:
@@ -221,13 +231,13 @@ class RankGroup:
         finally:
             self._lock.release()
 
-    def _run(self, processes: RankProcesses, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, processes: RankProcesses, method: str, arguments: Sequence[Arguments]) -> list[Any]:
         from engine.cluster.rank_actor import error_from_failure
 
-        outcomes = processes.call(method, (args, kwargs), self._listener)
+        outcomes = processes.call(method, arguments, self._listener)
         failures = {rank: outcome.failure for rank, outcome in outcomes.items() if outcome.failure is not None}
         if not failures:
-            return outcomes[0].result
+            return [outcomes[rank].result for rank in range(0, self.size, self.size // len(arguments))]
 
         # Raise the error of one rank. EngineErrors come first, since they usually caused the errors of the other ranks.
         _, failure = min(failures.items(), key=lambda item: (not item[1].error_class, item[0]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -249,16 +249,17 @@ class RankProcesses:
 
     # -- calls ------------------------------------------------------------------------------------------------
 
-    def call(self, method: str, arguments: Any, listener: Callable[[], None] | None) -> dict[int, Any]:
+    def call(self, method: str, arguments: Sequence[Any], listener: Callable[[], None] | None) -> dict[int, Any]:
         """Runs a method on every rank. Returns the RankOutcome of each rank, by rank.
 
-        Raises WorkerDied if a rank ends or hangs; no process is left then.
+        Each of the `arguments` goes to equally many neighbouring ranks, of which the first returns its result. Raises
+        WorkerDied if a rank ends or hangs; no process is left then.
         """
         import ray
 
         if not self.alive:
             raise WorkerDied(f"{self.failure}\nbefore {method}; the next call starts the ranks again")
-        shared_arguments = ray.put(arguments)  # stored once for all ranks
+        shared_arguments = [ray.put(part) for part in arguments]  # each is stored once for the ranks that share it
         try:
             return self._call(method, shared_arguments, listener)
         except BaseException as error:
@@ -266,10 +267,13 @@ class RankProcesses:
             self.fail(f"{type(error).__name__} in the engine during {method}")
             raise
 
-    def _call(self, method: str, arguments: Any, listener: Callable[[], None] | None) -> dict[int, Any]:
+    def _call(self, method: str, arguments: Sequence[Any], listener: Callable[[], None] | None) -> dict[int, Any]:
         import ray
 
-        pending = {call: rank for rank, call in enumerate(self._call_all("run", method, arguments))}
+        pending: dict[Any, int] = {}
+        for rank, actor in enumerate(self._actors):
+            part, place = divmod(rank, self._settings.ranks // len(arguments))
+            pending[actor.run.remote(method, arguments[part], place == 0)] = rank
         outcomes: dict[int, Any] = {}
         listener_called = False
         self._detector.begin_call()

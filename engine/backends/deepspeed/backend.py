@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,19 +17,30 @@ from engine.backends.deepspeed import OUT_OF_MEMORY_MARK
 from engine.backends.deepspeed.memory import adapter_bytes, state_bytes
 from engine.backends.deepspeed.meta_model import open_meta_model, streamed_weights
 from engine.backends.deepspeed.options import RankOptions
+from engine.backends.deepspeed.passes import Passes, distribute, in_order_of_rows, rows_by_group
 from engine.backends.deepspeed.sending import RankSenders
 from engine.backends.deepspeed.transfers import RankTransfers
 from engine.backends.protocol import Objective, ReadOnlyPolicy, UpdateReport
 from engine.backends.replicas.runtime import HeldWeights
 from engine.backends.torch.backend import TorchBackend, available_cores, memory_bytes
 from engine.backends.torch.loading import check_has_language_head
+from engine.backends.torch.packing import Packable
 from engine.backends.torch.probes import probe_model
-from engine.backends.torch.updates import check_gives
+from engine.backends.torch.updates import (
+    check_gives,
+    check_loss_fits_head,
+    check_sequences,
+    count_totals,
+    has_gradient,
+    retry_on_out_of_memory,
+    update_metrics,
+    validate_batch,
+)
 from engine.backends.weight_files.sketches import Sketch
 from engine.cluster.connection import gpu_count
 from engine.cluster.placement import SHARED_GPU, Placement
 from engine.cluster.rank_group import RankGroup
-from engine.errors import BadSpec, OutOfMemory, WorkerDied
+from engine.errors import BadSpec, NonFiniteGradient, OutOfMemory, WorkerDied
 from engine.models.samples import FloatArray, Sample
 from engine.protocol import ActorCount, TokenSequence
 from engine.specs.adapters import Head, LoraSpec
@@ -37,6 +48,7 @@ from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec, VllmSpec, layout
 from storage.chain.records import Numerics, OptimizerSpec
 
 RANK_CLASS = "engine.backends.deepspeed.ranks:RankTrainers"
+T = TypeVar("T")
 
 
 class DeepSpeedBackend:
@@ -66,6 +78,8 @@ class DeepSpeedBackend:
                 f"trainer.sequence_parallel={spec.trainer.sequence_parallel} does not divide {self.ranks} ranks; give "
                 "a divisor of the number of ranks"
             )
+        self.row_groups = self.ranks // spec.trainer.sequence_parallel
+        """Number of groups of ranks that take different rows."""
         self.threads = _threads_per_rank(spec, self.ranks)
         self.group = self._new_group(spec.trainer)
         self.transfers = RankTransfers(self.group)
@@ -264,16 +278,36 @@ class DeepSpeedTrainer:
         self._backend.free_dropped()
         return self._backend.group.call_unless_restarted(self._start_number, method, self._number, *args)
 
-    def _call_within_memory(self, method: str, *args: Any, max_tokens: int) -> Any:
-        """Calls with the tokens per forward pass that fit. If a rank runs out of memory, the engine's next try uses
-        fewer."""
+    def _call_with_rows(self, method: str, rows: Sequence[Packable], passes: Passes, *args: Any) -> list[Any]:
+        """Calls each rank with the rows of its passes. Returns the result of each group of ranks that share rows."""
+        backend = self._backend
+        backend.free_dropped()
+        arguments = [(self._number, group_rows, *args) for group_rows in rows_by_group(rows, passes)]
+        return backend.group.scatter(self._start_number, method, arguments)
+
+    def _within_memory(
+        self, run: Callable[[int], T], rows: Sequence[Packable], max_tokens: int, *, whole_groups: bool = False
+    ) -> T:
+        """Returns `run(tokens per forward pass)`, with as many tokens as fit the ranks' memory."""
+        backend = self._backend
         try:
-            return self._call(method, *args, self._backend.max_tokens_that_fit(max_tokens))
+            return retry_on_out_of_memory(
+                run,
+                rows,
+                backend.max_tokens_that_fit(max_tokens),
+                device=backend.device,
+                drop_gradients=lambda: None,  # the ranks have dropped theirs
+                whole_groups=whole_groups,
+            )
         except WorkerDied as error:
             # The error ended the group. The backend remembers the smaller number for the next group.
             if OUT_OF_MEMORY_MARK in str(error):
-                self._backend.reduce_max_tokens(max_tokens, error)
+                backend.reduce_max_tokens(max_tokens, error)
             raise
+
+    def _check_sequences(self, sequences: Sequence[Packable]) -> None:
+        info = self._info
+        check_sequences(sequences, vocab_size=info["vocab_size"], context_length=info["context_length"])
 
     @property
     def alive(self) -> bool:
@@ -293,22 +327,53 @@ class DeepSpeedTrainer:
         max_tokens: int,
         on_micro_batch: Callable[[], None] = lambda: None,
     ) -> UpdateReport:
+        # Check everything before anything changes.
+        check_loss_fits_head(objective.loss, scalar=self.scalar, name="the policy")
+        self._check_sequences(samples)
+        totals = count_totals(samples)
+        with_gradient = [sample for sample in samples if has_gradient(sample, objective)]
+        validate_batch(with_gradient, objective)
+
+        # Plan the passes, and take the step on all ranks.
+        whole_groups, groups = objective.loss.pairwise, self._backend.row_groups
+
+        def step(max_tokens: int) -> UpdateReport:
+            passes = distribute(with_gradient, max_tokens=max_tokens, ranks=groups, whole_groups=whole_groups)
+            results = self._call_with_rows("update", with_gradient, passes, objective, optimizer, totals)
+            sums, norm, moved = results[0]
+            if not moved and not objective.skip_nan_gradients:
+                raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
+            return UpdateReport(
+                metrics=update_metrics(sums, forward_samples=with_gradient, totals=totals) | {"grad_norm": norm},
+                skipped=not moved,
+                micro_batches=sum(groups - row.count(None) for row in passes),
+                max_tokens=max_tokens,
+            )
+
         with self._backend.group.progress_callback(on_micro_batch):
-            return self._call_within_memory(
-                "update", list(samples), objective, optimizer, max_tokens=max_tokens
-            )  # fmt: skip
+            return self._within_memory(step, with_gradient, max_tokens, whole_groups=whole_groups)
 
     def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[FloatArray]:
         check_gives("logprobs", scalar=self.scalar, name="the policy")
-        return self._call_within_memory("logprobs", list(sequences), temperature, max_tokens=max_tokens)
+        return self._read("logprobs", sequences, temperature, max_tokens=max_tokens)
 
     def entropies(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[FloatArray]:
         check_gives("logprobs", scalar=self.scalar, name="the policy")
-        return self._call_within_memory("entropies", list(sequences), temperature, max_tokens=max_tokens)
+        return self._read("entropies", sequences, temperature, max_tokens=max_tokens)
 
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[FloatArray]:
         check_gives("values", scalar=self.scalar, name="the policy")
-        return self._call_within_memory("values", list(sequences), max_tokens=max_tokens)
+        return self._read("values", sequences, max_tokens=max_tokens)
+
+    def _read(self, method: str, sequences: Sequence[TokenSequence], *args: Any, max_tokens: int) -> list[FloatArray]:
+        """What a method of the ranks returns for each sequence, in the order of the sequences."""
+        self._check_sequences(sequences)
+
+        def read(max_tokens: int) -> list[FloatArray]:
+            passes = distribute(sequences, max_tokens=max_tokens, ranks=self._backend.row_groups)
+            return in_order_of_rows(self._call_with_rows(method, sequences, passes, *args), passes)
+
+        return self._within_memory(read, sequences, max_tokens)
 
     def reset_optimizer(self) -> None:
         self._call("reset_optimizer")

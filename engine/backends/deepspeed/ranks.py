@@ -17,14 +17,16 @@ from typing import Any
 import torch
 
 from engine.backends.deepspeed.options import RankOptions
+from engine.backends.deepspeed.passes import RankPasses
 from engine.backends.deepspeed.rank_model import SequenceGroup, gather
 from engine.backends.deepspeed.sending import RankSender
 from engine.backends.deepspeed.transfers import RankStore
-from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.protocol import Objective
 from engine.backends.replicas.broadcast import BroadcastGroup, DeviceInfo, Parts
 from engine.backends.replicas.runtime import Manifest
 from engine.backends.torch.determinism import repeats_sums, use_deterministic_kernels
 from engine.backends.torch.scalar_lm import is_scalar
+from engine.backends.torch.updates import Totals
 from engine.backends.weight_files.sketches import Sketch
 from engine.errors import BadSpec
 from engine.models.samples import FloatArray, Sample
@@ -37,8 +39,8 @@ from storage.serialization import FileDigest
 class RankTrainers:
     """The trainers and the frozen bases of a group, on one rank. Each method is called on all ranks at once
     (engine.cluster.rank_group): `upload`, `download`, `discard` and the methods of broadcasts by
-    `RankGroup.call_beside`, the others by `RankGroup.call`. All ranks must have access to the paths, except those of
-    `upload` and `discard`."""
+    `RankGroup.call_beside`, those that take rows by `RankGroup.scatter`, the others by `RankGroup.call`. All ranks must
+    have access to the paths, except those of `upload` and `discard`."""
 
     def __init__(self, options: Mapping[str, Any], rank: int, world_size: int) -> None:
         """`options` is a RankOptions as JSON. torch.distributed must be initialised."""
@@ -96,6 +98,8 @@ class RankTrainers:
         return {
             "parameters": sum(torch.Size(shape).numel() for shape in loaded.state.shards.shapes.values()),
             "scalar": loaded.model.scalar,
+            "vocab_size": loaded.model.vocab_size,
+            "context_length": loaded.model.context_length,
             "buffers_nbytes": sum(buffer.nbytes for buffer in loaded.state.buffers.values()),
             "repeats": all(gather(repeats_sums(self._device, self._options.dtype))),
         }
@@ -131,22 +135,23 @@ class RankTrainers:
         torch.set_num_threads(threads)
 
     def update(
-        self, number: int, samples: Sequence[Sample], objective: Objective, optimizer: OptimizerSpec, max_tokens: int
-    ) -> UpdateReport:
-        return self.trainer(number).update(samples, objective, optimizer, max_tokens=max_tokens)
+        self,
+        number: int,
+        passes: RankPasses[Sample],
+        objective: Objective,
+        optimizer: OptimizerSpec,
+        totals: Totals,
+    ) -> tuple[dict[str, float], float, bool]:
+        return self.trainer(number).update(passes, objective, optimizer, totals)
 
-    def logprobs(
-        self, number: int, sequences: Sequence[TokenSequence], temperature: float, max_tokens: int
-    ) -> list[FloatArray]:
-        return self.trainer(number).logprobs(sequences, temperature=temperature, max_tokens=max_tokens)
+    def logprobs(self, number: int, passes: RankPasses[TokenSequence], temperature: float) -> list[FloatArray]:
+        return self.trainer(number).logprobs(passes, temperature)
 
-    def entropies(
-        self, number: int, sequences: Sequence[TokenSequence], temperature: float, max_tokens: int
-    ) -> list[FloatArray]:
-        return self.trainer(number).entropies(sequences, temperature=temperature, max_tokens=max_tokens)
+    def entropies(self, number: int, passes: RankPasses[TokenSequence], temperature: float) -> list[FloatArray]:
+        return self.trainer(number).entropies(passes, temperature)
 
-    def values(self, number: int, sequences: Sequence[TokenSequence], max_tokens: int) -> list[FloatArray]:
-        return self.trainer(number).values(sequences, max_tokens=max_tokens)
+    def values(self, number: int, passes: RankPasses[TokenSequence]) -> list[FloatArray]:
+        return self.trainer(number).values(passes)
 
     def reset_optimizer(self, number: int) -> None:
         self.trainer(number).reset_optimizer()

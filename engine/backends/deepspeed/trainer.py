@@ -1,11 +1,12 @@
 """The rank side of `engine.backends.protocol.Trainer`: each rank holds its part of one policy.
 
-Every method is called by every rank with equal arguments, and either returns on all of them, or raises the same error
-on all of them. Where this is impossible, because a rank fails in the middle of an exchange with the others, its process
-ends and the group with it. The engine then starts the group again.
+Every method is called by every rank, with equal arguments apart from the rows, and either returns on all of them, or
+raises the same error on all of them. Where this is impossible, because a rank fails in the middle of an exchange with
+the others, its process ends and the group with it. The engine then starts the group again.
 
-Every rank runs the same number of passes, with similar lengths at the same time, because in ZeRO 3 the ranks gather
-weights together, layer by layer. A rank without work runs an empty pass, whose loss does not count.
+The engine's process checks the rows and plans the passes (`passes`). A rank gets only the rows of its own passes. Every
+rank runs the same number of passes, with similar lengths at the same time, because in ZeRO 3 the ranks gather weights
+together, layer by layer. A rank without work runs an empty pass, whose loss does not count.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from engine.backends.deepspeed import OUT_OF_MEMORY_MARK, files
 from engine.backends.deepspeed.meta_model import open_meta_model
 from engine.backends.deepspeed.options import RankOptions
+from engine.backends.deepspeed.passes import RankPasses
 from engine.backends.deepspeed.rank_model import (
     RankModel,
     SequenceGroup,
@@ -33,36 +35,26 @@ from engine.backends.deepspeed.rank_model import (
 from engine.backends.deepspeed.sending import HeldParts
 from engine.backends.deepspeed.sharded_model import ShardedModel, shard_model
 from engine.backends.deepspeed.shards import Shards
-from engine.backends.protocol import Objective, UpdateReport
+from engine.backends.protocol import Objective
 from engine.backends.torch.determinism import warn_only_restored
-from engine.backends.torch.packing import Packable, Packed, micro_batches, pack
+from engine.backends.torch.packing import Packed, pack
 from engine.backends.torch.updates import (
     Accumulated,
     Totals,
-    check_gives,
-    check_loss_fits_head,
     check_policy_not_nan,
-    check_sequences,
-    count_totals,
-    has_gradient,
     is_out_of_memory,
     micro_batch_loss,
-    retry_on_out_of_memory,
     split_by_sequence,
-    update_metrics,
-    validate_batch,
 )
 from engine.backends.weight_files.sketches import Sketch, multiply_by_noise
 from engine.cluster.rank_progress import RankFailed, is_peer_loss, report_progress
-from engine.errors import NonFiniteGradient, PermanentEngineError
+from engine.errors import OutOfMemory, PermanentEngineError
 from engine.losses.inputs import Outputs
 from engine.models.samples import FloatArray, Sample
 from engine.protocol import TokenSequence
 from storage.chain.records import OptimizerSpec
 
 EMPTY_PASS = Sample(np.zeros(2, np.int32), np.array([False, True]))
-SEARCH_STEPS = 6
-"""How often the batch is split again to find an even split."""
 
 
 class ZeroTrainer:
@@ -74,9 +66,6 @@ class ZeroTrainer:
         self.module: Any = self.model.module
         self._device, self._stage = self.model.device, options.trainer.zero_stage
         self._ranks, self._sequence = dist.get_world_size(), self.model.sequence
-        sharing = 1 if self._sequence is None else self._sequence.size
-        self._groups, self._group = self._ranks // sharing, dist.get_rank() // sharing
-        """Number of groups of ranks that take different micro-batches, and this rank's group."""
 
     @classmethod
     def load(
@@ -121,73 +110,35 @@ class ZeroTrainer:
     # -- gradient ---------------------------------------------------------------------------------------------
 
     def update(
-        self, samples: Sequence[Sample], objective: Objective, optimizer: OptimizerSpec, *, max_tokens: int
-    ) -> UpdateReport:
-        # Check everything before anything changes.
-        check_loss_fits_head(objective.loss, scalar=self.model.scalar, name=type(self.module).__name__)
-        self._check_sequences(samples)
-        totals = count_totals(samples)
-        with_gradient = [sample for sample in samples if has_gradient(sample, objective)]
-        validate_batch(with_gradient, objective)
-
-        # Sum the gradients over micro-batches.
-        def accumulate(max_tokens: int) -> Accumulated:
-            return self._accumulate(with_gradient, objective, totals, max_tokens)
-
+        self, passes: RankPasses[Sample], objective: Objective, optimizer: OptimizerSpec, totals: Totals
+    ) -> tuple[dict[str, float], float, bool]:
+        """Takes one optimizer step. Returns (sums of the loss and the metrics over all ranks, norm of the gradient,
+        whether the weights moved), equal on all ranks. `totals` are those of the whole minibatch."""
         with self.own_weights():
-            accumulated = retry_on_out_of_memory(
-                accumulate,
-                with_gradient,
-                max_tokens,
-                device=self._device,
-                drop_gradients=self.sharded.drop_gradients,
-                whole_groups=objective.loss.pairwise,
-            )
-        check_policy_not_nan(accumulated.sums)
+            sums = self._accumulate(passes, objective, totals)
+        check_policy_not_nan(sums)
+        return sums, *self.sharded.step(optimizer)
 
-        # Take the step. All ranks have the same norm, so all raise or none.
-        norm, moved = self.sharded.step(optimizer)
-        if not moved and not objective.skip_nan_gradients:
-            raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
-        return UpdateReport(
-            metrics=update_metrics(accumulated.sums, forward_samples=with_gradient, totals=totals)
-            | {"grad_norm": norm},
-            skipped=not moved,
-            micro_batches=accumulated.micro_batches,
-            max_tokens=accumulated.max_tokens,
-        )
-
-    def _accumulate(
-        self, samples: Sequence[Sample], objective: Objective, totals: Totals, max_tokens: int
-    ) -> Accumulated:
-        """Runs all passes; returns the sums over all ranks."""
-        passes = distribute(samples, max_tokens=max_tokens, ranks=self._groups, whole_groups=objective.loss.pairwise)
-        rank_sums = Accumulated(max_tokens)
+    def _accumulate(self, passes: RankPasses[Sample], objective: Objective, totals: Totals) -> dict[str, float]:
+        """Sums the gradients over all passes; returns the sums over all ranks."""
+        rank_sums = Accumulated()
 
         def run() -> None:
-            for row in passes:
-                self._pass(row[self._group], samples, objective, totals, rank_sums)
+            for micro_batch in passes:
+                self._pass(micro_batch, objective, totals, rank_sums)
                 report_progress()
 
         # All ranks have the same number of passes, and end them together.
         self._together(run, exchanges_nothing=self.sharded.exchanges_nothing)
-        accumulated = Accumulated(max_tokens)
-        for row in passes:
-            accumulated.micro_batches += len(row) - row.count(None)
         # Add in the order of the ranks: floating-point sums depend on the order, and all ranks need the same numbers.
-        accumulated.sums["loss"] = 0.0
-        for sums in gather(dict(rank_sums.sums)):
-            for name, value in sums.items():
-                accumulated.sums[name] += value
-        return accumulated
+        sums = {"loss": 0.0}
+        for sums_of_rank in gather(dict(rank_sums.sums)):
+            for name, value in sums_of_rank.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
 
     def _pass(
-        self,
-        indices: list[int] | None,
-        samples: Sequence[Sample],
-        objective: Objective,
-        totals: Totals,
-        rank_sums: Accumulated,
+        self, micro_batch: Sequence[Sample] | None, objective: Objective, totals: Totals, rank_sums: Accumulated
     ) -> None:
         """Forward and backward of one micro-batch, or of an empty pass."""
 
@@ -195,12 +146,11 @@ class ZeroTrainer:
             return self._forward(packed, objective)
 
         # The other ranks gather weights now. This rank takes part with a gradient of zeros.
-        if indices is None:
+        if micro_batch is None:
             outputs = forward(pack([EMPTY_PASS], device=self._device))
             with warn_only_restored():
                 self.sharded.backward(0.0 * outputs.any_N.sum())
             return
-        micro_batch = [samples[index] for index in indices]
         loss, sums = micro_batch_loss(forward, micro_batch, objective, totals, device=self._device)
         with warn_only_restored():
             self.sharded.backward(loss)
@@ -227,7 +177,7 @@ class ZeroTrainer:
             exchanges_nothing: whether the ranks exchange nothing within `run`.
 
         Raises:
-            OutOfMemoryError: on every rank, if some ranks ran out of memory and nothing else failed.
+            OutOfMemory: on every rank, if some ranks ran out of memory and nothing else failed. No gradient is left.
             PermanentEngineError: on every rank, if `run` failed on one of them in another way.
             RankFailed: on the rank that failed, if the ranks exchange something within `run`. The others may be waiting
                 for it in the middle of `run`, so the whole group ends.
@@ -250,66 +200,53 @@ class ZeroTrainer:
             if not short_of_memory:
                 raise PermanentEngineError(f"rank {rank}: {message}") from failure
             out_of_memory = out_of_memory or f"rank {rank}: {message}"
-        # If only memory ran out, all ranks try again with half the tokens.
+        # If only memory ran out, the engine plans passes of half the tokens, for which the ranks free their memory.
         if out_of_memory is not None:
-            raise torch.OutOfMemoryError(out_of_memory)
+            self.sharded.drop_gradients()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            raise OutOfMemory(out_of_memory)
 
     # -- reading ----------------------------------------------------------------------------------------------
 
-    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[FloatArray]:
-        """Logprobs of every trained token in nats, per sequence, in the order of the sequences."""
-        check_gives("logprobs", scalar=self.model.scalar, name=type(self.module).__name__)
-        return self._read(sequences, lambda packed: self.sharded.logprobs(packed, temperature), max_tokens)
+    def logprobs(self, passes: RankPasses[TokenSequence], temperature: float) -> list[FloatArray]:
+        """Logprobs of every trained token in nats, per sequence of this rank's passes, in their order."""
+        return self._read(passes, lambda packed: self.sharded.logprobs(packed, temperature))
 
-    def entropies(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[FloatArray]:
-        """Entropies in nats before every trained token, per sequence, in the order of the sequences."""
-        check_gives("logprobs", scalar=self.model.scalar, name=type(self.module).__name__)
+    def entropies(self, passes: RankPasses[TokenSequence], temperature: float) -> list[FloatArray]:
+        """Entropies in nats before every trained token, as `logprobs`."""
 
         def forward(packed: Packed) -> torch.Tensor:
             return self.sharded.evaluate(lambda model: model.logprobs_and_entropy(packed, temperature=temperature)[1])
 
-        return self._read(sequences, forward, max_tokens)
+        return self._read(passes, forward)
 
-    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[FloatArray]:
-        """The scalar head's number before every trained token, per sequence, in the order of the sequences."""
-        check_gives("values", scalar=self.model.scalar, name=type(self.module).__name__)
+    def values(self, passes: RankPasses[TokenSequence]) -> list[FloatArray]:
+        """The scalar head's number before every trained token, as `logprobs`."""
 
         def forward(packed: Packed) -> torch.Tensor:
             return self.sharded.evaluate(lambda model: model.values(packed))
 
-        return self._read(sequences, forward, max_tokens)
+        return self._read(passes, forward)
 
     @torch.no_grad()
     def _read(
-        self, sequences: Sequence[TokenSequence], forward: Callable[[Packed], torch.Tensor], max_tokens: int
+        self, passes: RankPasses[TokenSequence], forward: Callable[[Packed], torch.Tensor]
     ) -> list[FloatArray]:
-        self._check_sequences(sequences)  # here, where all ranks raise alike, and not in the middle of a pass
+        values: list[FloatArray] = []
 
-        def run(max_tokens: int) -> list[FloatArray]:
-            passes = distribute(sequences, max_tokens=max_tokens, ranks=self._groups)
-            values: dict[int, FloatArray] = {}
-
-            def compute() -> None:
-                for row in passes:
-                    indices = row[self._group]
-                    if indices is None:
-                        forward(pack([EMPTY_PASS], device=self._device))
-                    else:
-                        packed = pack([sequences[index] for index in indices], device=self._device)
-                        values.update(zip(indices, split_by_sequence(forward(packed), packed), strict=True))
-                    report_progress()
-
-            self._together(compute, exchanges_nothing=self._stage != 3 and self._sequence is None)
-            # The engine takes rank 0's result, which therefore needs the values that the other ranks computed.
-            for rank_values in gather(dict(values)):
-                values.update(rank_values)
-            return [values[index] for index in range(len(sequences))]
+        def run() -> None:
+            for micro_batch in passes:
+                if micro_batch is None:
+                    forward(pack([EMPTY_PASS], device=self._device))
+                else:
+                    packed = pack(micro_batch, device=self._device)
+                    values.extend(split_by_sequence(forward(packed), packed))
+                report_progress()
 
         with self.own_weights():
-            return retry_on_out_of_memory(run, sequences, max_tokens, device=self._device, drop_gradients=lambda: None)
-
-    def _check_sequences(self, sequences: Sequence[Packable]) -> None:
-        check_sequences(sequences, vocab_size=self.model.vocab_size, context_length=self.model.context_length)
+            self._together(run, exchanges_nothing=self._stage != 3 and self._sequence is None)
+        return values
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -380,71 +317,3 @@ def _describe(error: Exception | None) -> tuple[str, bool] | None:
     if error is None:
         return None
     return str(error).splitlines()[0], isinstance(error, RuntimeError) and is_out_of_memory(error)
-
-
-def distribute(
-    samples: Sequence[Packable], *, max_tokens: int, ranks: int, whole_groups: bool = False
-) -> list[list[list[int] | None]]:
-    """[pass][rank] -> indices of the samples, or None for an empty pass. There is at least one pass, and there are no
-    more than `max_tokens` per forward pass requires.
-
-    Micro-batches are built over the samples of all ranks, then distributed by length, so that the micro-batches of one
-    pass have similar lengths.
-    """
-    # Micro-batches of all ranks, longest first. Equal lengths keep their order, so that every rank gets the same list.
-    batches: list[list[int]] = []
-    if samples:
-        batches = _split_evenly(samples, max_tokens, ranks, whole_groups)
-        batches.sort(key=lambda batch: -_tokens(samples, batch))
-
-    # Each pass takes one micro-batch per rank. The last one may not have enough.
-    passes: list[list[list[int] | None]] = []
-    for begin in range(0, max(len(batches), 1), ranks):
-        row: list[list[int] | None] = [*batches[begin : begin + ranks]]
-        row += [None] * (ranks - len(row))
-        # The order alternates, so that no rank always has the longest.
-        if len(passes) % 2 == 1:
-            row.reverse()
-        passes.append(row)
-    return passes
-
-
-def _tokens(samples: Sequence[Packable], batch: Sequence[int]) -> int:
-    """Number of tokens of the samples with these indices, each counted in full."""
-    return sum(len(samples[index].token_ids) for index in batch)
-
-
-def _split_evenly(samples: Sequence[Packable], max_tokens: int, ranks: int, whole_groups: bool) -> list[list[int]]:
-    """Micro-batches that are as small as possible without one more pass, so that ranks that would wait take a part of
-    the work instead. A binary search over the largest number of tokens."""
-    best = micro_batches(samples, max_tokens=max_tokens, whole_groups=whole_groups)
-    slots = -(-len(best) // ranks) * ranks
-    if len(best) == slots:
-        return best
-    # Bounds of the search: a micro-batch must have room for the longest unit, and for an even share of the tokens.
-    lengths = _unit_lengths(samples, whole_groups)
-    longest, total = max(lengths), sum(lengths)
-    # Invariant: `enough` tokens per micro-batch give at most `slots` micro-batches, and `too_few` give more.
-    enough = min(max_tokens, total)
-    too_few = min(max(longest, -(-total // slots)), enough) - 1
-    for _ in range(SEARCH_STEPS):
-        if enough - too_few <= 1:
-            break
-        middle = (too_few + enough) // 2
-        batches: list[list[int]] = []
-        if middle >= longest:
-            batches = micro_batches(samples, max_tokens=middle, whole_groups=whole_groups)
-        if batches and len(batches) <= slots:
-            best, enough = batches, middle
-        else:
-            too_few = middle
-    return best
-
-
-def _unit_lengths(samples: Sequence[Packable], whole_groups: bool) -> list[int]:
-    """Tokens of each unit that has to stay in one micro-batch: a sample, or with `whole_groups` a group."""
-    lengths: dict[str, int] = {}
-    for index, sample in enumerate(samples):
-        unit = sample.group if whole_groups else f"#{index}"
-        lengths[unit] = lengths.get(unit, 0) + len(sample.token_ids)
-    return list(lengths.values())

@@ -61,7 +61,8 @@ class Totals:
 class Accumulated:
     """Sums of loss and metrics over the micro-batches of one update, and the token limit they were made with."""
 
-    max_tokens: int
+    max_tokens: int = 0
+    """0 on a rank: the engine's process alone knows the limit."""
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     micro_batches: int = 0
 
@@ -304,11 +305,11 @@ def token_weights(
     return weights_S.repeat_interleave(lengths)
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: RuntimeError | OutOfMemory) -> bool:
     """Whether the device or the CPU is out of memory. The CPU's allocator and CUDA's libraries raise plain
-    RuntimeErrors."""
+    RuntimeErrors, and ranks raise OutOfMemory."""
     message = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or any(part in message for part in _MESSAGES)
+    return isinstance(error, torch.OutOfMemoryError | OutOfMemory) or any(part in message for part in _MESSAGES)
 
 
 def retry_on_out_of_memory(
@@ -329,7 +330,7 @@ def retry_on_out_of_memory(
     for _ in range(2):
         try:
             return run(tokens)
-        except RuntimeError as error:
+        except (RuntimeError, OutOfMemory) as error:
             if not is_out_of_memory(error):
                 raise
             reason = str(error).splitlines()[0]

@@ -39,6 +39,11 @@ def test_every_rank_runs_every_call_in_order(group: RankGroup) -> None:
     assert [group.call("count", str(n)) for n in range(5)] == [(str(n), before + 2 * n + 2) for n in range(5)]
 
 
+def test_arguments_of_their_own_reach_their_ranks(group: RankGroup) -> None:
+    assert group.scatter(group.start_number, "echo", [("first",), ("second",)]) == ["first", "second"]
+    assert group.scatter(group.start_number, "who", [()]) == [(0, 2, group.pids[0])]
+
+
 def test_large_values_survive_a_round_trip(group: RankGroup) -> None:
     value = {"ids": [list(range(n, n + 1024)) for n in range(64)], "logprobs": [-0.1] * 65536, "none": None}
     assert group.call("echo", value=value) == value

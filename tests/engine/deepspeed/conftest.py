@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,12 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.backends.deepspeed.backend import DeepSpeedBackend, DeepSpeedTrainer
+from engine.backends.deepspeed.passes import distribute
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.loading import load_model
 from engine.backends.torch.trainer import TorchTrainer
 from engine.backends.weight_files.pieces import StoredTensors, open_checkpoint
 from engine.cluster.rank_group import RankGroup
 from engine.models.samples import Sample
+from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
 from storage.chain.records import OptimizerSpec
 from tests.engine.deepspeed.lab import TARGET, lab_options
 from tests.fixtures.rounding import rounding
@@ -43,6 +46,16 @@ class OnRanks:
     number: int
     folder: Path
     """Folder for the files that this trainer writes."""
+    trainer: DeepSpeedTrainer = field(init=False)
+    """The trainer in the engine's process, after `load`."""
+
+    def load(self, method: str, *args: Any, **spec: Any) -> None:
+        """Loads the trainer by a method of `Lab`. `spec` are fields of DeepSpeedSpec."""
+        trainer_spec = DeepSpeedSpec(ranks=self.group.size, **spec)
+        backend = DeepSpeedBackend(LocalEngineSpec(trainer=trainer_spec, device="cpu", threads=1))
+        backend.group = self.group
+        info = self.call(method, *args)
+        self.trainer = DeepSpeedTrainer(backend, self.number, self.group.start_number, info)
 
     def call(self, method: str, *args: Any) -> Any:
         return self.group.call(method, self.number, *args)
@@ -50,7 +63,7 @@ class OnRanks:
     def update(
         self, samples: Sequence[Sample], objective: Objective, optimizer: OptimizerSpec, max_tokens: int
     ) -> UpdateReport:
-        return self.call("update", list(samples), objective, optimizer, max_tokens)
+        return self.trainer.update(samples, objective, optimizer, max_tokens=max_tokens)
 
     def checkpoint(self) -> dict[str, Path]:
         folder = self.folder / f"checkpoint-{next(NUMBERS)}"
@@ -86,7 +99,7 @@ def on_ranks(tmp_path: Path) -> Iterator[Callable[..., OnRanks]]:
         group: RankGroup, folder: Path, *, dtype: str = "float32", head: str = "lm", init_seed: int = 0, **spec: Any
     ) -> OnRanks:
         trainer = OnRanks(group, next(NUMBERS), tmp_path)
-        trainer.call("load_with", lab_options(dtype, **spec), folder, head, init_seed)
+        trainer.load("load_with", lab_options(dtype, **spec), folder, head, init_seed, **spec)
         loaded.append(trainer)
         return trainer
 
@@ -120,6 +133,15 @@ def some_samples(lengths: Sequence[int] = (12, 30, 7, 22, 15), *, prompt: int = 
             )
         )
     return samples
+
+
+def planned_rows(samples: Sequence[Sample], max_tokens: int, ranks: int) -> list[Any]:
+    """[rank][pass] -> `completion` of each sample of the rank's micro-batch; None for an empty pass."""
+    rows_by_rank: list[Any] = [[] for _ in range(ranks)]
+    for batches in distribute(samples, max_tokens=max_tokens, ranks=ranks):
+        for rows, indices in zip(rows_by_rank, batches, strict=True):
+            rows.append(None if indices is None else [samples[index].completion for index in indices])
+    return rows_by_rank
 
 
 def whole(tensors: StoredTensors) -> dict[str, Tensor]:

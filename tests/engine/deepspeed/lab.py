@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from engine.backends.deepspeed.options import RankOptions
+from engine.backends.deepspeed.passes import RankPasses
+from engine.backends.deepspeed.rank_model import gather
 from engine.backends.deepspeed.ranks import RankTrainers
 from engine.backends.deepspeed.shards import MOMENTS
 from engine.backends.torch.attention import PackedLayout
 from engine.backends.torch.packing import pack
 from engine.backends.weight_files.pieces import StoredTensors
-from engine.cluster.rank_progress import report_progress
 from engine.models.samples import Sample
 from engine.specs.adapters import Head, LoraSpec
 from engine.specs.engine import DeepSpeedSpec
@@ -147,24 +148,31 @@ class Lab(RankTrainers):
         dist.all_reduce(total)
         return float(total), norm
 
-    def runs_of_layers(self, number: int, *args: Any) -> int:
-        """Number of times that the first decoder layer ran on this rank during one update."""
-        runs = 0
+    def update(self, number: int, passes: RankPasses[Sample], *args: Any) -> Any:
+        self._rows = []
+        for micro_batch in passes:
+            self._rows.append(None if micro_batch is None else [sample.completion for sample in micro_batch])
+        return super().update(number, passes, *args)
+
+    def rows_of_last_update(self, number: int) -> list[Any]:
+        """[rank][pass] -> `completion` of each sample that the rank got; None for an empty pass."""
+        return gather(self._rows)
+
+    def count_layer_runs(self, number: int) -> None:
+        """Counts from now on how often the first decoder layer of this trainer runs on this rank."""
+        self._layer_runs = 0
 
         def count(*_: Any) -> None:
-            nonlocal runs
-            runs += 1
+            self._layer_runs += 1
 
         layer = self.trainer(number).module.model.layers[0].mlp
-        handle = layer.register_forward_pre_hook(count)  # computing again ends as soon as it has what it needs
-        try:
-            self.update(number, *args)
-        finally:
-            handle.remove()
-        return runs
+        layer.register_forward_pre_hook(count)  # computing again ends as soon as it has what it needs
 
-    def update_small(self, number: int, room: int, failing_rank: int, *args: Any) -> Any:
-        """An update during which one rank has memory for passes of `room` packed tokens only."""
+    def layer_runs(self, number: int) -> int:
+        return self._layer_runs
+
+    def limit_memory(self, number: int, room: int, failing_rank: int) -> None:
+        """From now on one rank has memory for passes of `room` packed tokens only."""
         trainer = self.trainer(number)
         whole = trainer.sharded.logprobs
 
@@ -174,10 +182,6 @@ class Lab(RankTrainers):
             return whole(packed, temperature)
 
         trainer.sharded.logprobs = small
-        try:
-            return self.update(number, *args)
-        finally:
-            trainer.sharded.logprobs = whole
 
     def spoil_held(self, number: int, fault: str, other_number: int) -> None:
         """Changes the weights that this rank holds under `number`, after their digests were computed. `other_number`:
@@ -206,8 +210,8 @@ class Lab(RankTrainers):
             return
         self._sender.held[number] = replace(held, tensors=tensors)
 
-    def update_and_die(self, number: int, *args: Any) -> None:
-        """Rank 1 dies by itself, as by `kill -9`, in the middle of an update."""
+    def die_in_backward(self, number: int) -> None:
+        """From now on rank 1 dies by itself, as by `kill -9`, in the middle of an update."""
         trainer = self.trainer(number)
         whole = trainer.sharded.backward
 
@@ -217,5 +221,3 @@ class Lab(RankTrainers):
             whole(loss)
 
         trainer.sharded.backward = die
-        report_progress()
-        self.update(number, *args)

@@ -57,7 +57,7 @@ class Adapters:
     ) -> OnRanks:
         base = base or next(NUMBERS)
         adapter = OnRanks(self.group, next(NUMBERS), self.files)
-        adapter.call("load_adapter_with", base, lab_options(dtype, **trainer), self.folder, spec, seed)
+        adapter.load("load_adapter_with", base, lab_options(dtype, **trainer), self.folder, spec, seed, **trainer)
         self.loaded += [adapter.number, base]
         return adapter
 
@@ -168,12 +168,13 @@ def test_adapters_share_a_base(stage: int, adapters: Adapters, tiny_folder: Path
     base, specs = next(NUMBERS), [LORA, SOME]
     together = [adapters.load(spec, seed=seed, base=base, zero_stage=stage) for seed, spec in enumerate(specs)]
     off = OnRanks(adapters.group, next(NUMBERS), adapters.files)
-    off.call("load_adapter_off", base)
+    off.load("load_adapter_off", base, zero_stage=stage)
     adapters.loaded.insert(0, off.number)
     sequences = [TokenSequence(token_ids=s.token_ids, loss_mask=s.loss_mask) for s in some_samples()]
 
     def logprobs(trainer: OnRanks) -> list[list[float]]:
-        return [row.tolist() for row in trainer.call("logprobs", sequences, 1.0, SPLIT)]
+        rows = trainer.trainer.logprobs(sequences, temperature=1.0, max_tokens=SPLIT)
+        return [row.tolist() for row in rows]
 
     before = logprobs(off)
     for _ in range(2):

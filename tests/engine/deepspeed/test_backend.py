@@ -3,17 +3,25 @@ micro-batches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from engine.backends.deepspeed.backend import DeepSpeedBackend, layout_name
+from engine.backends.deepspeed.backend import DeepSpeedBackend, DeepSpeedTrainer, layout_name
 from engine.backends.deepspeed.memory import StateBytes, state_bytes
-from engine.backends.deepspeed.trainer import distribute
+from engine.backends.deepspeed.passes import distribute
+from engine.backends.protocol import Objective
 from engine.errors import BadSpec, OutOfMemory, WorkerDied
+from engine.losses.likelihood import CrossEntropySpec
 from engine.models.samples import Sample
 from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
+from storage.chain.records import OptimizerSpec
+from tests.engine.deepspeed.conftest import planned_rows, some_samples
 
 
 def backend(compute_dtype: str = "float32", **trainer: object) -> DeepSpeedBackend:
@@ -103,6 +111,69 @@ def test_a_pass_that_killed_a_rank_is_halved_once() -> None:
     assert (trainers.max_tokens_that_fit(8192), trainers.max_tokens_that_fit(4000)) == (4096, 4000)
     with pytest.raises(OutOfMemory, match="4096 packed tokens"):
         trainers.reduce_max_tokens(8192, WorkerDied("gone"))
+
+
+class RanksWithRoom:
+    """Stands for a group of ranks that have memory for passes of `room` tokens."""
+
+    alive, start_number = True, 1
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.calls: list[list[Any]] = []
+        """For each call: [group of ranks][pass] -> `completion` of each sample; None for an empty pass."""
+
+    def progress_callback(self, listener: Callable[[], None]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def scatter(self, start_number: int, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        rows_by_group: list[Any] = []
+        results: list[Any] = []
+        longest = 0
+        for _, passes, *_ in arguments:
+            rows_by_group.append([])
+            results.append([])
+            for batch in passes:
+                rows_by_group[-1].append(None if batch is None else [sample.completion for sample in batch])
+                results[-1] += [sample.token_ids[sample.loss_mask] for sample in batch or ()]
+                longest = max(longest, sum(len(sample.token_ids) for sample in batch or ()))
+        self.calls.append(rows_by_group)
+        if longest > self.room:
+            raise OutOfMemory("rank 1: CUDA out of memory")
+        return [({"loss": 0.5}, 1.0, True)] if method == "update" else results
+
+
+def trainer_on(group: RanksWithRoom, **spec: object) -> DeepSpeedTrainer:
+    trainers = backend(**spec)  # type: ignore[arg-type]
+    trainers.group = group  # type: ignore[assignment]
+    return DeepSpeedTrainer(
+        trainers, 1, 1, {"repeats": True, "scalar": False, "vocab_size": 259, "context_length": 64}
+    )
+
+
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_each_group_of_ranks_is_sent_the_rows_of_its_passes(sharing: int) -> None:
+    group, samples = RanksWithRoom(room=40), some_samples(prompt=1)
+    trainer = trainer_on(group, ranks=4, sequence_parallel=sharing)
+    report = trainer.update(samples, Objective(CrossEntropySpec()), OptimizerSpec(lr=1.0), max_tokens=40)
+    planned = planned_rows(samples, 40, 4 // sharing)
+    assert group.calls == [planned]
+    assert report.micro_batches == sum(batch is not None for passes in planned for batch in passes)
+    # The results for the sequences come back in their order.
+    tokens = trainer.logprobs(samples, temperature=1.0, max_tokens=40)
+    for found, sample in zip(tokens, samples, strict=True):
+        assert np.array_equal(found, sample.token_ids[sample.loss_mask])
+
+
+def test_ranks_short_of_memory_are_sent_passes_of_half_the_tokens() -> None:
+    group, samples = RanksWithRoom(room=25), some_samples([10] * 8, prompt=1)
+    trainer, objective = trainer_on(group, ranks=2), Objective(CrossEntropySpec())
+    report = trainer.update(samples, objective, OptimizerSpec(lr=1.0), max_tokens=40)
+    assert (report.max_tokens, report.micro_batches) == (20, 4)
+    assert group.calls == [planned_rows(samples, max_tokens, 2) for max_tokens in (40, 20)]
+    group.room = 9
+    with pytest.raises(OutOfMemory, match=r"at most 20 packed tokens.* does not fit cpu memory: rank 1: CUDA"):
+        trainer.update(samples, objective, OptimizerSpec(lr=1.0), max_tokens=40)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -23,6 +23,7 @@ from tests.engine.deepspeed.conftest import (
     OnRanks,
     assert_weights_close,
     make_group,
+    planned_rows,
     same_bytes,
     some_samples,
     state_of,
@@ -77,14 +78,23 @@ def test_memory_that_does_not_do_on_one_rank_halves_the_passes_of_all(
 ) -> None:
     samples = some_samples([10] * 8, prompt=1)
     reference, trainer = torch_trainer(tiny_folder), on_ranks(two_ranks, tiny_folder, zero_stage=stage)
-    report = trainer.call("update_small", 25, 1, samples, CE, ADAMW, 40)
+    trainer.call("limit_memory", 25, 1)
+    report = trainer.update(samples, CE, ADAMW, 40)
     assert (report.max_tokens, report.micro_batches) == (20, 4)
+    assert trainer.call("rows_of_last_update") == planned_rows(samples, 20, 2)
     reference.update(samples, CE, ADAMW, max_tokens=40)
     weights = state_of(trainer.checkpoint())
     assert_weights_close({name: weights[name] for name, _ in reference.weights()}, dict(reference.weights()))
+    # It is the same step, to the byte, as one with these passes from the start.
+    other = on_ranks(two_ranks, tiny_folder, zero_stage=stage)
+    other.update(samples, CE, ADAMW, 20)
     before = trainer.digest()
+    assert other.digest() == before
+    trainer.call("limit_memory", 9, 0)
     with pytest.raises(OutOfMemory, match="rank 0"):
-        trainer.call("update_small", 9, 0, samples, CE, ADAMW, 40)
+        trainer.update(samples, CE, ADAMW, 40)
+    with pytest.raises(OutOfMemory, match="rank 0"):
+        trainer.trainer.logprobs(samples, temperature=1.0, max_tokens=40)
     assert trainer.digest() == before
 
 
@@ -96,8 +106,9 @@ def test_a_rank_that_the_others_wait_for_ends_the_group(stage: int, on_ranks: Lo
     group = make_group(2)
     try:
         trainer = on_ranks(group, tiny_folder, zero_stage=stage)
+        trainer.call("limit_memory", 25, 1)
         with pytest.raises(WorkerDied, match="ran out of memory"):
-            trainer.call("update_small", 25, 1, some_samples([10] * 8, prompt=1), CE, ADAMW, 40)
+            trainer.update(some_samples([10] * 8, prompt=1), CE, ADAMW, 40)
         assert not group.alive
     finally:
         group.close()
@@ -137,8 +148,9 @@ def test_a_rank_killed_in_the_middle_of_an_update(on_ranks: Load, tiny_folder: P
     try:
         trainer = on_ranks(group, tiny_folder, zero_stage=2)
         files = trainer.checkpoint()
+        trainer.call("die_in_backward")
         with pytest.raises(WorkerDied, match="rank 1 died"):
-            trainer.call("update_and_die", some_samples(), CE, ADAMW, 30)
+            trainer.update(some_samples(), CE, ADAMW, 30)
         again = on_ranks(group, tiny_folder, zero_stage=2)
         again.call("read_checkpoint", files, True)
         assert not again.update(some_samples(), CE, ADAMW, 30).skipped

@@ -54,8 +54,8 @@ def test_rounding_noise_changes_each_weight_on_all_ranks(
     other = on_ranks(two_ranks, tiny_folder, zero_stage=3)
     moved(other, trainer.checkpoint())
     sequences = [TokenSequence(token_ids=sample.token_ids, loss_mask=sample.loss_mask) for sample in some_samples()]
-    values = [np.concatenate(each.call("logprobs", sequences, 1.0, 64)) for each in (trainer, other)]
-    np.testing.assert_allclose(values[0], values[1], atol=1e-5)
+    ours, others = (each.trainer.logprobs(sequences, temperature=1.0, max_tokens=64) for each in (trainer, other))
+    np.testing.assert_allclose(np.concatenate(ours), np.concatenate(others), atol=1e-5)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from tests.engine.deepspeed.conftest import (
     VALUE_TOLERANCE,
     OnRanks,
     assert_weights_close,
+    planned_rows,
     some_samples,
     torch_trainer,
     whole,
@@ -92,6 +93,17 @@ def test_every_layout_trains_as_the_torch_trainer_does(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_a_rank_gets_only_the_rows_of_its_passes(
+    sharing: int, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path
+) -> None:
+    trainer, samples = on_ranks(two_ranks, tiny_folder, zero_stage=1, sequence_parallel=sharing), some_samples()
+    trainer.update(samples, LOSSES["grpo"], ADAMW, SPLIT)
+    expected = planned_rows(samples, SPLIT, 2) if sharing == 1 else planned_rows(samples, SPLIT, 1) * 2
+    assert trainer.call("rows_of_last_update") == expected
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_ranks_without_work_take_part(stage: int, two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path) -> None:
     """One sample on two ranks, three micro-batches on two ranks, and a batch in which no sample has a gradient."""
@@ -132,7 +144,7 @@ def test_logprobs_are_those_of_the_torch_trainer(
     expected = torch_trainer(tiny_folder).logprobs(sequences, temperature=0.8, max_tokens=WHOLE)
     trainer = on_ranks(two_ranks, tiny_folder, zero_stage=stage)
     for max_tokens in (31, WHOLE):
-        values_by_sequence = trainer.call("logprobs", sequences, 0.8, max_tokens)
+        values_by_sequence = trainer.trainer.logprobs(sequences, temperature=0.8, max_tokens=max_tokens)
         assert [len(values) for values in values_by_sequence] == [len(values) for values in expected]
         for left, right in zip(values_by_sequence, expected, strict=True):
             assert left == pytest.approx(right, abs=VALUE_TOLERANCE)
@@ -150,8 +162,11 @@ def test_saving_memory_changes_nothing(
     objective = Objective(CrossEntropySpec())
     plain = on_ranks(two_ranks, tiny_folder, zero_stage=stage)
     sparing = on_ranks(two_ranks, tiny_folder, zero_stage=stage, **spec)
-    arguments = (some_samples([20, 20]), objective, ADAMW, 20)
-    runs = [trainer.call("runs_of_layers", *arguments) for trainer in (plain, sparing)]
+    runs = []
+    for trainer in (plain, sparing):
+        trainer.call("count_layer_runs")
+        trainer.update(some_samples([20, 20]), objective, ADAMW, 20)
+        runs.append(trainer.call("layer_runs"))
     assert runs == [1, 2 if "activation_checkpointing" in spec else 1]
     for trainer in (plain, sparing):
         trainer.update(some_samples(), objective, ADAMW, SPLIT)

@@ -130,7 +130,7 @@ def test_a_language_model_gets_the_torch_trainer_s_head_on_ranks(
     scored = [TokenSequence(s.token_ids, s.loss_mask) for s in some_samples()]
 
     def gap() -> float:
-        theirs, mine = trainer.call("values", scored, 30), reference.values(scored, max_tokens=30)
+        theirs, mine = (each.values(scored, max_tokens=30) for each in (trainer.trainer, reference))
         pairs = [pair for rows in zip(theirs, mine, strict=True) for pair in zip(*rows, strict=True)]
         return max(abs(a - b) for a, b in pairs)
 
@@ -150,7 +150,7 @@ def test_a_language_model_gets_the_torch_trainer_s_head_on_ranks(
     assert gap() <= 1e-3
     # A scalar model has no logprobs, and its export has the digest of the ranks.
     with pytest.raises(BadSpec, match="no logprobs"):
-        trainer.call("logprobs", scored, 1.0, 30)
+        trainer.trainer.logprobs(scored, temperature=1.0, max_tokens=30)
     trainer.call("export", tmp_path / "export")
     assert digest_tensors(load_scalar(tmp_path / "export").named_weights())[0] == trainer.digest()
 

@@ -57,7 +57,7 @@ def test_ranks_that_share_rows_train_as_the_torch_trainer_does(
     assert_weights_close(weights, dict(reference.weights()))
     sequences = [TokenSequence(token_ids=s.token_ids, loss_mask=s.loss_mask) for s in [*some_samples([9, 31]), late]]
     values = zip(
-        trainer.call("logprobs", sequences, 0.8, 64),
+        trainer.trainer.logprobs(sequences, temperature=0.8, max_tokens=64),
         reference.logprobs(sequences, temperature=0.8, max_tokens=64),
         strict=True,
     )

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.deepspeed.trainer import distribute
+from engine.backends.deepspeed.passes import distribute
 from engine.backends.protocol import Objective, UpdateReport
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.loading import load_model

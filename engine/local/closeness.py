@@ -14,9 +14,9 @@ differs much more from one without it. So a step that one redo with noise does n
 up to `NOISY_REDOS` times, and the largest difference counts. Measured on the tiny model in bfloat16 (six steps of GRPO
 at a rate of 1e-3, whose updates differ by 0.03 or by 0.25 of their length): one redo with noise leaves 24 % of the
 chains unexplained, two 7 %, four 1 %, six 0.05 %. Where noise alone changes an update by 0.25 of its length, smaller
-mistakes, such as that learning rate, cannot be told from it. A threshold that noise passes in one of n redos is missed
-most often, so a difference that is only a little too large is redone up to `NEAR_REDOS` times: in a chaos campaign, one
-step differed by 0.010 where six redos explained 0.0092.
+mistakes, such as that learning rate, cannot be told from it. Noise that passes a threshold rarely does so in few redos,
+so a difference that is only a little too large is redone up to `NEAR_REDOS` times: in a chaos campaign, one step
+differed by 0.0105, and the noise of eight redos was needed to explain it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ of 3,000 elements whose gradient is nearly 0 and changes its sign changes the up
 about a half or more."""
 NOISY_REDOS, NEAR_REDOS = 6, 24
 NEAR, FAR = 2.0, 8.0
-"""A difference of more than NEAR bounds is redone with other noise at most NOISY_REDOS times, and one of more than FAR
-bounds is not."""
+"""After NOISY_REDOS redos, only a difference of at most NEAR bounds is redone with other noise. One of more than FAR
+bounds is never redone again."""
 
 
 def noise_of(committed: Numerics, here: Numerics) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -32,18 +32,20 @@ MAX_NEAREST = 5
 def print_config(
     training: Annotated[str, typer.Argument(help="Name of the flow: grpo, sft, evaluation, recurring, …")] = "",
     key: Annotated[
-        str, typer.Argument(help="Only this key and the keys below it: rules.max_staleness, or engine.sampler.")
+        str, typer.Argument(help="Only this key and the keys below it, such as rules.max_staleness or engine.sampler")
     ] = "",
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the keys of all flows in Markdown, the page docs/configs.md.")
     ] = False,
 ) -> None:
     """Prints the keys of a training's config, with type, default and meaning of each."""
+    if markdown and training:
+        raise usage_error(f"--markdown prints the keys of all flows, and {training!r} was given; leave it out")
     if markdown:
         print(configs_page(CONFIGS), end="")
         return
     if training not in CONFIGS:
-        problem = f"no training is named {training!r}" if training else "no training is given"
+        problem = f"no flow is named {training!r}" if training else "no flow is given"
         near = difflib.get_close_matches(training, CONFIGS) or CONFIGS
         raise usage_error(f"{problem}; give one of {', '.join(near)}")
     keys = list(config_keys(CONFIGS[training]))
@@ -62,14 +64,14 @@ def print_config(
             _print_key(each, to)
 
 
-def nearest_paths(path: str, known: Iterable[str]) -> list[str]:
+def nearest_paths(path: str, known: Sequence[str]) -> list[str]:
     """The known paths that resemble an unknown one, in their last part or as a whole."""
     by_name: dict[str, list[str]] = {}
     for other in dict.fromkeys(known):
         by_name.setdefault(other.rpartition(".")[2], []).append(other)
     names = difflib.get_close_matches(path.rpartition(".")[2], by_name, n=1)
     alike = [other for name in names for other in by_name[name]]
-    alike += difflib.get_close_matches(path, known)
+    alike += difflib.get_close_matches(path, list(dict.fromkeys(known)))
     return list(dict.fromkeys(alike))[:MAX_NEAREST]
 
 

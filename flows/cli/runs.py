@@ -24,6 +24,7 @@ from flows.cli.output import (
     print_plain,
     report_errors,
     table,
+    usage_error,
 )
 from flows.runs.recorded_config import read_config
 from storage.chain.checkpoint_names import resolve_checkpoint_name
@@ -101,10 +102,9 @@ def _advice_about(store: ObjectStore, view: RunDetails) -> list[str]:
     """The advice about the last steps of the run's last stage, from its first and its last metrics."""
     if not view.row.stages:
         return []
-    stage, head = view.row.stages[-1], view.row.head_step
-    last = max(1, head - WINDOW)
-    first = read_metrics(store, view.row.run, stage, steps=min(1, head))
-    return advice([*first, *read_metrics(store, view.row.run, stage, first=last, steps=head)])
+    run, stage, head = view.row.run, view.row.stages[-1], view.row.head_step
+    first = read_metrics(store, run, stage, steps=min(1, head))
+    return advice(next(iter(first), None), read_metrics(store, run, stage, first=max(0, head - WINDOW), steps=head))
 
 
 def _print_run(
@@ -225,7 +225,7 @@ def samples(
     """Shows the prompts and completions of a step with their grades and reasons, also of a step that could not be
     finished."""
     if worst and best:
-        raise typer.BadParameter("give --worst or --best, not both")
+        raise usage_error("--worst and --best were given; give one of them")
     with report_errors():
         store = open_store(storage)
         if not stage or step is None:

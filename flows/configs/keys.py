@@ -176,7 +176,7 @@ def _alternatives(annotation: Any, bounds: str, name_of_group: Callable[[Group],
         return ["null"]
     if origin is None:
         name = TYPES.get(annotation, annotation.__name__)
-        return [name + bounds if annotation in (int, float) else name]
+        return [name + bounds if annotation in (int, float, str) else name]
     inner = [_either(_alternatives(part, "", name_of_group)) for part in parts if part is not ...]
     return [f"{TYPES.get(origin, origin.__name__)} of {' to '.join(inner)}{bounds}"]
 

@@ -32,7 +32,7 @@ from flows.training.schedules import are_endless
 from flows.training.training_loop import TrainingLoop
 from flows.training.training_steps import TrainingSteps
 from storage.chain.records import MinibatchPlan, PolicyRef, StepRequest
-from storage.inspect.step_samples import hint_about_missing_grades
+from storage.inspect.step_samples import missing_grade_hint
 from storage.serialization import default_of
 from storage.store.artifacts import ArtifactRef
 from tasks.batches.advantages import AdaptiveKL, FixedKL, Overlong, RewardKL
@@ -259,7 +259,7 @@ class RolloutLoop(TrainingLoop):
                 break
             skipped += 1
         number = policy.step + 1
-        reasons = hint_about_missing_grades(chain.store, policy.run, policy.stage, number)
+        reasons = missing_grade_hint(chain.store, policy.run, policy.stage, number)
         problem = f"no completion of step {number} got a grade"
         if not self.rules.dynamic_sampling:
             problem += ", although its prompts were sampled twice"

@@ -37,7 +37,7 @@ from tasks.loggers.stage_loggers import Loggers
 from tasks.reports.advice import Advisor
 from tasks.reports.clock import Lap, StepClock
 from tasks.reports.metrics import StepMetrics
-from tasks.reports.step_metrics import measure_step, write_metrics
+from tasks.reports.step_metrics import measure_step, read_metrics, write_metrics
 from tasks.reports.table_cells import table_cells
 
 EVALUATION = "evaluation"
@@ -81,7 +81,7 @@ class StepReporter:
         logger.start(total_steps, policy.step)
         # everything that shows the steps, and the watch over their duration
         self.clock = StepClock()
-        self.advisor = Advisor()
+        self.advisor = Advisor(next(iter(read_metrics(self.store, policy.run, policy.stage, steps=1)), None))
         self.watch = RunWatch(policy.run, step=policy.step)
         self.page = RunPage(self.store, policy, total_steps=total_steps, engine=model.workspace.engine)
         self.notifier = notifier

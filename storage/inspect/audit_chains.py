@@ -82,7 +82,9 @@ class ChainAudit:
             state = Chain.of(self.store, policy).policy(policy.step).state
         except ObjectNotFound:
             return f"names {policy.uri}, which no chain has"
-        return None if state == policy.state else f"names {policy.uri}, its chain has {state[:12]} there"
+        except StorageError as error:
+            return f"names {policy.uri}, whose chain cannot be read: {error}"
+        return None if state == policy.state else f"names {policy.uri}, but its chain has {state[:12]} there"
 
     def _read_record(self, step: int) -> CommitRecord | None:
         key = keys.chain_record(*self.name, step)
@@ -111,7 +113,7 @@ class ChainAudit:
             self.findings.error(key, problem, RESTORE)
         # the parent descends from the same rebase as the record before it, or from one at its own step
         rebase = self.rebases.get(step - 1)
-        if record.rebase not in (self._mark, rebase.mark if rebase else None):
+        if record.rebase not in (self._mark, rebase.mark if rebase else self._mark):
             mark = record.rebase
             name = f"the rebase {mark.attempt[:12]} at step {mark.step}, which is not there" if mark else "no rebase"
             self.findings.error(key, f"descends from {name}, the step before it from another", FORK)
@@ -174,7 +176,8 @@ class ChainAudit:
         before, begins = self._cursor, record.request.cursor_in
         self._cursor = record.cursor_out
         if before and begins and before != begins:
-            problem = f"begins at {_position(begins)} of its dataset, the step before it ended at {_position(before)}"
+            ended = _position(before)
+            problem = f"begins at {_position(begins)} of its dataset, but the step before it ended at {ended}"
             self.findings.error(keys.chain_record(*self.name, record.policy.step), problem, FORK)
 
     def _check_inputs(self, record: CommitRecord) -> None:

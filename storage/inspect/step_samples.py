@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 
 from storage.chain.listing import run_chains
@@ -30,7 +31,7 @@ class GradedSample(Frozen):
     reward: float | None
     """The sum of the grades of an episode's turns."""
     reason: str | None
-    """Why it has this reward, or none."""
+    """The reason of its grader, or of its environment. None if none was given."""
     thread: str
     """The conversation before the completion, or the whole one of an episode, as JSON."""
     text: str | None
@@ -39,52 +40,66 @@ class GradedSample(Frozen):
 
 def step_samples(store: ObjectStore, run: str, stage: str, step: int) -> Iterator[GradedSample]:
     """Yields the graded samples of a step (1-based), in their order. Raises ObjectNotFound if it has none."""
-    for shard in count():
-        rollouts = _shard_table(store, run, stage, step, "rollouts", shard)
-        samples = _samples_of(store, rollouts, _shard_table(store, run, stage, step, "graded", shard))
-        if not samples and shard == 0:
-            raise ObjectNotFound(
-                f"step {step} of {run}/{stage} has no graded completions in {store.url}; 'ostinato runs show "
-                f"{run}' lists the stages of the run and their steps"
-            )
-        if not samples:
-            return
+    for _, samples in _graded_shards(store, run, stage, step):
         yield from samples
 
 
 def newest_sampled_step(store: ObjectStore, run: str, stage: str = "") -> tuple[str, int]:
-    """Returns (stage, step) of the newest step with samples, of any stage or of the one that is given. The step after
-    the last committed one counts if its samples are there. Raises ObjectNotFound if no step has samples."""
+    """Returns (stage, step) of the newest step with graded samples, of any stage or of the one that is given. The step
+    after the last committed one counts if it has some. Raises ObjectNotFound if no step has."""
     chains = [chain for chain in run_chains(store, run) if stage in ("", chain.stage)]
     for chain in reversed(chains):
         head = max(chain.steps(), default=0)
         for step in (head + 1, head):
-            if step and _shard_table(store, run, chain.stage, step, "rollouts", 0) is not None:
-                return chain.stage, step
+            with suppress(ObjectNotFound):
+                if step and next(_graded_shards(store, run, chain.stage, step)):
+                    return chain.stage, step
     of_stage = f" in stage {stage!r}" if stage else ""
     raise ObjectNotFound(
-        f"the run {run!r} has no samples{of_stage} in {store.url}; 'ostinato runs ls' lists the runs and their stages"
+        f"the run {run!r} has no graded samples{of_stage} in {store.url}; 'ostinato runs ls' lists the runs and their "
+        "stages"
     )
 
 
-def hint_about_missing_grades(store: ObjectStore, run: str, stage: str, step: int) -> str:
-    """Text for an error: the first reason why a completion of the step (1-based) has no grade, the first table with
-    reasons, and the command that shows all."""
-    samples = step_samples(store, run, stage, step)
-    first = next((sample.reason for sample in samples if sample.status != "ok" and sample.reason), "none was given")
-    graded = _shard_table(store, run, stage, step, "graded", 0)
-    assert graded is not None  # it was read above
-    path = store.address(read_manifest(store, graded.key).files[0].key)
+def missing_grade_hint(store: ObjectStore, run: str, stage: str, step: int) -> str:
+    """Text for an error: the first reason why a sample of the step (1-based) has no grade, the table that has it, and
+    the command that shows all."""
+    reason, place = "none was given", ""
+    for table, samples in _graded_shards(store, run, stage, step):
+        place = place or table.key
+        reasons = [sample.reason for sample in samples if sample.status != "ok" and sample.reason]
+        if reasons:
+            reason, place = reasons[0].rstrip("."), table.key
+            break
+    path = store.address(read_manifest(store, place).files[0].key)
     return (
-        f"The first reason: {first.rstrip('.')}. It is in {path}; to see all: ostinato runs samples {run} --stage "
-        f"{stage} --step {step} --storage {store.url}"
+        f"The first reason: {reason}. It is in {path}; to see all: ostinato runs samples {run} --stage {stage} "
+        f"--step {step} --storage {store.url}"
     )
 
 
-def _samples_of(store: ObjectStore, rollouts: ArtifactRef | None, graded: ArtifactRef | None) -> list[GradedSample]:
-    """The samples of a shard. Empty if it has no grades yet."""
-    if rollouts is None:
-        return []
+def _graded_shards(
+    store: ObjectStore, run: str, stage: str, step: int
+) -> Iterator[tuple[ArtifactRef, list[GradedSample]]]:
+    """Yields the table with the grades and the samples of each graded shard. Raises ObjectNotFound if there is none."""
+    has_grades = False
+    for shard in count():
+        rollouts, graded = (_find_shard(store, run, stage, step, kind, shard) for kind in ("rollouts", "graded"))
+        if rollouts is None:
+            break
+        samples = _samples_of(store, rollouts, graded)
+        if samples is not None:
+            has_grades = True
+            yield graded or rollouts, samples
+    if not has_grades:
+        raise ObjectNotFound(
+            f"step {step} of {run}/{stage} has no graded completions in {store.url}; 'ostinato runs show {run}' lists "
+            "the stages of the run and their steps"
+        )
+
+
+def _samples_of(store: ObjectStore, rollouts: ArtifactRef, graded: ArtifactRef | None) -> list[GradedSample] | None:
+    """The samples of a shard. None if it has no grades yet."""
     if graded is not None:
         sampled = read_table(store, rollouts, ["thread", "text"]).to_pylist()
         grades = read_table(store, graded, GRADE_COLUMNS).to_pylist()
@@ -95,7 +110,7 @@ def _samples_of(store: ObjectStore, rollouts: ArtifactRef | None, graded: Artifa
     # an environment grades its episodes itself
     episodes = read_table(store, rollouts, EPISODE_COLUMNS)
     if "grades" not in episodes.column_names:
-        return []
+        return None
     samples = []
     for row in episodes.to_pylist():
         total = math.fsum(row.pop("grades"))
@@ -104,5 +119,5 @@ def _samples_of(store: ObjectStore, rollouts: ArtifactRef | None, graded: Artifa
     return samples
 
 
-def _shard_table(store: ObjectStore, run: str, stage: str, step: int, kind: str, shard: int) -> ArtifactRef | None:
+def _find_shard(store: ObjectStore, run: str, stage: str, step: int, kind: str, shard: int) -> ArtifactRef | None:
     return find_artifact(store, keys.step_artifact(run, stage, step - 1, kind, shard))

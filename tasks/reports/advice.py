@@ -19,13 +19,14 @@ WINDOW = 5
 class Advisor:
     """Follows the steps of a run, and advises once when a measure leaves its range."""
 
-    def __init__(self) -> None:
-        self._first: StepMetrics | None = None
+    def __init__(self, first: StepMetrics | None = None) -> None:
+        """`first`: the first step of the run, if it was made before."""
+        self._first = first
         self._last: deque[StepMetrics] = deque(maxlen=WINDOW)
         self._advised: set[str] = set()
 
     def step(self, metrics: StepMetrics) -> list[str]:
-        """Adds a step. Returns the advice about measures that were in their range, or not known, before it."""
+        """Adds a step. Returns the advice about measures that are out of their range now, and were not before it."""
         self._first = self._first or metrics
         self._last.append(metrics)
         current = _advice(self._first, self._last)
@@ -34,19 +35,19 @@ class Advisor:
         return new
 
 
-def advice(steps: Sequence[StepMetrics]) -> list[str]:
-    """The advice about the last WINDOW of the steps of a run, which are in order."""
-    return list(_advice(steps[0], steps[-WINDOW:]).values()) if steps else []
+def advice(first: StepMetrics | None, last: Sequence[StepMetrics]) -> list[str]:
+    """The advice about the last steps of a run, of which WINDOW count. `first`: the first step of the run."""
+    return list(_advice(first, last[-WINDOW:]).values())
 
 
-def _advice(first: StepMetrics, last: Sequence[StepMetrics]) -> dict[str, str]:
+def _advice(first: StepMetrics | None, last: Sequence[StepMetrics]) -> dict[str, str]:
     """Topic -> sentence."""
     if len(last) < WINDOW:
         return {}
     sentences = {}
     for topic, check in CHECKS.items():
         now = _mean(check.measure, last)
-        before = check.measure(first)
+        before = None if first is None else check.measure(first)
         if now is not None and check.is_out_of_range(now, before):
             before_text = "" if before is None else f"{before:.3g}"
             sentences[topic] = check.sentence.format(share=f"{now:.0%}", value=f"{now:.3g}", before=before_text)
@@ -70,7 +71,7 @@ class Check(NamedTuple):
 
 
 def _ungraded(step: StepMetrics) -> float | None:
-    return step.masked / step.completions if step.completions and step.reward_mean is not None else None
+    return step.masked / step.completions if step.completions else None
 
 
 CHECKS: dict[str, Check] = {
@@ -116,7 +117,7 @@ CHECKS: dict[str, Check] = {
     "effective sample size": Check(
         lambda step: step.effective_sample_size,
         lambda now, before: now < 0.3,
-        "the importance weights leave {share} of the tokens: lower rules.max_staleness or optimizer.lr",
+        "the effective sample size is {share} of the tokens: lower rules.max_staleness or optimizer.lr",
     ),
 }
 """By topic, which is the title of its section in docs/troubleshooting.md."""

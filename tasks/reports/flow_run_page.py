@@ -213,7 +213,7 @@ def _summary_table(steps: Sequence[StepMetrics]) -> str:
 
 def _advice_list(steps: Sequence[StepMetrics]) -> str:
     """A Markdown list of what to do about the last steps. Empty if nothing is to be done."""
-    lines = [f"- {line}" for line in advice(steps)]
+    lines = [f"- {line}" for line in advice(steps[0], steps)]
     return "\n".join(["**advice**", "", *lines]) if lines else ""
 
 

@@ -87,7 +87,7 @@ def render_report(data: ReportData) -> str:
         resumed=[step.step + 1 for step in data.steps if step.resumed],
         masked=sum(step.masked for step in data.steps),
         skipped=[line for step in data.steps for line in step.skipped_lines()],
-        advice=advice(data.steps),
+        advice=advice(next(iter(data.steps), None), data.steps),
     )
 
 

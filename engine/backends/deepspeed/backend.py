@@ -24,7 +24,7 @@ from engine.backends.protocol import Objective, ReadOnlyPolicy, UpdateReport
 from engine.backends.replicas.runtime import HeldWeights
 from engine.backends.torch.backend import TorchBackend, available_cores, memory_bytes
 from engine.backends.torch.loading import check_has_language_head
-from engine.backends.torch.packing import Packable
+from engine.backends.torch.packing import Packable, longest_unit
 from engine.backends.torch.probes import probe_model
 from engine.backends.torch.updates import (
     check_gives,
@@ -290,11 +290,14 @@ class DeepSpeedTrainer:
     ) -> T:
         """Returns `run(tokens per forward pass)`, with as many tokens as fit the ranks' memory."""
         backend = self._backend
+        fitting = backend.max_tokens_that_fit(max_tokens)
+        if fitting < max_tokens:  # a pass has room for the longest row in any case
+            fitting = min(max_tokens, max(fitting, longest_unit(rows, whole_groups=whole_groups)))
         try:
             return retry_on_out_of_memory(
                 run,
                 rows,
-                backend.max_tokens_that_fit(max_tokens),
+                fitting,
                 device=backend.device,
                 drop_gradients=lambda: None,  # the ranks have dropped theirs
                 whole_groups=whole_groups,

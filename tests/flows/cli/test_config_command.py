@@ -119,8 +119,8 @@ def test_the_config_of_a_child_run_is_printed_when_it_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem", "nearest"),
     [
-        (["gpro"], "no training is named 'gpro'", "grpo"),
-        ([], "no training is given", "recurring"),
+        (["gpro"], "no flow is named 'gpro'", "grpo"),
+        ([], "no flow is given", "recurring"),
         (["grpo", "rules.max_stalenes"], "the config of grpo has no key 'rules.max_stalenes'", "rules.max_staleness"),
         (["grpo", "max_staleness"], "the config of grpo has no key 'max_staleness'", "rules.max_staleness"),
         (["grpo", "optimiser.lr"], "the config of grpo has no key 'optimiser.lr'", "optimizer.lr"),

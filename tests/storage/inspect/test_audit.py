@@ -104,8 +104,8 @@ def test_a_step_that_skips_rows_of_the_dataset(broken: ToyRun) -> None:
     problem = next(problem for problem in audit_store(broken.store).problems if problem.key == RECORD.format(4))
     before = record.request.cursor_in
     assert problem.what == (
-        f"begins at epoch {before['epoch']}, index {before['index'] + 1} of its dataset, the step before it ended at "
-        f"epoch {before['epoch']}, index {before['index']}"
+        f"begins at epoch {before['epoch']}, index {before['index'] + 1} of its dataset, but the step before it ended "
+        f"at epoch {before['epoch']}, index {before['index']}"
     )
 
 

@@ -22,7 +22,8 @@ def steps_with(count: int = WINDOW, *, first: int = 0, **changes: Any) -> list[S
 
 
 def test_a_healthy_run_gets_no_advice() -> None:
-    assert advice(steps_with(3 * WINDOW)) == [] and advice([]) == []
+    steps = steps_with(3 * WINDOW)
+    assert advice(steps[0], steps) == [] and advice(None, []) == []
 
 
 @pytest.mark.parametrize(
@@ -35,15 +36,15 @@ def test_a_healthy_run_gets_no_advice() -> None:
         ("entropy", {"entropy": 0.01}, "the entropy fell from 1 to 0.01 nats"),
         ("missing grades", {"masked": 8}, "50% of the completions got no grade"),
         ("gap between sampler and trainer", {"logprob_gap": 0.1}, "differ by 0.1 nats per token, and by 0.02"),
-        ("effective sample size", {"effective_sample_size": 0.2}, "leave 20% of the tokens"),
+        ("effective sample size", {"effective_sample_size": 0.2}, "the effective sample size is 20% of the tokens"),
     ],
 )
 def test_one_sentence_for_each_measure(topic: str, changes: dict[str, Any], words: str) -> None:
-    steps = [*steps_with(1), *steps_with(WINDOW, first=1, **changes)]
-    (sentence,) = advice(steps)
+    (first,) = steps_with(1)
+    (sentence,) = advice(first, steps_with(WINDOW, first=1, **changes))
     assert words in sentence
     # one step among healthy ones does not decide
-    assert advice([*steps_with(WINDOW), *steps_with(1, first=WINDOW, **changes)]) == []
+    assert advice(first, [*steps_with(WINDOW), *steps_with(1, first=WINDOW, **changes)]) == []
     assert topic in CHECKS
 
 
@@ -57,7 +58,23 @@ def test_every_check_is_tried_above_and_explained_in_the_docs() -> None:
 
 def test_a_measure_that_a_run_does_not_have_gets_no_advice() -> None:
     without = dict.fromkeys(("equal_groups", "truncated", "entropy", "logprob_gap", "reward_mean"))
-    assert advice(steps_with(3 * WINDOW, **without, masked=16)) == []
+    steps = steps_with(3 * WINDOW, **without)
+    assert advice(steps[0], steps) == []
+
+
+def test_steps_in_which_every_grade_failed() -> None:
+    steps = steps_with(WINDOW, reward_mean=None, equal_groups=None, masked=16, skipped=True)
+    (sentence,) = advice(steps[0], steps)
+    assert sentence.startswith("100% of the completions got no grade")
+
+
+def test_a_resumed_run_is_compared_with_its_first_step() -> None:
+    (first,) = steps_with(1)
+    resumed = steps_with(WINDOW, first=9, logprob_gap=0.1)
+    told = Advisor(first)
+    assert [len(told.step(step)) for step in resumed] == [0, 0, 0, 0, 1]
+    alone = Advisor()  # takes the first step after the restart, which is as bad as the others
+    assert [alone.step(step) for step in resumed] == [[]] * WINDOW
 
 
 def test_the_terminal_is_told_once_and_again_after_a_recovery() -> None:

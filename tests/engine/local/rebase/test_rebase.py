@@ -13,6 +13,7 @@ from engine.local.verify import verify_run
 from engine.specs.engine import LocalEngineSpec
 from storage.chain.rebase import rebase_at, rebases_in_effect
 from storage.chain.records import Chain
+from storage.inspect.audit import audit_store
 from storage.inspect.run_details import describe_run
 from storage.store import keys
 from storage.store.artifacts import find_artifact, read_manifest
@@ -55,6 +56,17 @@ async def test_from_its_checkpoint_a_chain_is_rebased_exactly_and_once(
     assert len(events(worklog, "rebase")) == 1 and not events(worklog, "redo")
     assert has_no_problems(saved.store)
     await engine.close(checkpoint=False)
+
+
+async def test_the_audit_finds_a_record_that_has_lost_its_rebase(saved: Chain, url: str) -> None:
+    engine = OtherVersions(url)
+    second = await step(engine, (await step(engine, saved.head())).policy)
+    await engine.close(checkpoint=False)
+    key = keys.chain_record("r", "0-s", "policy", second.policy.step)
+    saved.store.delete(key)
+    saved.commit(second.model_copy(update={"rebase": None}))
+    (problem,) = audit_store(saved.store).problems
+    assert (problem.key, problem.what) == (key, "descends from no rebase, the step before it from another")
 
 
 async def test_the_same_numerics_rebase_nothing(saved: Chain, url: str) -> None:

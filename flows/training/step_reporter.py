@@ -81,7 +81,8 @@ class StepReporter:
         logger.start(total_steps, policy.step)
         # everything that shows the steps, and the watch over their duration
         self.clock = StepClock()
-        self.advisor = Advisor(next(iter(read_metrics(self.store, policy.run, policy.stage, steps=1)), None))
+        first = read_metrics(self.store, policy.run, policy.stage, steps=1) if self._resumed else []
+        self.advisor = Advisor(first[0] if first else None)
         self.watch = RunWatch(policy.run, step=policy.step)
         self.page = RunPage(self.store, policy, total_steps=total_steps, engine=model.workspace.engine)
         self.notifier = notifier

@@ -17,6 +17,7 @@ from storage.chain.retention import Retention
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore, open_store
+from tasks.reports.advice import Advisor
 from tasks.reports.metrics import StepMetrics
 from tasks.task_runs import work_of
 from tasks.train import save_checkpoint
@@ -93,6 +94,7 @@ async def test_the_metrics_of_a_step(
     )
     reporter.store, reporter.chain, reporter.total_steps, reporter.parts = store, Chain.of(store, policy), 1, ()
     reporter.logger = reporter.page = reporter.loggers = reporter.watch = reporter.clock = ignored
+    reporter.advisor = Advisor()
     reporter.time_left, reporter.notifier, reporter._resumed = step_reporter.TimeLeft(1, {}), None, False
     record = await reporter.record(policy)
     assert record.policy == policy

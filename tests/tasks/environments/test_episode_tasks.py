@@ -48,8 +48,12 @@ async def test_play_episodes(calls: TaskCalls, worklog: Path) -> None:
     await play(calls)
     assert len(events(worklog, "generate")) == drawn
     extra = read_manifest(calls.store, ref.key).extra
-    expected = {"prompts": 2, "dropped": 0, "episodes": 8, "masked": 0, "turns": 16, "completion_tokens": 96}
-    assert extra == expected
+    rows = read_table(calls.store, ref).to_pylist()
+    assert extra == {
+        "prompts": 2, "dropped": 0, "episodes": 8, "masked": 0, "turns": 16, "completion_tokens": 96,
+        "truncated": sum("length" in row["stop_reasons"] for row in rows),
+        "logprob_sum": pytest.approx(sum(sum(row["logprobs"]) for row in rows)),
+    }  # fmt: skip
 
 
 async def test_prepare_batch(calls: TaskCalls) -> None:

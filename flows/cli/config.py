@@ -32,7 +32,7 @@ MAX_NEAREST = 5
 def print_config(
     training: Annotated[str, typer.Argument(help="Name of the flow: grpo, sft, evaluation, recurring, …")] = "",
     key: Annotated[
-        str, typer.Argument(help="Only this key and the keys below it, such as rules.max_staleness or engine.sampler")
+        str, typer.Argument(help="Only this key, such as rules.max_staleness, and the keys below it.")
     ] = "",
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the keys of all flows in Markdown, the page docs/configs.md.")

@@ -161,7 +161,7 @@ def test_the_newest_samples_by_their_rewards(toy: ToyRun) -> None:
     assert "samples of toy/0-grpo step 4" in shown
     assert "\x1b" not in shown and "\x07" not in shown  # a tiny model samples such characters
     unknown = ostinato(toy, "runs", "samples", "toy", "--stage", "7-sft")
-    assert unknown.exit_code == 1 and "the run 'toy' has no samples in stage '7-sft'" in unknown.output
+    assert unknown.exit_code == 1 and "the run 'toy' has no graded samples in stage '7-sft'" in unknown.output
     assert ostinato(toy, "runs", "samples", "toy", "--worst", "3", "--best", "3").exit_code == 2
 
 

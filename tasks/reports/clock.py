@@ -24,15 +24,20 @@ class Lap(NamedTuple):
     spans: dict[str, list[Span]]
     """When each activity was open, alone or with others."""
 
+    @property
+    def wall_seconds(self) -> float:
+        """The duration of the step."""
+        return sum(self.seconds.values())
+
     def idle(self, activity: str) -> float | None:
         """Share of the wall time in which the activity was not open. None for a lap without duration."""
-        wall = sum(self.seconds.values())
+        wall = self.wall_seconds
         return 1 - sum(end - begin for begin, end in self.spans.get(activity, [])) / wall if wall else None
 
     def merged_spans(self, activity: str) -> tuple[Span, ...]:
         """The spans of an activity, at most some hundred: pauses below `SHORTEST_PAUSE` of the wall time are left
         out."""
-        shortest = SHORTEST_PAUSE * sum(self.seconds.values())
+        shortest = SHORTEST_PAUSE * self.wall_seconds
         merged: list[Span] = []
         for begin, end in self.spans.get(activity, []):
             if merged and begin - merged[-1][1] < shortest:

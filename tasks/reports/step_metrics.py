@@ -49,7 +49,6 @@ def measure_step(
     extra = read_manifest(store, batch.key).extra
     prompts, gap, dropped_rows = _batch_counts(store, batch, extra)
     lag_mean, lag_max = _lag(record, shards, extra)
-    wall_seconds = sum(lap.seconds.values())
     return StepMetrics(
         step=record.request.parent.step,
         total_steps=total_steps,
@@ -85,7 +84,7 @@ def measure_step(
         sampler_idle=None if lag_mean is None else lap.idle("rollout"),
         trainer_idle=None if lag_mean is None else lap.idle("train"),
         lanes=None if lag_mean is None else {lane: lap.merged_spans(lane) for lane in LANES},
-        tokens_per_second=tokens / wall_seconds if wall_seconds else 0.0,
+        tokens_per_second=tokens / lap.wall_seconds if lap.wall_seconds else 0.0,
         seconds=lap.seconds,
     )
 

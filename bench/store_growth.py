@@ -186,6 +186,8 @@ def begun_run(run: str) -> CountedStore:
     store = ObjectStore(backend)  # type: ignore[arg-type]
     create_or_check_run(store, run, semantic={}, other={"checkpoints": {}}, code_version="bench")
     release_lease(store, run, acquire_lease(store, run, {}))
+    # the model that the chain begins at, as its publication claims it
+    store.put(keys.model_claim("base", "1"), b"{}")
     chain = Chain(store, run, STAGE, MODEL)
     chain.create_root(Root(base=BASE, base_digest="0" * 64))
     claim_stage(store, chain.policy(0))

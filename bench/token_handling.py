@@ -57,14 +57,14 @@ def with_sequences(columns: dict[str, pa.Array], response: bytes) -> pa.Table:
     sequences = [TokenSequence(*row) for row in zip(*parts, strict=True)]
     wire.encode_logprobs_request(LogprobsRequest(POLICY, sequences), epoch=0)
     logprobs = wire.decode_logprobs(response)
-    return batch_table(columns, np.array([logprob for row in logprobs for logprob in row]), None)
+    return batch_table(columns, old_logprobs=np.array([logprob for row in logprobs for logprob in row]))
 
 
 def with_rows(columns: dict[str, pa.Array], response: bytes) -> pa.Table:
     """The batch, scored by the rows of its table."""
     tables = [TableRows(ROLLOUTS, np.ones(len(columns["group"]), bool))]
     wire.encode_rows_request(RowsRequest(POLICY, tables), epoch=0)
-    return batch_table(columns, wire.decode_scores(response), None)
+    return batch_table(columns, old_logprobs=wire.decode_scores(response))
 
 
 def cpu_seconds(call: Callable[[], object], repeats: int) -> float:

@@ -378,6 +378,14 @@ class EngineInfo(Frozen):
     """The engine's config, with the device, the precision and the number of ranks that it uses in place of "auto"."""
 
 
+PublishDtype = Literal["base", "float32", "bfloat16", "float16"]
+"""Type of the weights of a published model. base: that of the model that the training started from."""
+
+ExportFormat = Literal["bfloat16", "float16", "float32", "adapter", "gguf"]
+"""Format in which a published model is written to a folder: all weights in one of these types, the adapter alone, or a
+GGUF file."""
+
+
 class Engine(Protocol):
     """The calls of an engine.
 
@@ -452,9 +460,16 @@ class Engine(Protocol):
         ...
 
     async def export_model(
-        self, policy: PolicyRef, model_name: str, *, provenance: Provenance, epoch: int = 0
+        self,
+        policy: PolicyRef,
+        model_name: str,
+        *,
+        provenance: Provenance,
+        dtype: PublishDtype = "base",
+        epoch: int = 0,
     ) -> ArtifactRef:
-        """Publishes the policy as a plain Hugging Face folder in the registry. Idempotent."""
+        """Publishes the policy as a plain Hugging Face folder in the registry, with weights of this type. Idempotent.
+        """
         ...
 
     async def release(self, run: str, *, epoch: int = 0) -> None:

@@ -1,6 +1,7 @@
 """Writes the demo's prompts, examples/data/sums-{train,heldout}.jsonl: one-digit additions in twelve wordings,
 sums-completions.jsonl, the training prompts with their answers, for SFT, and sums-preferences.jsonl, with a right and a
-wrong answer each, for DPO and reward models. Also products-train.jsonl, products of two digits, for a mixture.
+wrong answer each, for DPO and reward models, and sums-labels.jsonl, with one of the two each and its label, for KTO.
+Also products-train.jsonl, products of two digits, for a mixture.
 
 The held-out file has sums (unordered pairs of digits) that no training prompt has, in every wording:
 what it measures is the skill, not the memory of answers.
@@ -31,6 +32,8 @@ WORDINGS = (
 )
 HELDOUT_PAIRS = 15
 """Of the 45 unordered pairs of 1..9; both orders of each are held out."""
+DESIRABLE = 0.5
+"""Fraction of the labelled answers that are right."""
 
 
 def main() -> None:
@@ -50,7 +53,9 @@ def main() -> None:
         if name == "train":
             answered = [{"prompt": row["prompt"], "completion": str(row["metadata"]["answer"])} for row in rows]
             write(folder / "sums-completions.jsonl", answered)
-            write(folder / "sums-preferences.jsonl", [preference(row, Random(n)) for n, row in enumerate(rows)])
+            preferences = [preference(row, Random(n)) for n, row in enumerate(rows)]
+            write(folder / "sums-preferences.jsonl", preferences)
+            write(folder / "sums-labels.jsonl", [labelled(row, Random(n)) for n, row in enumerate(preferences)])
     digits = range(1, 10)
     products = [{"prompt": f"What is {a}*{b}?", "metadata": {"answer": a * b}} for a in digits for b in digits]
     write(folder / "products-train.jsonl", products)
@@ -61,6 +66,12 @@ def preference(row: dict[str, Any], source: Random) -> dict[str, str]:
     answer = row["metadata"]["answer"]
     wrong = answer + source.choice([-3, -2, -1, 1, 2, 3])
     return {"prompt": row["prompt"], "chosen": str(answer), "rejected": str(wrong)}
+
+
+def labelled(pair: dict[str, str], source: Random) -> dict[str, Any]:
+    """One of the two answers of a preference, with its label."""
+    label = source.random() < DESIRABLE
+    return {"prompt": pair["prompt"], "completion": pair["chosen" if label else "rejected"], "label": label}
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -191,8 +191,8 @@ class ValidationLoss:
         rows = list(self.dataset)
         if loss.pairwise:
             return load_prompts(workspace, InlinePairs.of(rows), "preference")  # type: ignore[arg-type, call-overload]
-        # what a scalar model predicts is the rating of a conversation
-        use: DatasetUse = "rating" if loss.reads == "values" else "completion"
+        # what a scalar model predicts is the rating of a conversation; a label is a rating of 1 or 0
+        use: DatasetUse = "rating" if loss.reads == "values" or loss.labelled else "completion"
         return load_prompts(workspace, InlineDataset.of(rows), use)  # type: ignore[arg-type, call-overload]
 
 

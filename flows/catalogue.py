@@ -15,17 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 
 from pydantic import Field, create_model, model_validator
 
-from engine.losses.pairs import DPOSpec, DPOVariant, SimPOSpec
+from engine.losses.pairs import DPOSpec, DPOVariant, KTOSpec, ORPOSpec, SimPOSpec
 from engine.losses.spec import LossSpec
 from engine.models.hub import hub_repo_of_key
 from engine.protocol import SamplingParams
 from flows.configs.common import (
-    DataConfig,
     EvaluationConfig,
-    GraderConfig,
     GRPOConfig,
     OptimizerConfig,
-    PromptDataConfig,
     SFTAlgorithm,
     SFTConfig,
     SFTOptimizer,
@@ -34,38 +31,48 @@ from flows.configs.common import (
     TrainingConfig,
     training_title,
 )
+from flows.configs.distill import DistillConfig
 from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig, ENVPPOConfig
+from flows.configs.inputs import DataConfig, GraderConfig, PromptDataConfig
 from flows.configs.ppo import GSPOAlgorithm, GSPOConfig, PPOConfig
-from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
+from flows.configs.reinforcement import ENDING_RULES, BatchRules, Regularisation, RunRules
+from flows.configs.rejection import RFTConfig
 from flows.configs.validation import ValidationConfig
 from storage.registry.hub import resolve_commit
 from storage.serialization import MAX_RATE, Coefficient, Divisor, Frozen, default_of
 from storage.store.objects import ObjectStore
 from tasks.batches.truncation import check_uncut
-from tasks.datasets.spec import DatasetUse, HeldoutRowsSource, RowsTrainingSource, TrainingSource
+from tasks.datasets.spec import DatasetUse, DeclaredDataset, HeldoutPairs, RowsTrainingSource, TrainingSource
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from prefect import Flow
 
+    from flows.distill import Distillation
     from flows.dpo import DPO
     from flows.env_grpo import ENVGRPO
     from flows.env_gspo import ENVGSPO
     from flows.env_ppo import ENVPPO
     from flows.grpo import GRPO
     from flows.gspo import GSPO
+    from flows.kto import KTO
+    from flows.orpo import ORPO
     from flows.ppo import PPO
     from flows.reward_model import RewardModelling
+    from flows.rft import RFT
     from flows.sft import SFT
     from flows.simpo import SimPO
 
     # the training classes, which the package flows imports from here
-    __all__ = ["DPO", "ENVGRPO", "ENVGSPO", "ENVPPO", "GRPO", "GSPO", "PPO", "SFT", "RewardModelling", "SimPO"]
+    __all__ = [
+        "DPO", "ENVGRPO", "ENVGSPO", "ENVPPO", "GRPO", "GSPO", "KTO", "ORPO", "PPO", "RFT", "SFT", "Distillation",
+        "RewardModelling", "SimPO",
+    ]  # fmt: skip
 
 
 class PreferenceOptimizer(OptimizerConfig):
-    """The optimizer of training on preferences, AdamW, and the schedules of its learning rate and weight decay."""
+    """The optimizer of training on preferences, AdamW or Muon, with the schedules of its rate and weight decay."""
 
     lr: float = Field(1e-6, gt=0, le=MAX_RATE)
     """Highest learning rate of the schedule."""
@@ -76,11 +83,11 @@ class PreferenceDataConfig(DataConfig):
 
     train: RowsTrainingSource
     """Preferences to train on. Rows have `chosen` and `rejected`: messages, or texts together with a `prompt`."""
-    heldout: HeldoutRowsSource | None = None
+    heldout: HeldoutPairs | None = None
     """Preferences of the validation loss, on which the model is never trained. None: no validation loss."""
 
     @property
-    def inputs(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
+    def sources(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
         return {"dataset": (self.train, "preference")}
 
 
@@ -89,7 +96,7 @@ class RewardDataConfig(DataConfig):
 
     train: RowsTrainingSource
     """Dataset to train on. Rows have `chosen` and `rejected`, or are rated conversations."""
-    heldout: HeldoutRowsSource | None = None
+    heldout: HeldoutPairs | None = None
     """Rows of the validation loss, of the same kind as train. The model is never trained on them. None: no validation
     loss."""
     use: Literal["preference", "rating"] = "preference"
@@ -97,7 +104,7 @@ class RewardDataConfig(DataConfig):
     answer scores the number `res` of its metadata (metadata_columns: [res], where it is a column)."""
 
     @property
-    def inputs(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
+    def sources(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
         return {"dataset": (self.train, self.use)}
 
 
@@ -151,10 +158,22 @@ class DPOAlgorithm(PreferenceAlgorithm):
     label_smoothing: float | None = Field(None, gt=0, lt=0.5)
     """Fraction of preferences that are assumed to be reversed. Required by loss_variant=cdpo, and refused by the
     others."""
+    length_normalised: bool = default_of(DPOSpec, "length_normalised")
+    """Compare the means of the answers' log-probabilities instead of their sums, so that a longer answer has no greater
+    weight for its length. kl_beta is then larger: 5 in arXiv:2411.15124."""
+    rpo_alpha: Coefficient = default_of(DPOSpec, "rpo_alpha")
+    """Weight of the cross entropy of the preferred answer, the mean over its tokens, which is added to the loss
+    (arXiv:2404.19733). It keeps the preferred answers likely. 0: not added."""
+    reference_free: bool = default_of(DPOSpec, "reference_free")
+    """Compare the answers without the reference: the log-probabilities of the policy take the place of the log-ratios,
+    and a step needs no pass of the reference."""
 
     @property
     def loss(self) -> DPOSpec:
-        return DPOSpec(beta=self.kl_beta, variant=self.loss_variant, label_smoothing=self.label_smoothing)
+        return DPOSpec(
+            beta=self.kl_beta, variant=self.loss_variant, label_smoothing=self.label_smoothing,
+            length_normalised=self.length_normalised, rpo_alpha=self.rpo_alpha, reference_free=self.reference_free,
+        )  # fmt: skip
 
 
 class DPOConfig(PreferenceConfig):
@@ -185,6 +204,76 @@ class SimPOConfig(PreferenceConfig):
     flow: ClassVar[str] = "simpo"
 
     algorithm: SimPOAlgorithm = SimPOAlgorithm()
+
+
+class ORPOAlgorithm(PreferenceAlgorithm):
+    """The algorithm of odds ratio preference optimisation (arXiv:2403.07691)."""
+
+    beta: Coefficient = default_of(ORPOSpec, "beta")
+    """Weight of the term of the odds ratio, besides the cross entropy of the preferred answer. The paper has 0.1 to
+    0.25 (its lambda)."""
+
+    @property
+    def loss(self) -> ORPOSpec:
+        return ORPOSpec(beta=self.beta)
+
+
+class ORPOConfig(PreferenceConfig):
+    """`ostinato run orpo`: fine-tuning on the preferred answers that also moves away from the others."""
+
+    flow: ClassVar[str] = "orpo"
+
+    algorithm: ORPOAlgorithm = ORPOAlgorithm()
+
+
+class LabelledDataConfig(PreferenceDataConfig):
+    """The labelled answers to train on, and held-out ones for the validation loss."""
+
+    train: RowsTrainingSource
+    """Answers to train on. Rows have a `prompt` with a `completion`, or `messages`, and a `label`: true for a desirable
+    answer, false for another."""
+    heldout: HeldoutPairs | None = None
+    """Labelled answers of the validation loss, on which the model is never trained. None: no validation loss."""
+
+    @property
+    def sources(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
+        return {"dataset": (self.train, "rating")}
+
+
+class KTOAlgorithm(PreferenceAlgorithm):
+    """The algorithm of Kahneman-Tversky optimisation (arXiv:2402.01306)."""
+
+    epochs: int | None = Field(None, ge=1)
+    """Number of passes over the answers (instead of steps)."""
+    samples_per_batch: int = Field(32, ge=2)
+    """Answers per step. Their KL baseline is estimated over the whole step: the paper uses 8 to 128."""
+    kl_beta: Divisor = default_of(KTOSpec, "beta")
+    """Strength of the KL constraint to the policy that the run starts from. With a smaller value the policy moves
+    further."""
+    desirable_weight: Coefficient = default_of(KTOSpec, "desirable_weight")
+    """Weight of the desirable answers. Where they are fewer than the others, the paper raises it, until it times their
+    number is 1 to 1.33 times the same product of the others."""
+    undesirable_weight: Coefficient = default_of(KTOSpec, "undesirable_weight")
+    """Weight of the undesirable answers."""
+
+    @property
+    def loss(self) -> KTOSpec:
+        return KTOSpec(
+            beta=self.kl_beta, desirable_weight=self.desirable_weight, undesirable_weight=self.undesirable_weight
+        )
+
+
+class KTOConfig(PreferenceConfig):
+    """`ostinato run kto`: preference optimisation on answers that are labelled one by one."""
+
+    flow: ClassVar[str] = "kto"
+
+    data: LabelledDataConfig
+    algorithm: KTOAlgorithm = KTOAlgorithm()
+
+    @property
+    def passes_before_gradient(self) -> int:
+        return 3  # the reference of the answers, and both policies of the mismatched pairs
 
 
 class RewardModelAlgorithm(SFTAlgorithm):
@@ -226,7 +315,7 @@ class SFTToGSPODataConfig(PromptDataConfig):
     """Prompts that the second stage answers; the answers are graded."""
 
     @property
-    def inputs(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
+    def sources(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
         return {"dataset": (self.train, "completion"), "prompts": (self.prompts, "prompt")}
 
     @property
@@ -240,6 +329,16 @@ class SFTStage(Frozen):
     algorithm: SFTAlgorithm = SFTAlgorithm()
     optimizer: SFTOptimizer = SFTOptimizer()
     rules: RunRules = RunRules()
+
+    @model_validator(mode="after")
+    def _does_not_end_early(self) -> Self:
+        rules = [name for name in ENDING_RULES if getattr(self.rules, name, None) is not None]
+        if rules:
+            raise ValueError(
+                f"{rules} would end the first stage, and the second stage cannot be continued when the first one is; "
+                "give them as gspo.rules, which count both stages, or set sft.algorithm.steps"
+            )
+        return self
 
 
 class GSPOStage(Frozen):
@@ -321,10 +420,13 @@ class ChosenTraining(Frozen):
         so that all child runs use the same. Raises DatasetError, HubError, BadModelFolder."""
         data: Any = self.config.data
         uses: dict[str, DatasetUse] = {"heldout": data.heldout_use}
-        for name, (_, use) in data.inputs.items():
+        for name, (_, use) in data.sources.items():
             uses["train" if name == "dataset" else name] = use
         sources = {name: getattr(data, name) for name in uses}
-        resolved = {name: source.resolved(store, uses[name]) for name, source in sources.items() if source is not None}
+        resolved = {}
+        for name, source in sources.items():
+            if isinstance(source, DeclaredDataset):
+                resolved[name] = source.resolved(store, uses[name])
         model = self.config.model
         repo = hub_repo_of_key(model.key)
         if repo is not None:
@@ -349,6 +451,16 @@ class Training:
         """The name of its flow, of the flow's module in `flows`, and of its command and deployment."""
         return self.config.flow
 
+    @property
+    def dataset_use(self) -> DatasetUse | None:
+        """The use of the dataset `data.train`. None: `data` needs other datasets besides."""
+        data: Any = self.config.model_fields["data"].annotation
+        needed = [name for name, info in data.model_fields.items() if info.is_required()]
+        if needed != ["train"]:
+            return None
+        use: DatasetUse = data.model_construct(train=None).sources["dataset"][1]
+        return use
+
     def import_flow(self) -> Flow[[Any], Coroutine[Any, Any, dict[str, Any]]]:
         """Imports the flow, and Prefect with it, which takes seconds."""
         return getattr(import_module(f"flows.{self.name}"), self.name)  # type: ignore[no-any-return]
@@ -365,12 +477,16 @@ _TRAININGS = (
     Training(SFTConfig, "Supervised fine-tuning on conversations (SFT).", "sft"),
     Training(DPOConfig, "Direct preference optimisation on pairs of answers (DPO).", "preference"),
     Training(SimPOConfig, "Preference optimisation on pairs of answers without a reference (SimPO).", "preference"),
+    Training(ORPOConfig, "Fine-tuning on preferred answers and preferences in one loss (ORPO).", "preference"),
+    Training(KTOConfig, "Preference optimisation on answers with a label each (KTO).", "preference"),
     Training(GSPOConfig, "Reinforcement learning from graded rollouts, one ratio per completion (GSPO).", "rl"),
     Training(PPOConfig, "Reinforcement learning from graded rollouts with a value model (PPO).", "rl"),
+    Training(DistillConfig, "Distillation: learning from a teacher on the model's own completions.", "rl"),
     Training(SFTToGSPOConfig, "SFT, then GSPO, on one model in one run.", "rl"),
     Training(ENVGRPOConfig, "Reinforcement learning from episodes with an environment (GRPO).", "rl"),
     Training(ENVGSPOConfig, "Reinforcement learning from episodes with an environment (GSPO).", "rl"),
     Training(ENVPPOConfig, "Reinforcement learning from episodes with an environment and a value model (PPO).", "rl"),
+    Training(RFTConfig, "Rounds of sampling, keeping the best completions by a grader, and SFT on them (RFT).", "rl"),
     Training(RewardModelConfig, "A model that scores conversations, from preferences or ratings.", "preference"),
 )
 TRAININGS = {training.name: training for training in _TRAININGS}

@@ -22,7 +22,7 @@ from flows.runs.checked_flow import checked_flow
 from flows.training.arguments import accept_aliases
 from flows.training.options import SupervisedOptions
 from flows.training.supervised_loop import PreferenceLoop, train_on_dataset
-from storage.serialization import Divisor
+from storage.serialization import Coefficient, Divisor
 from tasks.datasets.load import LoadedDataset
 
 
@@ -32,6 +32,9 @@ class DPOOptions(SupervisedOptions, total=False):
     kl_beta: Divisor
     loss_variant: DPOVariant
     label_smoothing: float | None
+    length_normalised: bool
+    rpo_alpha: Coefficient
+    reference_free: bool
 
 
 @accept_aliases()

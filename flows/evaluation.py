@@ -10,13 +10,17 @@ Stored answers and their grades are kept in the same way, under their table.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engine.handles import Model
+from engine.specs.engine import EngineSpec, HttpEngineSpec
 from engine.workspace import Workspace
-from flows.configs.evaluation import EvaluationFlowConfig, StoredAnswers, Suite, semantic
+from flows.configs.evaluation import EvaluationFlowConfig, HarnessSuite, StoredAnswers, Suite, semantic
 from flows.display.run_log import put_markdown, put_table
 from flows.display.terminal import TerminalProgress
 from flows.ops.deployment_settings import with_deployment_settings
@@ -27,6 +31,7 @@ from flows.runs.checked_flow import checked_flow
 from flows.runs.code_version import code_version
 from flows.runs.events import emit_eval_regressed
 from flows.runs.input_checks import check_inputs, commits_entry
+from flows.runs.recorded_config import FLOW
 from flows.runs.session import (
     import_model,
     read_result,
@@ -37,16 +42,23 @@ from flows.runs.session import (
     write_result,
 )
 from storage.chain.listing import EVALUATED
+from storage.chain.records import PolicyRef
 from storage.chain.run_record import create_or_check_run
 from storage.registry.decisions import resolve_model
 from storage.registry.models import find_model, registered_key
 from storage.serialization import canonical_json, digest
-from storage.store.artifacts import ArtifactRef, Provenance
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, Provenance, read_manifest
+from storage.store.download import materialise_files
+from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
+from storage.temporary import process_folder
 from tasks.batches.iteration import async_map
 from tasks.compare import compare_models
-from tasks.datasets.load import LoadedDataset
+from tasks.datasets.difficulty import add_column, check_new_column
+from tasks.datasets.load import LoadedDataset, load_dataset
 from tasks.datasets.spec import RowsDataset
+from tasks.evaluation.harness import HarnessModel, HarnessScore, check_harness, run_harness, stored_scores
 from tasks.evaluation.model_comparison import (
     Cell,
     Comparison,
@@ -105,16 +117,98 @@ async def evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
         config: the models, and the datasets and graders of the suite.
     """
     with reraise_termination():
-        return await _run_evaluation(config)
+        if isinstance(config.suite, HarnessSuite):
+            return await _run_harness(config, config.suite)
+        return await _run_evaluation(config, config.suite)
 
 
-async def _run_evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
+async def _run_harness(config: EvaluationFlowConfig, suite: HarnessSuite) -> dict[str, Any]:
+    """Evaluates the models on tasks of the lm-evaluation-harness: of an engine that is a server by its OpenAI endpoint,
+    which also has the policies of runs, and else by the files of the registered models."""
+    check_harness()
+    check_attempts(config.run or config.title)
+    config, logger = with_deployment_settings(config), TerminalProgress()
+    workspace, engine = _workspace(config), config.engine
+    store = workspace.open_store()
+    models: Mapping[str, ArtifactRef | PolicyRef]
+    if isinstance(engine, HttpEngineSpec):
+        models = await _find_served(workspace, config.models)
+    else:
+        workspace = with_hub_commits(workspace, config)
+        check_inputs(config, store, workspace.hub)
+        models = await _load_models(workspace, config.models)
+    inputs = {name: ref.state if isinstance(ref, PolicyRef) else ref.sha256 for name, ref in models.items()}
+    body = {"evaluation": suite.model_dump(mode="json"), "inputs": {"models": inputs}}
+    config_digest = digest(canonical_json(body))
+    run = config.run or f"{EVALUATION_KEY_PREFIX}{config_digest[:12]}"
+    provenance = workspace.provenance.model_copy(update={"config_digest": config_digest})
+    workspace = workspace.model_copy(update={"run": run, "provenance": provenance})
+    create_or_check_run(
+        store, run, semantic=body, other=_other(config) | commits_entry(workspace.hub),
+        code_version=provenance.code_version,
+    )  # fmt: skip
+    known = read_result(workspace)
+    if known is not None:
+        logger.note(f"evaluation {run} is finished already; its result is returned as it was")
+        return known
+    scores: list[HarnessScore] = []
+    for name, ref in models.items():
+
+        async def evaluate(name: str = name, ref: ArtifactRef | PolicyRef = ref) -> list[HarnessScore]:
+            logger.note(f"evaluating {name} by lm_eval on {', '.join(suite.tasks)} …")
+            return await _score_by_harness(engine, store, suite, name, ref)
+
+        scores += await stored_scores(workspace, name, evaluate, parent=ref.uri)
+    rows = [score.model_dump(mode="json") for score in scores]
+    for score in scores:
+        error = "" if score.stderr is None else f" ± {score.stderr:.4f}"
+        value = f"{score.metric} {score.value:.4f}{error}"
+        logger.note(f"{score.model} on {score.task}: {value}, {score.questions} questions")
+    await put_table("evaluation", [table_cells(row) for row in rows], description=f"Evaluation `{run}` by lm_eval")
+    return write_result(workspace, {"run": run, "harness": rows})
+
+
+async def _score_by_harness(
+    engine: EngineSpec, store: ObjectStore, suite: HarnessSuite, name: str, ref: ArtifactRef | PolicyRef
+) -> list[HarnessScore]:
+    """The scores of one model, by the endpoint of an engine that is a server, or else by the model's files."""
+    if isinstance(engine, HttpEngineSpec):
+        address = f"{engine.url.rstrip('/')}/v1"
+        return await run_harness(HarnessModel(name=name, endpoint=address, token_env=engine.token_env), suite)
+    assert isinstance(ref, ArtifactRef)
+    with tempfile.TemporaryDirectory(prefix="harness-model-", dir=process_folder()) as folder:
+        files = materialise_files(store, ref.key, Path(folder))
+        return await run_harness(HarnessModel(name=name, folder=str(files["config.json"].parent)), suite)
+
+
+async def _find_served(workspace: Workspace, names: Sequence[str]) -> dict[str, ArtifactRef | PolicyRef]:
+    """What an engine that is a server would answer with, by the full name: `name@version`, `run/stage/model@step`. A
+    name such as `name@champion` may have another meaning at the next request. Raises ValueError for an unknown name."""
+    # imported here, since the code of the server is needed for these names only
+    from engine.http.openai.models import ApiError
+    from engine.http.openai.policies import PolicyResolver
+
+    resolver = PolicyResolver(workspace.connect(), workspace.open_store())
+    models: dict[str, ArtifactRef | PolicyRef] = {}
+    for name in names:
+        try:
+            ref = await asyncio.to_thread(resolver.look_up, name)
+        except ApiError as error:
+            raise ValueError(f"models has {name}: {error}") from error
+        full_name = registered_key(ref) if isinstance(ref, ArtifactRef) else ref.full_name
+        if full_name in models:
+            raise ValueError(f"models has {full_name} more than once (as {name}); give each model once")
+        models[full_name] = ref
+    return models
+
+
+async def _run_evaluation(config: EvaluationFlowConfig, suite: Suite) -> dict[str, Any]:
     check_attempts(config.run or config.title)
     config, logger = with_deployment_settings(config), TerminalProgress()
     workspace = with_hub_commits(_workspace(config), config)
     check_inputs(config, workspace.open_store(), workspace.hub)
     # load the inputs, whose digest identifies the run
-    loaded = LoadedSuite.load(workspace, config.suite)
+    loaded = LoadedSuite.load(workspace, suite)
     models = await _load_models(workspace, config.models)
     tables = [_load_table(workspace, answers) for answers in config.answers]
     inputs: dict[str, Any] = {"models": {name: ref.sha256 for name, ref in models.items()}}
@@ -166,6 +260,35 @@ async def _run_evaluation(config: EvaluationFlowConfig) -> dict[str, Any]:
     return write_result(workspace, result)
 
 
+async def grade_difficulty(config: EvaluationFlowConfig, column: str) -> dict[str, Any]:
+    """Evaluates the one model of the config on its one dataset, and commits the dataset with the pass rate of each
+    prompt as `column`. Returns the key of the new version and its counts. Raises DatasetError if the dataset has the
+    column already."""
+    config = with_deployment_settings(config)
+    workspace = _workspace(config)
+    store = workspace.open_store()
+    suite = config.suite
+    assert isinstance(suite, Suite), "a measurement of pass rates has prompts and a grader"
+    (dataset,) = (measured.source for measured in suite.datasets)
+    data = load_dataset(store, dataset, provenance=workspace.provenance)
+    # before the prompts are sampled
+    check_new_column(store, data.ref, column)
+    result = await evaluation(config)
+    table = read_manifest(store, result["table"].partition("#")[0]).ref
+    # the pass rate is the score pass@1
+    (score,) = suite.scores.names(suite.graders[0].name)
+    rates = {}
+    for row in read_table(store, table).to_pylist():
+        if row["grader"] == score:
+            rates[row["prompt_index"]] = row["reward"]
+    ref = add_column(store, data.ref, column, rates, measured_in=table, provenance=workspace.provenance)
+    values = [rates.get(row) for row in range(data.rows)]
+    return {
+        "dataset": "@".join(keys.dataset_of(ref.key)), "rows": data.rows, "ungraded": values.count(None),
+        "solved": values.count(1.0), "unsolved": values.count(0.0),
+    }  # fmt: skip
+
+
 def read_comparison(workspace: Workspace, table: ArtifactRef) -> Comparison:
     """The comparison of the models in a table of grades."""
     return compare(read_table(workspace.open_store(), table).to_pylist())
@@ -201,8 +324,9 @@ def _workspace(config: EvaluationFlowConfig) -> Workspace:
 
 
 def _other(config: EvaluationFlowConfig) -> dict[str, Any]:
-    """Settings that do not change the result."""
-    return config.model_dump(mode="json", include={"engine", "storage", "models"})
+    """Settings that do not change the result, and what names the inputs, so that the config can be read back."""
+    named = config.model_dump(mode="json", include={"engine", "storage", "models", "answers", "suite"})
+    return named | {FLOW: "evaluation"}
 
 
 async def _load_models(workspace: Workspace, model_keys: tuple[str, ...]) -> dict[str, ArtifactRef]:

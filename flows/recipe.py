@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, get_type_hints
 
 from prefect import Flow
+from prefect.runtime import flow_run
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
@@ -28,12 +30,13 @@ from flows.configs.forms import FormConfig
 from flows.configs.overrides import ConfigError, describe_validation
 from flows.display.terminal import TerminalProgress
 from flows.ops.deployment_settings import with_deployment_settings
-from flows.ops.run_names import current_run_key
+from flows.ops.run_names import current_run_key, title_unless_named
 from flows.ops.termination import check_attempts, reraise_termination
 from flows.runs.checked_flow import checked_flow
 from flows.runs.input_checks import check_inputs, hub_commits
 from flows.runs.recipe_context import RecipeContext
-from flows.runs.session import announce_ranks, announce_stored_result, read_result, release_run, write_result
+from flows.runs.session import announce_ranks, announce_stored_result, read_result, release_run
+from flows.training.finish import finish_recipe
 from storage.serialization import canonical_json
 from storage.store.objects import open_store
 from tasks.graders.setting import grading_in
@@ -107,7 +110,8 @@ def recipe_main(function: Recipe) -> Flow[..., Any]:
                 announce_ranks(ctx.workspace, TerminalProgress())
                 with grading_in(ctx):
                     returned = await function(**{config_name: config} | ({ctx_name: ctx} if ctx_name else {}))
-                return write_result(ctx.workspace, {"run": key, "returned": _as_json(name, returned)})["returned"]
+                result = {"run": key, "returned": _as_json(name, returned)}
+                return (await finish_recipe(ctx.workspace, result, TerminalProgress()))["returned"]
             finally:
                 await release_run(ctx.workspace)
 
@@ -115,7 +119,13 @@ def recipe_main(function: Recipe) -> Flow[..., Any]:
     run.__name__, run.__qualname__, run.__module__ = name, function.__qualname__, function.__module__
     run.__doc__ = function.__doc__
     run.__annotations__ = {"config": config_type, "return": Any}
-    return checked_flow(name=name)(run)
+    return checked_flow(name=name, flow_run_name=partial(_flow_run_name, name))(run)
+
+
+def _flow_run_name(recipe: str) -> str:
+    """Returns the name of the current flow run: the one that a person gave it, or else the key of the run."""
+    config = flow_run.parameters["config"]
+    return title_unless_named(flow_run.name or "", config.run or current_run_key(recipe))
 
 
 def _parameters(function: Recipe) -> tuple[str, type[InputConfig], str | None]:

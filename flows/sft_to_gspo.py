@@ -54,7 +54,8 @@ async def sft_to_gspo(config: SFTToGSPOConfig) -> dict[str, Any]:
         }
         return await publish_and_report(
             session, logger, config.model, policy,
-            before=before, after=after, differences=differences, samples_shown=config.evaluation.samples_shown,
+            before=before, after=after, further=differences | second.ending_entry,
+            samples_shown=config.evaluation.samples_shown,
         )  # fmt: skip
 
 

@@ -5,7 +5,8 @@ StorageError
 └── PermanentStorageError      ObjectNotFound  NoSuchBucket  OtherStore  AccessDenied  CorruptArtifact
                                UnsupportedFilesystem  InvalidKey  SchemaMismatch  SemanticMismatch  VersionConflict
                                ArtifactConflict  AliasMoved  ForkRefused  NoSuchCheckpoint  CheckpointInUse
-                               RunInUse  RunBeingDeleted  ModelInUse  IndexIncomplete
+                               RunInUse  RunBeingDeleted  ModelInUse  ModelBeingDeleted
+                               IndexIncomplete
 """
 
 from __future__ import annotations
@@ -131,6 +132,10 @@ class RunInUse(PermanentStorageError):
 
 class ModelInUse(PermanentStorageError):
     """Raised when a version of a model is to be deleted while it is the champion or a run was trained from it."""
+
+
+class ModelBeingDeleted(PermanentStorageError):
+    """Raised when the version of a model is deleted in part, because its deletion has not ended yet."""
 
 
 class RunBeingDeleted(PermanentStorageError):

@@ -11,13 +11,13 @@ from engine.protocol import SamplingParams
 from storage.chain.records import PolicyRef, StepOldLogprobs
 from storage.serialization import Frozen, canonical_json, digest
 from storage.store.artifacts import ArtifactRef
-from tasks.batches.advantages import BATCH_ESTIMATORS, Overlong, RewardKL
+from tasks.batches.advantages import BATCH_ESTIMATORS, DECOUPLED, Overlong, RewardKL, TokenSelection
 from tasks.environments.spec import EnvironmentSpec
 from tasks.graders.spec import GraderSpec
 
 Truncation = Literal["error", "left", "right", "drop"]
 AdvantageEstimator = Literal[
-    "group", "group_sample_std", "centred", "leave_one_out", "raw",
+    "group", "group_sample_std", "centred", "leave_one_out", "max_rl", "gdpo", "raw",
     "reinforce_plus_plus", "reinforce_plus_plus_baseline",
 ]  # fmt: skip
 Returns = Literal["rewards", "advantages"]
@@ -66,6 +66,19 @@ class Grading(Frozen):
     """Whether the graded table has the answers that the grader extracted, as a majority vote needs them."""
 
 
+KeepKind = Literal["top", "threshold", "distinct"]
+RoundStart = Literal["base", "last"]
+"""The weights that a round of rejection sampling fine-tunes."""
+
+
+class KeepRule(Frozen):
+    """Which completions of each prompt a round of rejection sampling keeps."""
+
+    kind: KeepKind
+    per_prompt: int = Field(ge=1)
+    min_reward: float
+
+
 class EpisodePlan(Frozen):
     """The environment of a run, with the limits of an episode and the timeouts of the environment."""
 
@@ -98,6 +111,12 @@ class BatchPlan(Frozen):
     temperature: float = 1.0
     reward_kl: RewardKL | None = None
     """A KL penalty that is subtracted from the reward; it needs `reference`."""
+    teacher: PolicyRef | None = None
+    """The teacher of a distillation. Its logprob minus the sampler's, times `teacher_beta`, is added to the advantage
+    of each token."""
+    teacher_beta: float = 1.0
+    selection: TokenSelection | None = Field(None, exclude_if=lambda selection: selection is None)
+    """The tokens that the loss treats in its own way."""
     overlong: Overlong | None = None
     mask_truncated: bool = False
     """Leaves truncated answers out of the loss. Their rewards still count in the statistics of their groups."""
@@ -111,8 +130,15 @@ class BatchPlan(Frozen):
 
     @model_validator(mode="after")
     def _penalty_has_logprobs(self) -> Self:
-        if self.reward_kl is not None and self.old_logprobs == "forward":
-            raise ValueError("reward_kl needs the old logprobs before the step; use old_logprobs='trainer'")
+        penalties = [name for name in ("reward_kl", "overlong") if getattr(self, name) is not None]
+        if self.advantage_estimator == DECOUPLED and penalties:
+            raise ValueError(
+                f"advantage_estimator='gdpo' normalises the parts of the grades, and {penalties} is a penalty on their "
+                "sum; leave it out (kl_in='loss'), or give it as a grader of its own"
+            )
+        for name in ("reward_kl", "selection"):
+            if getattr(self, name) is not None and self.old_logprobs == "forward":
+                raise ValueError(f"{name} needs the old logprobs before the step; use old_logprobs='trainer'")
         return self
 
     @property
@@ -125,7 +151,8 @@ class BatchPlan(Frozen):
     @property
     def needs_whole_batch(self) -> bool:
         """Whether the advantages depend on logprobs or on the whole batch, which is then held in memory."""
-        return self.reward_kl is not None or self.advantage_estimator in BATCH_ESTIMATORS
+        by_logprobs = self.reward_kl is not None or self.selection is not None
+        return by_logprobs or self.advantage_estimator in BATCH_ESTIMATORS
 
 
 class ValuePlan(Frozen):

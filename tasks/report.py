@@ -12,14 +12,16 @@ from prefect.artifacts import create_markdown_artifact
 from engine.http.report_links import report_url
 from engine.text.threads import StringThread
 from engine.workspace import Workspace
+from storage.chain.listing import run_chains
 from storage.chain.records import Chain, PolicyRef
 from storage.chain.run_record import read_run
-from storage.inspect.run_details import fork_origin
+from storage.inspect.lineage import lineage_of
+from storage.inspect.run_details import fork_origin, published_models
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef
+from storage.store.artifacts import ArtifactRef, find_artifact
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
-from tasks.evaluation.validation_curve import read_validations, reward_by_prompt
+from tasks.evaluation.validation_curve import evaluation_keys, read_validations, reward_by_prompt
 from tasks.reports.html_report import ReportData, render_report
 from tasks.reports.metrics import EvaluationSummary, SampleRollout, summarise_evaluation
 from tasks.reports.step_metrics import read_metrics
@@ -46,7 +48,7 @@ def collect_report(
     run_record = read_run(store, policy.run)
     # Read only the steps and validations up to `policy`, so that a report of an earlier policy is the same later.
     return ReportData(
-        title=f"{keys.stage_kind(policy.stage).replace('_', ' ').upper()} of {policy.model}",
+        title=_title(store, policy),
         run=policy.run,
         steps=tuple(read_metrics(store, policy.run, policy.stage, steps=policy.step)),
         validations=tuple(read_validations(store, policy.run, policy.stage, last_step=policy.step)),
@@ -56,6 +58,7 @@ def collect_report(
         samples_after=_samples(store, after, samples_shown),
         facts={
             **facts,
+            **_models(store, policy),
             **_origin(store, policy.run),
             "store": store.url,
             **({"warnings": list(run_record.warnings)} if run_record.warnings else {}),
@@ -67,10 +70,63 @@ def collect_report(
     )
 
 
+def report_of_run(store: ObjectStore, run: str, *, facts: dict[str, Any], samples_shown: int = 10) -> ReportData | None:
+    """The data of the report of a run of any kind, from what the store has of it now: of the longest chain of its last
+    stage, with the first and the last evaluation on held-out prompts. None for a run that has trained no policy."""
+    policy = trained_policy(store, run)
+    if policy is None:
+        return None
+    before, after = first_and_last_evaluation(store, policy)
+    return collect_report(store, policy, before, after, facts=facts, samples_shown=samples_shown)
+
+
+def trained_policy(store: ObjectStore, run: str) -> PolicyRef | None:
+    """The last policy of the longest chain of a run's last stage. None if the run has taken no step there."""
+    if not run_chains(store, run):
+        return None
+    policy = lineage_of(store, run).policy
+    return policy if policy is not None and policy.step else None
+
+
+def first_and_last_evaluation(
+    store: ObjectStore, policy: PolicyRef
+) -> tuple[ArtifactRef | None, ArtifactRef | None]:
+    """The first and the last evaluation on the same held-out prompts up to `policy`, in its stage. The last one is None
+    if there is only one, and both are if there is none."""
+    first: dict[str, ArtifactRef] = {}
+    last: dict[str, ArtifactRef] = {}
+    for key in sorted(evaluation_keys(store, policy.run, policy.stage)):
+        step, _, name = key.rpartition("/")[2].partition("-")
+        ref = find_artifact(store, key)
+        if ref is None or ref.kind != "evaluation" or not step.isdecimal() or int(step) > policy.step:
+            continue
+        earlier = first.setdefault(name, ref)
+        if earlier is not ref and earlier.rows == ref.rows:
+            last[name] = ref
+    # one that was taken twice comes before others
+    for name in (*last, *first):
+        return first[name], last.get(name)
+    return None, None
+
+
+def _title(store: ObjectStore, policy: PolicyRef) -> str:
+    """The kind of the training and the model that it began with, such as "GRPO of smollm2-135m@1"."""
+    base = lineage_of(store, f"{policy.run}/{policy.stage}/{policy.model}@{policy.step}").base
+    kind = keys.stage_kind(policy.stage).replace("_", " ").upper()
+    return f"{kind} of {keys.short_key(base) if base else policy.model}"
+
+
 def _origin(store: ObjectStore, run: str) -> dict[str, Any]:
     """Where the run was forked; empty if it is not a fork."""
     origin = fork_origin(store, run)
     return {"forked from": origin} if origin else {}
+
+
+def _models(store: ObjectStore, policy: PolicyRef) -> dict[str, Any]:
+    """The registered models that the run began with and that were published from its policies."""
+    models = {"trained from": lineage_of(store, policy.run).base or "a model of the recipe"}
+    published = [each.model for each in published_models(store, policy.run)]
+    return {"models": models | ({"published": ", ".join(published)} if published else {})}
 
 
 def _numerics(store: ObjectStore, policy: PolicyRef) -> dict[str, Any]:

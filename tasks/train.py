@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
+from engine.protocol import PublishDtype
 from engine.workspace import Workspace
 from storage.chain.records import PolicyRef, StepRequest
 from storage.chain.retention import KEEP_LAST_TWO, Retention, prune_checkpoints
@@ -82,9 +83,11 @@ async def save_checkpoint(
 
 
 @durable_task("publish", "publish-{model_name}")
-async def publish_model(workspace: Workspace, policy: PolicyRef, model_name: str) -> ArtifactRef:
+async def publish_model(
+    workspace: Workspace, policy: PolicyRef, model_name: str, dtype: PublishDtype = "base"
+) -> ArtifactRef:
     """The registry's artifact of this policy under `model_name`. The alias "latest" then points to it."""
     with timed("storage"):
         return await workspace.connect().export_model(
-            policy, model_name, provenance=workspace.provenance, epoch=workspace.epoch
+            policy, model_name, provenance=workspace.provenance, dtype=dtype, epoch=workspace.epoch
         )

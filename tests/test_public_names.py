@@ -11,8 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOWS = {
-    "DPO", "Dataset", "ENVGRPO", "ENVGSPO", "ENVPPO", "GRPO", "GSPO", "Grader", "InputConfig", "Model", "PPO",
-    "RecipeContext", "RewardModelling", "SFT", "SimPO", "dataset_kinds", "get_prod_logger", "recipe_main",
+    "DPO", "Dataset", "Distillation", "ENVGRPO", "ENVGSPO", "ENVPPO", "GRPO", "GSPO", "Grader", "InputConfig", "KTO",
+    "Model", "ORPO", "PPO", "RFT", "RecipeContext", "RewardModelling", "SFT", "SimPO", "dataset_kinds",
+    "get_prod_logger", "recipe_main",
 }  # fmt: skip
 GRADERS = {
     "BaseGrader", "BinaryJudgeGrader", "BinaryShot", "CodeGrader", "CombinedGrader", "ExactMatch", "FunctionGrader",

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,8 +26,8 @@ from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.tiny import build_tiny_model
 from engine.backends.torch.trainer import TorchTrainer
 from engine.losses.likelihood import CrossEntropySpec
-from engine.losses.pairs import DPOSpec, PairSpec, SimPOSpec
-from engine.losses.policy_gradient import CISPOSpec, GRPOSpec, GSPOSpec
+from engine.losses.pairs import DPOSpec, KTOSpec, ORPOSpec, PreferenceSpec, SimPOSpec
+from engine.losses.policy_gradient import CISPOSpec, GMPOSpec, GRPOSpec, GSPOSpec, SAPOSpec
 from engine.losses.spec import LossSpec
 from engine.models.samples import Sample
 from engine.specs.engine import LocalEngineSpec
@@ -45,13 +46,29 @@ def new_trainer(folder: Path) -> TorchTrainer:
 def ours(
     folder: Path, samples: list[Sample], loss: LossSpec, *, steps: int, lr: float
 ) -> list[dict[str, float]]:
-    """Returns the metrics of each optimizer step. All steps use the same samples."""
+    """Returns the metrics of each optimizer step. All steps use the same samples, with the KL baseline of the policy
+    before the step if the loss reads one."""
     trainer = new_trainer(folder)
-    metrics = []
-    for _ in range(steps):
+    metrics, mismatched, reference = [], mismatched_pairs(samples), 0.0
+    for step in range(steps):
+        if loss.labelled:
+            scored = trainer.logprobs(mismatched, temperature=1.0, max_tokens=MAX_TOKENS)  # type: ignore[arg-type]
+            total = sum(float(logprobs.sum()) for logprobs in scored)
+            reference = reference if step else total
+            baseline = max(0.0, (total - reference) / len(samples))
+            samples = [replace(sample, kl_baseline=baseline) for sample in samples]
         report = trainer.update(samples, Objective(loss), OptimizerSpec(lr=lr), max_tokens=MAX_TOKENS)
         metrics.append(report.metrics)
     return metrics
+
+
+def mismatched_pairs(samples: list[Sample]) -> list[Sample]:
+    """Returns the prompt of each sample with the completion of the one before it, as TRL's KTO pairs them."""
+    pairs = []
+    for number, sample in enumerate(samples):
+        prompt, other = sample.token_ids[~sample.loss_mask], samples[number - 1]
+        pairs.append(sequence(prompt.tolist(), other.token_ids[other.loss_mask].tolist(), group=""))
+    return pairs
 
 
 def rows_of(folder: Path) -> list[list[Row]]:
@@ -109,6 +126,14 @@ GRPO_CASES: dict[str, tuple[LossSpec, dict[str, object]]] = {
         CISPOSpec(clip_low=1.0, clip_high=0.2, kl_beta=0.0),
         {"loss_type": "cispo", "epsilon_high": 1.2, "beta": 0.0},
     ),
+    "sapo": (
+        SAPOSpec(kl_beta=0.04),
+        {"loss_type": "sapo", "beta": 0.04, "use_bias_correction_kl": False},
+    ),
+    "gmpo": (
+        GMPOSpec(clip_low=0.2, clip_high=0.25, kl_beta=0.04),
+        {"gmpo": True, "epsilon": 0.2, "epsilon_high": 0.25, "beta": 0.04, "use_bias_correction_kl": False},
+    ),
 }  # fmt: skip
 """Name -> (our loss, the arguments of TRL's GRPOConfig with the same meaning)."""
 
@@ -150,18 +175,34 @@ def cases(folder: Path, work: Path, *, steps: int, lr: float) -> dict[str, Calla
     functions: dict[str, Callable[[], Curves]] = {"sft": of_sft}
     for name in PAIR_CASES:
         of_pairs = curves_of_pairs(name, folder, pairs, work, steps=steps, lr=lr)
-        for part in PAIR_PARTS:
+        # TRL's rewards stay sums where its loss has means
+        normalised = getattr(PAIR_CASES[name][0], "length_normalised", False)
+        for part in ("loss",) if normalised else PAIR_PARTS:
             functions[f"{name}, {part}"] = lambda part=part, curves=of_pairs: curves()[part]  # type: ignore[misc]
     for name, (loss, options) in GRPO_CASES.items():
         functions[name] = of_grpo(loss, options)
     return functions
 
 
-PAIR_CASES: dict[str, tuple[PairSpec, dict[str, float]]] = {
+PAIR_CASES: dict[str, tuple[PreferenceSpec, dict[str, Any]]] = {
     "dpo": (DPOSpec(beta=BETA), {"beta": BETA}),
+    "dpo, means": (DPOSpec(beta=BETA, length_normalised=True), {"beta": BETA, "loss_type": ["sigmoid_norm"]}),
+    "dpo, ipo of means": (
+        DPOSpec(beta=BETA, length_normalised=True, variant="ipo"), {"beta": BETA, "loss_type": ["ipo"]},
+    ),
+    "dpo, rpo_alpha": (
+        DPOSpec(beta=BETA, rpo_alpha=0.5),
+        {"beta": BETA, "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+    ),
     "simpo": (SimPOSpec(beta=2.0, gamma=1.0), {"beta": 2.0, "gamma": 1.0}),
-}
-"""Name of the function in bench.parity.peers -> (our loss, the function's arguments with the same meaning)."""
+    "orpo": (ORPOSpec(beta=BETA), {"beta": BETA}),
+    "kto": (KTOSpec(beta=BETA, undesirable_weight=1.5), {"beta": BETA, "undesirable": 1.5}),
+}  # fmt: skip
+"""Name, with that of the function in bench.parity.peers before a comma -> (our loss, the function's arguments with the
+same meaning)."""
+WITH_SFT = ("dpo, rpo_alpha", "orpo")
+"""Losses with a term of SFT. TRL's is a mean over all tokens of a batch, and for ORPO of the prompt as well. It is
+ours for prompts of one token and preferred answers of equal length."""
 PAIR_PARTS = {
     "loss": "loss",
     "rewards of the preferred": "reward_chosen_mean",
@@ -170,8 +211,18 @@ PAIR_PARTS = {
 """Part of a loss of pairs -> name of our metric."""
 
 
+def of_equal_length(pairs: list[tuple[Row, Row]]) -> list[tuple[Row, Row]]:
+    """The pairs with prompts of one token, and with preferred answers that are cut to equal lengths."""
+    length = min(len(good.completion) for good, _ in pairs)
+    shorter = []
+    for good, bad in pairs:
+        prompt = good.prompt[:1]
+        shorter.append((replace(good, prompt=prompt, completion=good.completion[:length]), replace(bad, prompt=prompt)))
+    return shorter
+
+
 def curves_of_pairs(
-    name: str, folder: Path, pairs: list[tuple[Row, Row]], work: Path, *, steps: int, lr: float
+    name: str, folder: Path, all_pairs: list[tuple[Row, Row]], work: Path, *, steps: int, lr: float
 ) -> Callable[[], dict[str, Curves]]:
     """Returns a function that runs both sides at its first call, and then returns the curves of all parts.
 
@@ -185,6 +236,7 @@ def curves_of_pairs(
     def run() -> dict[str, Curves]:
         if not memory:
             # the preferred and the other row of each pair, in turn
+            pairs = of_equal_length(all_pairs) if name in WITH_SFT else all_pairs
             plain: list[Sample] = []
             for number, pair in enumerate(pairs):
                 plain += [sequence(row.prompt, row.completion, group=str(number)) for row in pair]
@@ -195,7 +247,7 @@ def curves_of_pairs(
                 samples.append(replace(sample, reference_logprobs=logprobs, preferred=index % 2 == 0))
             # both sides
             mine = ours(folder, samples, loss, steps=steps, lr=lr)
-            theirs = getattr(peers, name)(folder, pairs, work, steps=steps, lr=lr, **options)
+            theirs = getattr(peers, name.partition(",")[0])(folder, pairs, work, steps=steps, lr=lr, **options)
             for (part, metric), values in zip(PAIR_PARTS.items(), theirs, strict=True):
                 memory[part] = ([metrics[metric] for metrics in mine], values)
         return memory

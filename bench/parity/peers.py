@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from bench.parity.fixture import LONGEST, Row
 
@@ -38,8 +40,8 @@ class LossRecorder:
         return loss
 
 
-class PreparedGRPO(LossRecorder, GRPOTrainer):  # type: ignore[misc]
-    """TRL's GRPO on prepared tensors instead of sampled completions."""
+class Prepared(LossRecorder):
+    """A mixin for GRPO on prepared tensors instead of sampled completions."""
 
     prepared: dict[str, torch.Tensor]
 
@@ -47,11 +49,27 @@ class PreparedGRPO(LossRecorder, GRPOTrainer):  # type: ignore[misc]
         return self.prepared
 
 
+class PreparedGRPO(Prepared, GRPOTrainer):  # type: ignore[misc]
+    pass
+
+
+class PreparedGMPO(Prepared, GMPOTrainer):  # type: ignore[misc]
+    pass
+
+
 class RecordedDPO(LossRecorder, DPOTrainer):  # type: ignore[misc]
     pass
 
 
 class RecordedCPO(LossRecorder, CPOTrainer):  # type: ignore[misc]
+    pass
+
+
+class RecordedORPO(LossRecorder, ORPOTrainer):  # type: ignore[misc]
+    pass
+
+
+class RecordedKTO(LossRecorder, KTOTrainer):  # type: ignore[misc]
     pass
 
 
@@ -64,15 +82,18 @@ def load(folder: Path) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def grpo(folder: Path, rows: list[Row], work: Path, *, steps: int, lr: float, **options: Any) -> list[float]:
+def grpo(
+    folder: Path, rows: list[Row], work: Path, *, steps: int, lr: float, gmpo: bool = False, **options: Any
+) -> list[float]:
     """Returns the losses of `steps` optimizer steps. All steps use the same rows."""
     model, tokenizer = load(folder)
-    arguments = GRPOConfig(
+    kind, config = (PreparedGMPO, GMPOConfig) if gmpo else (PreparedGRPO, GRPOConfig)
+    arguments = config(
         output_dir=str(work), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(rows),
         num_generations=4, max_completion_length=LONGEST, **COMMON, **options,
     )  # fmt: skip
     prompts = Dataset.from_list([{"prompt": "x"}] * len(rows))
-    trainer = PreparedGRPO(
+    trainer = kind(
         model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=arguments,
         train_dataset=prompts, processing_class=tokenizer,
     )  # fmt: skip
@@ -130,13 +151,13 @@ TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
 def dpo(
-    folder: Path, pairs: list[tuple[Row, Row]], work: Path, *, steps: int, lr: float, beta: float
+    folder: Path, pairs: list[tuple[Row, Row]], work: Path, *, steps: int, lr: float, **options: Any
 ) -> PairCurves:
     """The reference is the model before the first step."""
     model, tokenizer = load(folder)
     arguments = DPOConfig(
-        output_dir=str(work), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(pairs), beta=beta,
-        **COMMON,
+        output_dir=str(work), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(pairs),
+        **COMMON, **options,
     )  # fmt: skip
     words = Dataset.from_list([TEXTS] * len(pairs))
     trainer = RecordedDPO(model=model, args=arguments, train_dataset=words, processing_class=tokenizer)
@@ -154,8 +175,26 @@ def simpo(
         output_dir=str(work), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(pairs), beta=beta,
         loss_type="simpo", cpo_alpha=0.0, simpo_gamma=gamma, **COMMON,
     )  # fmt: skip
+    return _curves_of_labels(RecordedCPO, model, arguments, tokenizer, pairs)
+
+
+def orpo(
+    folder: Path, pairs: list[tuple[Row, Row]], work: Path, *, steps: int, lr: float, beta: float
+) -> PairCurves:
+    model, tokenizer = load(folder)
+    arguments = ORPOConfig(
+        output_dir=str(work), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(pairs), beta=beta,
+        **COMMON,
+    )  # fmt: skip
+    return _curves_of_labels(RecordedORPO, model, arguments, tokenizer, pairs)
+
+
+def _curves_of_labels(
+    kind: Any, model: Any, arguments: Any, tokenizer: Any, pairs: list[tuple[Row, Row]]
+) -> PairCurves:
+    """The curves of a trainer that reads whole sequences and their labels."""
     words = Dataset.from_list([TEXTS] * len(pairs))
-    trainer = RecordedCPO(model=model, args=arguments, train_dataset=words, processing_class=tokenizer)
+    trainer = kind(model=model, args=arguments, train_dataset=words, processing_class=tokenizer)
     table = []
     for pair in pairs:
         columns: dict[str, Any] = dict(TEXTS)
@@ -167,6 +206,27 @@ def simpo(
                 f"{side}_labels": [-100] * len(row.prompt) + row.completion,
             }
         table.append(columns)
+    return curves_of(trainer, table)
+
+
+def kto(
+    folder: Path, pairs: list[tuple[Row, Row]], work: Path, *, steps: int, lr: float, beta: float, undesirable: float
+) -> PairCurves:
+    """The rows of the pairs are answers of their own, in turn desirable and not. The reference is the model before the
+    first step."""
+    model, tokenizer = load(folder)
+    rows = [row for pair in pairs for row in pair]
+    arguments = KTOConfig(
+        output_dir=str(work), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(rows), beta=beta,
+        undesirable_weight=undesirable, **COMMON,
+    )  # fmt: skip
+    words = Dataset.from_list([{"prompt": "a", "completion": "b", "label": n % 2 == 0} for n in range(len(rows))])
+    trainer = RecordedKTO(model=model, args=arguments, train_dataset=words, processing_class=tokenizer)
+    table = []
+    for number, row in enumerate(rows):
+        other = rows[number - 1].completion
+        columns = {"prompt_ids": row.prompt, "completion_ids": row.completion, "KL_completion_ids": other}
+        table.append(columns | {"label": number % 2 == 0})
     return curves_of(trainer, table)
 
 

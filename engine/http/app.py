@@ -237,7 +237,9 @@ def _checkpoint_routes(service: EngineService) -> APIRouter:
         """Publishes the policy in the registry as a plain Hugging Face folder."""
         return await call(
             request,
-            lambda: engine.export_model(body.policy, body.model_name, provenance=body.provenance, epoch=body.epoch),
+            lambda: engine.export_model(
+                body.policy, body.model_name, provenance=body.provenance, dtype=body.dtype, epoch=body.epoch
+            ),
             wait=wait,
             run=body.policy.run,
         )

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from engine.errors import BadSpec
 from engine.models.folder import ModelFolder, registry_version
-from engine.protocol import Engine, MeasureRequest, PolicySpec, SamplerScale
+from engine.protocol import Engine, MeasureRequest, PolicySpec, PublishDtype, SamplerScale
 from storage.chain.records import PolicyRef, StepRequest
 from storage.errors import CorruptArtifact, InvalidKey, ObjectNotFound, StorageError
 from storage.registry.models import find_published
@@ -175,6 +175,7 @@ class ExportModelBody(Body):
     policy: Policy
     model_name: Name
     provenance: Provenance
+    dtype: PublishDtype = "base"
     epoch: Epoch = 0
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
 
+import httpx
 from pydantic import BaseModel, ValidationError
 
-from engine.errors import BadSpec, PermanentEngineError
+from engine.errors import BadSpec, EngineUnreachable, PermanentEngineError
 from engine.http import wire
 from engine.http.bodies import (
     STORE_HEADER,
@@ -39,6 +42,7 @@ from engine.protocol import (
     Measurement,
     MeasureRequest,
     PolicySpec,
+    PublishDtype,
     RowsRequest,
     SamplerScale,
 )
@@ -48,6 +52,10 @@ from storage.chain.records import CommitRecord, PolicyRef, StepRequest
 from storage.errors import ObjectNotFound
 from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.objects import find_store_id, open_store
+
+CHAT_CONNECT_SECONDS = 5.0
+CHAT_TOKEN_SECONDS = 600.0
+"""Longest wait for the next token of a chat. The first request for a model loads it."""
 
 M = TypeVar("M", bound=BaseModel)
 B = TypeVar("B", bound=BaseModel)
@@ -138,9 +146,17 @@ class EngineClient:
         return await self._post_json("save_checkpoint", body, ArtifactRef)
 
     async def export_model(
-        self, policy: PolicyRef, model_name: str, *, provenance: Provenance, epoch: int = 0
+        self,
+        policy: PolicyRef,
+        model_name: str,
+        *,
+        provenance: Provenance,
+        dtype: PublishDtype = "base",
+        epoch: int = 0,
     ) -> ArtifactRef:
-        body = _body(ExportModelBody, policy=policy, model_name=model_name, provenance=provenance, epoch=epoch)
+        body = _body(
+            ExportModelBody, policy=policy, model_name=model_name, provenance=provenance, dtype=dtype, epoch=epoch
+        )
         return await self._post_json("export_model", body, ArtifactRef)
 
     async def stage_policy(self, policy: PolicyRef, *, epoch: int = 0) -> None:
@@ -237,3 +253,85 @@ def _parse(cls: type[M], data: bytes) -> M:
             f"the engine's answer is not a valid {cls.__name__} ({error.error_count()} problems); "
             "perhaps server and client have different versions: then upgrade the older"
         ) from error
+
+
+class ChatPiece(NamedTuple):
+    """A part of an answer of a chat, as it was sampled."""
+
+    policy: str
+    """URI of the policy that answers."""
+    text: str
+
+
+async def stream_chat(url: str, token: str | None, body: dict[str, Any]) -> AsyncIterator[ChatPiece]:
+    """Yields the pieces of an answer to a conversation, from the OpenAI routes of an engine server.
+
+    Args:
+        url: Address of the server, without a path.
+        token: Its bearer token. None: it has none.
+        body: Request of /v1/chat/completions.
+
+    Raises EngineUnreachable, and PermanentEngineError with the words in which the server refused, or if the stream is
+    not that of a chat or ends before its last event, `data: [DONE]`.
+    """
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    timeout = httpx.Timeout(CHAT_TOKEN_SECONDS, connect=CHAT_CONNECT_SECONDS)
+    address = f"{url.rstrip('/')}/v1/chat/completions"
+    try:
+        async with (
+            httpx.AsyncClient(timeout=timeout, trust_env=False) as client,
+            client.stream("POST", address, json={**body, "stream": True}, headers=headers) as reply,
+        ):
+            if reply.status_code != 200:
+                raise _chat_refusal(await reply.aread())
+            policy = reply.headers.get("x-ostinato-policy", "")
+            async for line in reply.aiter_lines():
+                # comments and other fields of an event stream say nothing of the answer
+                if not line.startswith("data:"):
+                    continue
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                for text in _chat_texts(data):
+                    yield ChatPiece(policy, text)
+        raise PermanentEngineError("the engine's answer is cut off: it ended before its last event; ask again")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise EngineUnreachable(
+            f"the engine at {url} does not answer ({type(error).__name__}); look whether it runs: ostinato up "
+            "--status, or ostinato engine serve"
+        ) from error
+
+
+def _chat_texts(data: str) -> list[str]:
+    """The texts of an event of a chat. Raises PermanentEngineError if it is a refusal, or no such event."""
+    try:
+        event = json.loads(data)
+        if "error" in event:
+            raise _chat_refusal(data.encode())
+        return [choice.get("delta", {}).get("content") or "" for choice in event.get("choices", ())]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise PermanentEngineError(f"the engine sent {data[:100]!r}; expected an event of a chat as JSON") from error
+
+
+def lacks_model(url: str, token: str | None, model: str) -> bool:
+    """Whether an engine server says that it has no model of this name. False if it does not answer. The arguments are
+    those of `stream_chat`."""
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    address = f"{url.rstrip('/')}/v1/models/{quote(model)}"
+    try:
+        reply = httpx.get(address, headers=headers, timeout=CHAT_CONNECT_SECONDS, trust_env=False)
+        return reply.status_code == 404 and reply.json()["error"]["code"] == "model_not_found"
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+        # something else than an engine server
+        return False
+
+
+def _chat_refusal(body: bytes) -> PermanentEngineError:
+    """The server's refusal in its own words."""
+    try:
+        reply: Any = json.loads(body)
+        # OpenAI's form, or that of the engine's other routes
+        message = reply["error"]["message"] if isinstance(reply["error"], dict) else reply["message"]
+    except (ValueError, KeyError, TypeError):
+        message = "its reply is not in the form of the engine's errors"
+    return PermanentEngineError(f"the engine refused: {message}")

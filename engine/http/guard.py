@@ -119,7 +119,7 @@ class Guard:
     def _authenticate(self, headers: Headers, id: str) -> None:
         if self._token is None:
             # A web page in a browser on this machine could otherwise call by a name that resolves to 127.0.0.1.
-            if not is_loopback(_host(headers.get("host", ""))):
+            if not is_loopback(host_of(headers.get("host", ""))):
                 message = "without a token this server answers to loopback names only; use http://127.0.0.1"
                 raise _refused(NotAuthenticated(message), id, status=403)
             return
@@ -274,7 +274,7 @@ def _too_large(limit: int) -> BodyTooLarge:
     )
 
 
-def _host(header: str) -> str:
+def host_of(header: str) -> str:
     """Returns the host of a Host header, without its port. Empty for a header of another form."""
     match = re.fullmatch(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::[0-9]*)?", header)
     return "" if match is None else match[1] or match[2] or ""
@@ -288,6 +288,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_same_origin(headers: Mapping[str, str]) -> bool:
+    """Returns whether a request comes from a page of this server, or from no page at all, as browsers tell it by
+    Sec-Fetch-Site (W3C Fetch Metadata), or by Origin where the server has neither https nor a loopback name."""
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        return site in ("same-origin", "none")
+    origin, host = headers.get("origin"), headers.get("host", "")
+    return origin is None or origin.partition("://")[2] == host
 
 
 def _printable_path(scope: Mapping[str, object]) -> str:

@@ -50,6 +50,7 @@ from engine.protocol import (
     Measurement,
     MeasureRequest,
     PolicySpec,
+    PublishDtype,
     RowsRequest,
     SamplerScale,
 )
@@ -444,14 +445,20 @@ class LocalEngine:
         self.saver.submit(snapshot, batch_provenance(self.store, policy))
 
     async def export_model(
-        self, policy: PolicyRef, model_name: str, *, provenance: Provenance, epoch: int = 0
+        self,
+        policy: PolicyRef,
+        model_name: str,
+        *,
+        provenance: Provenance,
+        dtype: PublishDtype = "base",
+        epoch: int = 0,
     ) -> ArtifactRef:
-        return await self._compute(policy.run, partial(self._export_model, policy, model_name, provenance, epoch))
+        def export() -> ArtifactRef:
+            self._fence(policy.run, epoch)
+            trainer = self.materialiser.for_reading(policy).trainer
+            return publish_policy(self.store, trainer, policy, model_name, provenance=provenance, dtype=dtype)
 
-    def _export_model(self, policy: PolicyRef, model_name: str, provenance: Provenance, epoch: int) -> ArtifactRef:
-        self._fence(policy.run, epoch)
-        trainer = self.materialiser.for_reading(policy).trainer
-        return publish_policy(self.store, trainer, policy, model_name, provenance=provenance)
+        return await self._compute(policy.run, export)
 
     # -- life --------------------------------------------------------------------------------------------------
 

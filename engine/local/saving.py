@@ -17,9 +17,11 @@ from functools import partial
 from pathlib import Path
 
 from engine.backends.protocol import Trainer, Transfers
-from engine.backends.weight_files.tensor_files import DISK_FULL
+from engine.backends.weight_files.tensor_files import DISK_FULL, MASTER_DTYPE, cast_model
 from engine.errors import WorkerDied
 from engine.local.loaded_policies import LoadedPolicy
+from engine.models.folder import CONFIG_FILE, dtype_of_config, read_config
+from engine.protocol import PublishDtype
 from engine.text.tokenizers import TOKENIZER_FILES
 from storage.chain.rebase import checkpoint_extra, is_in_effect, rebase_at
 from storage.chain.records import Chain, PolicyRef, RebaseMark, base_model_of
@@ -211,24 +213,36 @@ def checkpoint_files(
 
 
 def publish_policy(
-    store: ObjectStore, trainer: Trainer, policy: PolicyRef, model_name: str, *, provenance: Provenance
+    store: ObjectStore,
+    trainer: Trainer,
+    policy: PolicyRef,
+    model_name: str,
+    *,
+    provenance: Provenance,
+    dtype: PublishDtype = "base",
 ) -> ArtifactRef:
     """Publishes the trainer's weights, those of `policy`, with the tokenizer of the base model. Idempotent."""
-    # The version names the content, so that a second export of the same weights is the same version.
-    weights_digest, _ = trainer.weights_digest()
-    version = f"{policy.step:06d}-{digest(canonical_json([weights_digest, policy.state]))[:12]}"
-    published = find_published(store, model_name, version)
-    if published is not None:
-        return published
-
     with scratch(store) as folder, scratch(store) as base_folder:
+        base_files = materialise_files(
+            store, base_model_of(store, policy).key, base_folder, names=(*TOKENIZER_FILES, CONFIG_FILE)
+        )
+        written_dtype = dtype_of_config(read_config(base_files.pop(CONFIG_FILE))) if dtype == "base" else dtype
+        # The version names the content, so that a second export of the same weights is the same version.
+        weights_digest, _ = trainer.weights_digest()
+        content = [weights_digest, policy.state]
+        if written_dtype != MASTER_DTYPE:
+            content.append(written_dtype)
+        version = f"{policy.step:06d}-{digest(canonical_json(content))[:12]}"
+        published = find_published(store, model_name, version)
+        if published is not None:
+            return published
+
         # Collect the tokenizer, the merged model and, for peft, the adapter alone.
-        exported = trainer.export_merged(folder / "whole")
+        exported = cast_model(trainer.export_merged(folder / "whole"), folder / "cast", written_dtype)
         if trainer.adapter is not None:
             adapter = trainer.export(folder / "adapter")
             exported |= {f"adapter/{name}": path for name, path in adapter.items()}
-        tokenizer = materialise_files(store, base_model_of(store, policy).key, base_folder, names=TOKENIZER_FILES)
-        files = {**tokenizer, **exported}
+        files = {**base_files, **exported}
 
         publish = partial(
             publish_model,
@@ -237,7 +251,7 @@ def publish_policy(
             files=files,
             provenance=provenance,
             parents=(policy.uri,),
-            extra={"weights_digest": weights_digest, "state": policy.state},
+            extra={"weights_digest": weights_digest, "state": policy.state, "dtype": written_dtype},
         )
         try:
             return publish(version)

@@ -25,7 +25,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from engine.backends.protocol import Trainer, TrainerBackend
-from engine.backends.weight_files.tensor_files import shapes_of, tensor_bytes
+from engine.backends.weight_files.tensor_files import MASTER_DTYPE, cast_model, shapes_of, tensor_bytes
 from engine.errors import BadSpec, EngineError, PermanentEngineError
 from engine.local.apply import TENSOR_DIGITS
 from engine.local.closeness import Judgement, Redo, judge_redo
@@ -146,6 +146,9 @@ def _published_models(store: ObjectStore, findings: Findings) -> dict[str, list[
                 manifest = read_manifest(store, key)
             except StorageError as error:
                 findings.error(key, str(error), RESTORE)
+                continue
+            if "averaged" in manifest.extra:
+                # no policy has the weights of an average
                 continue
             for parent in manifest.parents:
                 manifests.setdefault(parent, []).append(manifest)
@@ -366,7 +369,8 @@ class _ChainVerification:
         """Compares the weight files of a published model with an export of the redone weights."""
         self.models += 1
         with tempfile.TemporaryDirectory(prefix="verify-", dir=process_folder()) as folder:
-            exported = trainer.export_merged(Path(folder) / "redone")
+            dtype = str(manifest.extra.get("dtype", MASTER_DTYPE))
+            exported = cast_model(trainer.export_merged(Path(folder) / "redone"), Path(folder) / "cast", dtype)
             for entry in manifest.files:
                 if entry.name not in exported or not entry.name.endswith(".safetensors"):
                     continue

@@ -38,7 +38,8 @@ class TokenLoss:
     """The loss of each trained token, and metrics.
 
     Metrics are sums, so that they add up over micro-batches. A metric whose name ends in `_sum` is reported as a mean
-    over the tokens that had a forward pass; one whose name ends in `_per_pair` is reported as a mean over the pairs.
+    over the tokens that had a forward pass; one whose name ends in `_per_pair` is reported as a mean over the pairs,
+    in `_per_preferred` and `_per_other` over the samples that are preferred, and over those that are not.
     """
 
     values_N: Tensor
@@ -67,6 +68,8 @@ class BaseLossSpec(Frozen):
     pairwise: ClassVar[bool] = False
     """Whether the unit of the loss is a pair: two samples of one group, of which one is preferred. A pair always stays
     in one micro-batch."""
+    labelled: ClassVar[bool] = False
+    """Whether the loss reads a label of each sample, desirable or not, and the KL baseline of the whole batch."""
     uses_sampling_temperature: ClassVar[bool] = False
     """Whether the loss reads logprobs of the distribution that the policy samples from, so that a step divides the
     logits by the sampling temperature. Otherwise the step has temperature 1."""

@@ -55,8 +55,14 @@ class LossInputs:
     """Targets of the values."""
     old_values_N: Tensor | None = None
     """Values of the value model before this step."""
+    selected_N: Tensor | None = None
+    """1 for the tokens that Clip-Cov or KL-Cov treats in its own way, 0 for the others."""
     tangents_N: Tensor | None = None
     """Derivative of an external loss with respect to each logprob."""
+    preferred_S: Tensor | None = None
+    """Whether each sequence is preferred, or labelled as desirable."""
+    baseline_S: Tensor | None = None
+    """KL baseline of KTO, in nats: one number of the whole batch, repeated for each sequence."""
     preferred_P: Tensor | None = None
     """Index of the preferred sequence of each pair."""
     dispreferred_P: Tensor | None = None
@@ -114,7 +120,10 @@ _DESCRIPTIONS = {
     "advantages_N": "advantages",
     "returns_N": "returns",
     "old_values_N": "old values",
+    "selected_N": "selected tokens",
     "tangents_N": "tangents",
+    "preferred_S": "labels of the samples",
+    "baseline_S": "a KL baseline",
     "preferred_P": "pairs with one preferred sample each",
     "dispreferred_P": "pairs with one preferred sample each",
 }

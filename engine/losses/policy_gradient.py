@@ -348,6 +348,56 @@ class SAPOSpec(BasePolicyGradientSpec):
         return self._add_terms(-gate_N * advantages_N, ratio_N, {"ratio_sum": ratio_N.detach().sum()}, inputs)
 
 
+class ClipCovSpec(ClippedPolicyGradientSpec):
+    """The clipped policy gradient without some tokens of a large covariance (Clip-Cov, arXiv:2505.22617). The batch
+    says which tokens: tasks.batches.advantages.TokenSelection."""
+
+    kind: Literal["clip_cov"] = "clip_cov"
+
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """-min(ρA, clip(ρ, 1-ε, 1+ε')A), and 0 without gradient of the selected tokens   (arXiv:2505.22617).
+
+        The selected tokens count in what the loss is normalised by, as in the code of the paper's authors. Departure
+        from the paper: a KL term is added unless kl_beta=0, also to the selected tokens.
+        """
+        ratio_N = (inputs.require("logprobs_N") - inputs.require("old_N")).exp()
+        values_N, clipped_N = self._pessimistic(ratio_N, inputs.require("advantages_N"))
+        selected_N = inputs.require("selected_N") > 0
+        sums = {
+            "clip_fraction_sum": clipped_N.sum(),
+            "selected_fraction_sum": selected_N.sum(),
+            "ratio_sum": ratio_N.detach().sum(),
+        }
+        return self._add_terms(values_N.masked_fill(selected_N, 0.0), ratio_N, sums, inputs)
+
+
+class KLCovSpec(BasePolicyGradientSpec):
+    """The policy gradient without clips, with a KL penalty on the tokens of the largest covariance (KL-Cov,
+    arXiv:2505.22617). The batch says which tokens: tasks.batches.advantages.TokenSelection."""
+
+    kind: Literal["kl_cov"] = "kl_cov"
+    cov_kl: Positive = 1.0
+    """Coefficient of the penalty on the selected tokens."""
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        return False  # a selected token has the penalty, whatever its advantage
+
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """-ρA of each token, and + cov_kl·|l - o| of the selected ones,  ρ = exp(l - o)   (arXiv:2505.22617).
+
+        The paper has the KL divergence of the old policy to the new one; the absolute log-ratio is the estimate of its
+        authors' code, whose gradient is 0 where the ratio is 1. Departure from the paper: a KL term to a reference is
+        added unless kl_beta=0.
+        """
+        log_ratio_N = inputs.require("logprobs_N") - inputs.require("old_N")
+        selected_N = inputs.require("selected_N") > 0
+        ratio_N = log_ratio_N.exp()
+        penalty_N = (self.cov_kl * log_ratio_N.abs()).where(selected_N, ratio_N.new_zeros(()))
+        sums = {"selected_fraction_sum": selected_N.sum(), "ratio_sum": ratio_N.detach().sum()}
+        return self._add_terms(penalty_N - ratio_N * inputs.require("advantages_N"), ratio_N, sums, inputs)
+
+
 class OwnLossSpec(BasePolicyGradientSpec):
     """Base class of a policy-gradient loss of one's own, which configs and requests name by its import path.
 
@@ -394,12 +444,15 @@ def load_own_loss(path: str) -> tuple[type[OwnLossSpec], str | None]:
     return target, digest
 
 
-PolicyGradientSpec = GRPOSpec | GSPOSpec | CISPOSpec | GMPOSpec | SAPOSpec | OwnLossSpec
+PolicyGradientSpec = (
+    GRPOSpec | GSPOSpec | CISPOSpec | GMPOSpec | SAPOSpec | ClipCovSpec | KLCovSpec | OwnLossSpec
+)
 """Every loss of this module. A new one is added here."""
 
-PolicyLoss = Literal["clip", "cispo", "gmpo", "sapo"]
+PolicyLoss = Literal["clip", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov"]
 """The names of the built-in losses that a config of GRPO or PPO chooses from."""
 POLICY_LOSSES: dict[str, type[PolicyGradientSpec]] = {
-    "clip": GRPOSpec, "cispo": CISPOSpec, "gmpo": GMPOSpec, "sapo": SAPOSpec,
+    "clip": GRPOSpec, "cispo": CISPOSpec, "gmpo": GMPOSpec, "sapo": SAPOSpec, "clip_cov": ClipCovSpec,
+    "kl_cov": KLCovSpec,
 }  # fmt: skip
 """The loss of each name. A config of GSPO has no choice: its loss is GSPOSpec."""

@@ -10,12 +10,12 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
 from engine.errors import BadSpec
 from engine.losses.likelihood import LikelihoodSpec
-from engine.losses.pairs import PairSpec
+from engine.losses.pairs import PreferenceSpec
 from engine.losses.policy_gradient import PolicyGradientSpec
 from engine.losses.values import ValueSpec
 from engine.validation_messages import describe_errors
 
-LossSpec = Annotated[LikelihoodSpec | PolicyGradientSpec | PairSpec | ValueSpec, Field(discriminator="kind")]
+LossSpec = Annotated[LikelihoodSpec | PolicyGradientSpec | PreferenceSpec | ValueSpec, Field(discriminator="kind")]
 
 _LOSS: TypeAdapter[LossSpec] = TypeAdapter(LossSpec)
 

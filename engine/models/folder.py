@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from engine.errors import BadModelFolder
 from engine.specs.adapters import Head
@@ -152,6 +152,16 @@ def _head_in(config: Mapping[str, Any]) -> Head:
 def read_folder_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json. Empty if the file is missing or is not a JSON object."""
     return read_config(folder / CONFIG_FILE)
+
+
+def dtype_of_config(config: Mapping[str, Any]) -> Literal["float32", "bfloat16", "float16"]:
+    """The type of the weights that a parsed config.json names; float32 if it names none, or another one."""
+    text_config = config.get("text_config")
+    inner = text_config if isinstance(text_config, dict) else {}
+    for name in (config.get("dtype"), config.get("torch_dtype"), inner.get("dtype"), inner.get("torch_dtype")):
+        if name in ("float32", "bfloat16", "float16"):
+            return name  # type: ignore[no-any-return]
+    return "float32"
 
 
 def read_config(path: Path) -> dict[str, Any]:

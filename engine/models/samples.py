@@ -24,8 +24,11 @@ PER_TOKEN = (
     "returns",
     "old_values",
     "tangents",
+    "selected",
 )
 """Optional columns of a batch with one value per trained token."""
+PER_SAMPLE = ("preferred", "kl_baseline")
+"""Optional columns of a batch with one value per row."""
 
 
 TokenArray = npt.NDArray[np.int32]
@@ -124,8 +127,12 @@ class Sample:
     returns: FloatArray | None = None
     old_values: FloatArray | None = None
     tangents: FloatArray | None = None
+    selected: FloatArray | None = None
     preferred: bool | None = None
-    """Whether this sample is the preferred one of a pair. A pair is a group of two samples. None outside pairs."""
+    """Whether this sample is the preferred one of a pair, which is a group of two samples, or is labelled as desirable.
+    None if it has neither."""
+    kl_baseline: float | None = None
+    """KL baseline of KTO, in nats, equal for all samples of the batch."""
     images: Images = ()
     trained: int = field(init=False)
     """Number of trained tokens (N)."""
@@ -163,7 +170,7 @@ def samples_from_table(table: pa.Table) -> list[Sample]:
     for name in ("token_ids", "loss_mask", *PER_TOKEN):
         if name in table.column_names:
             columns[name] = rows_of_lists(table.column(name))
-    for name in ("group", "completion", "preferred"):
+    for name in ("group", "completion", *PER_SAMPLE):
         if name in table.column_names:
             columns[name] = table.column(name).to_pylist()
     if "images" in table.column_names:

@@ -29,11 +29,13 @@ from flows.cli.runs import RunArgument, runs_app
 from flows.configs.overrides import ConfigError, load_config
 from flows.runs.code_version import code_version
 from flows.runs.recorded_config import RecordedConfig, read_config, write_config
+from flows.training.endings import check_ending
 from storage.chain.fork import fork_run
 from storage.chain.listing import run_chains
 from storage.chain.records import Chain
 from storage.errors import ObjectNotFound, StorageError
-from storage.store.objects import ObjectStore, open_store
+from storage.store import keys
+from storage.store.objects import ObjectStore, open_store, read_json
 
 Stage = Annotated[str, typer.Option("--stage", help="Only this stage, for example 0-grpo.")]
 ModelName = Annotated[str, typer.Option("--model", help="Only this model's chain.")]
@@ -69,7 +71,7 @@ def verify(
     """Redoes a run on a new engine and compares all digests and checkpoints; names the first tensor that differs."""
     # torch is imported only here, when the verification starts
     with report_errors(), _progress_bar(hidden=as_json) as bar:
-        report = _import_with_torch("engine.local.verify").verify_run(
+        report = import_with_torch("engine.local.verify").verify_run(
             open_store(storage),
             run,
             stage=stage or None,
@@ -78,11 +80,16 @@ def verify(
             sample=sample,
             on_step=_ChainProgress(bar),
         )
+        # an early ending follows from the records and the measurements, too
+        result = read_json(open_store(storage), keys.result_json(run)) or {}
+        ending_problem = check_ending(open_store(storage), result)
     if as_json:
-        print_json(report)
+        print_json(report.model_dump(mode="json") | ({"ending": ending_problem} if "ending" in result else {}))
     else:
         _print_verification(report, console())
-    raise typer.Exit(1 if report.problems else 0)
+        if "ending" in result:
+            print_plain(console(), ending_problem or f"early ending: {result['ending']['reason']}, as its records say")
+    raise typer.Exit(1 if report.problems or ending_problem else 0)
 
 
 class _ChainProgress:
@@ -146,8 +153,8 @@ def replay(  # noqa: PLR0913 - one option of the command each
         return
     # execute the step; no progress total, since the number of steps to the checkpoint is not known
     with report_errors(), _progress_bar(hidden=as_json) as bar:
-        chain = _find_chain(open_store(storage), run, stage, model)
-        replaying = _import_with_torch("engine.local.replay")
+        chain = find_chain(open_store(storage), run, stage, model)
+        replaying = import_with_torch("engine.local.replay")
         what_if = replaying.WhatIf(loss=fields, lr=lr, batch_of=batch_of)
         task = bar.add_task(f"redoing up to step {step}", total=None)
         report = replaying.replay_step(chain, step, what_if, on_step=lambda _, done: bar.update(task, completed=done))
@@ -164,8 +171,8 @@ def replay(  # noqa: PLR0913 - one option of the command each
 def _replay_rollouts(run: str, step: int, stage: str, model: str, *, storage: str, as_json: bool) -> None:
     """Samples the completions of a step again, and prints whether their tokens are equal."""
     with report_errors(), _progress_bar(hidden=as_json) as bar:
-        chain = _find_chain(open_store(storage), run, stage, model)
-        replaying = _import_with_torch("engine.local.replay_rollouts")
+        chain = find_chain(open_store(storage), run, stage, model)
+        replaying = import_with_torch("engine.local.replay_rollouts")
         task = bar.add_task(f"redoing up to step {step}", total=None)
         report = replaying.replay_rollouts(chain, step, on_step=lambda _, done: bar.update(task, completed=done))
     if as_json:
@@ -198,7 +205,7 @@ def _loss_fields(pairs: list[str]) -> dict[str, Any]:
         raise usage_error(f"--loss: {error}") from error
 
 
-def _find_chain(store: ObjectStore, run: str, stage: str, model: str) -> Chain:
+def find_chain(store: ObjectStore, run: str, stage: str, model: str) -> Chain:
     """The chain of the given stage and model. By default the stage is the last one, and the model its only one."""
     chains = run_chains(store, run)
     if not stage and chains:
@@ -297,7 +304,7 @@ def _print_how_to_go_on(config: RecordedConfig, path: Path) -> None:
 # -- shared functions -------------------------------------------------------------------------------------------
 
 
-def _import_with_torch(module: str) -> Any:
+def import_with_torch(module: str) -> Any:
     """Imports a module that needs torch. Other commands must work without torch."""
     try:
         return import_module(module)

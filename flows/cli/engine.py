@@ -20,11 +20,11 @@ from engine.specs.engine import HttpEngineSpec, LocalEngineSpec
 from engine.validation_messages import describe_errors
 from flows.cli.plan import plan
 from flows.configs.overrides import ConfigError, load_engine
+from flows.ops.state import TOKEN_ENV
 from storage.errors import StorageError
 
 engine_app = typer.Typer(help="The shared engine as a service.", no_args_is_help=True)
 
-TOKEN_ENV = "OSTINATO_ENGINE_TOKEN"
 MIN_TOKEN = 16
 """Smallest length of a token in characters. Shorter tokens can be guessed."""
 PATIENCE_SECONDS = 10.0

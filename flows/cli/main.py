@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,7 +20,8 @@ from flows.cli.doctor import doctor
 from flows.cli.engine import engine_app
 from flows.cli.import_verl import import_app
 from flows.cli.models import models_app
-from flows.cli.output import ConfigFile, Server, Sets, console
+from flows.cli.output import DEFAULT_STORAGE, ConfigFile, Server, Sets, console, messages, print_plain
+from flows.cli.page import page
 from flows.cli.runner import run_flow
 from flows.cli.runs import runs_app
 from flows.cli.sweep import add_search_commands
@@ -43,6 +45,7 @@ app.command("config")(print_config)
 app.command("doctor")(doctor)
 app.command("up")(up)
 app.command("down")(down)
+app.command("page")(page)
 app.command("deploy")(deploy_command)
 
 
@@ -94,10 +97,36 @@ def demo(
     raise typer.Exit(run_demo(seed=seed, sets=sets or [], new=new))
 
 
+FOLDERS = (".ostinato", DEFAULT_STORAGE, "ostinato-logs")
+"""Folders that commands make in the working directory."""
+WITHOUT_FOLDERS = frozenset({"config", "deploy", "engine", "import", "--help", "--version"})
+"""Commands and options that need none of them."""
+
+
+def note_of_folder(here: Path, words: list[str]) -> str | None:
+    """What to say before a command that would begin with new folders in `here`, although a folder above has them. None:
+    nothing. `words` are those of the command line."""
+    if not words or WITHOUT_FOLDERS & {words[0], words[-1]} or any(word.startswith("--storage") for word in words):
+        return None
+    if any((here / name).is_dir() for name in FOLDERS):
+        return None
+    for parent in here.parents:
+        present = [name for name in FOLDERS if (parent / name).is_dir()]
+        if present:
+            return (
+                f"{here} has none of {', '.join(FOLDERS)}, so this begins with new ones; {parent} has "
+                f"{', '.join(present)}: to use these, cd {parent}"
+            )
+    return None
+
+
 def main() -> None:
     # Configs name graders and environments by import path: modules in the working directory are found, too. It is the
     # last folder of the path, so that a user's folder named tasks hides none of our packages.
     sys.path.append(os.getcwd())
+    note = note_of_folder(Path.cwd(), sys.argv[1:])
+    if note:
+        print_plain(messages(), note)
     app()
 
 

@@ -1,14 +1,19 @@
-"""`ostinato models ls | show | card | promote | rollback | push | delete`: published models, their champions and
-decisions."""
+"""`ostinato models ls | show | card | average | promote | rollback | push | export | delete`: published models, their
+champions and decisions."""
 
 from __future__ import annotations
 
 import getpass
 import json
+import tempfile
+from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from engine.protocol import ExportFormat
+from flows.cli.chain import ModelName, Stage, find_chain, import_with_torch
 from flows.cli.disk import YES_TO_DELETE
 from flows.cli.output import (
     DEFAULT_STORAGE,
@@ -23,27 +28,27 @@ from flows.cli.output import (
     table,
     usage_error,
 )
-from flows.promotion.model_card import commit_card, find_card, render_card
-from flows.runs.code_version import code_version
+from flows.cli.runs import RunArgument
+from flows.configs.inputs import default_model_name
+from flows.promotion.hand_decisions import by_hand, card_text, promote_by_hand, roll_back_by_hand
 from storage.chain.deletion import delete_model
 from storage.errors import ObjectNotFound
 from storage.registry.decisions import (
     AliasEntry,
     Decision,
     alias_log,
-    champion_of,
-    commit_decision,
     decisions_of,
     is_in_force,
-    previous_champion,
     resolve_model,
+    summarize_model,
 )
 from storage.registry.hub import push_model
-from storage.registry.models import list_models, list_versions, resolve_alias
-from storage.serialization import digest
+from storage.registry.models import list_models, list_versions, registered_key, resolve_alias
 from storage.store import keys
-from storage.store.artifacts import Provenance, find_artifact, read_manifest
+from storage.store.artifacts import find_artifact, read_manifest
+from storage.store.download import materialise_files
 from storage.store.objects import ObjectStore, open_store
+from storage.temporary import process_folder
 
 models_app = typer.Typer(help="Published models: versions, champions, decisions.", no_args_is_help=True)
 
@@ -68,25 +73,8 @@ def ls(storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False) -> None:
 
 
 def _model_row(store: ObjectStore, name: str) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "model": name,
-        "versions": len(list_versions(store, name)),
-        "champion": None,
-        "since": None,
-        "by": None,
-        "latest": resolve_alias(store, name),
-    }
-    # the champion, and the decision that made it so
-    champion = champion_of(store, name)
-    if champion is None:
-        return row
-    row["champion"] = champion.version
-    row["since"] = _time(champion.created) if champion.created else None
-    for decision in decisions_of(store, name):
-        if decision.id == champion.decision:
-            row["by"] = decision.who
-            break
-    return row
+    summary = summarize_model(store, name)
+    return summary.model_dump(mode="json") | {"since": summary.since and _time(summary.since)}
 
 
 @models_app.command("show")
@@ -113,7 +101,7 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False
     version_table = table(f"versions of {name}", "version", "", "published", "made from")
     for version, manifest in zip(versions, manifests, strict=True):
         parent = manifest.parents[0] if manifest.parents else None
-        aliases = _aliases(version, champion, latest)
+        aliases = _aliases(version, log[-1] if log else None, latest)
         add_rows(version_table, [(version, aliases, _time(manifest.created), parent)])
     to.print(version_table)
     columns = ("when", "what", "version", "over", "who", "why", "evaluation", "state")
@@ -121,11 +109,11 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False
     to.print(add_rows(decision_table, (_decision_row(decision, log) for decision in decisions)))
 
 
-def _aliases(version: str, champion: str | None, latest: str | None) -> str | None:
-    """The aliases that refer to a version, as text."""
+def _aliases(version: str, champion: AliasEntry | None, latest: str | None) -> str | None:
+    """The aliases that refer to a version, as text, with the number of the champion's log entry."""
     aliases = []
-    if version == champion:
-        aliases.append("champion")
+    if champion is not None and version == champion.version:
+        aliases.append(f"champion (entry {champion.number})")
     if version == latest:
         aliases.append("latest")
     return " ".join(aliases) or None
@@ -152,7 +140,27 @@ def card(model: Version, storage: Storage = DEFAULT_STORAGE) -> None:
     """Prints the model card of a version: its training and its evaluation."""
     with report_errors():
         store = open_store(storage)
-        print(_card_text(store, *_resolve_version(store, model)), end="")
+        print(card_text(store, *_resolve_version(store, model)), end="")
+
+
+@models_app.command("average")
+def average(
+    run: RunArgument,
+    last: Annotated[int, typer.Option("--last", help="Number of checkpoints, counted from the last one.", min=2)] = 3,
+    name: Annotated[str, typer.Option("--name", help="Registry name. Default: the run's key with -mean.")] = "",
+    stage: Stage = "",
+    model: ModelName = "",
+    storage: Storage = DEFAULT_STORAGE,
+) -> None:
+    """Publishes the average of the last checkpoints of a run as a model. Its parents are their policies."""
+    with report_errors():
+        store = open_store(storage)
+        averaging = import_with_torch("engine.local.averaging")
+        policies = averaging.last_checkpoints(find_chain(store, run, stage, model), last)
+        model_name = keys.validate_name(name or f"{default_model_name(run)}-mean")
+        ref = averaging.publish_average(store, policies, model_name, provenance=by_hand(model_name, run))
+    steps = ", ".join(str(policy.step) for policy in policies)
+    print_plain(console(), f"published {registered_key(ref)}, the average of the policies after steps {steps}")
 
 
 @models_app.command("promote")
@@ -169,36 +177,30 @@ def promote(
     with report_errors():
         store = open_store(storage)
         name, version = _resolve_version(store, model)
-        champion = champion_of(store, name)
-        # promoting the champion again would add an entry without a change
-        if champion is not None and champion.version == version:
-            console().print(f"{name}@{version} is the champion already", highlight=False)
-            return
-        uri = _evaluation_uri(store, evaluation)
-        decision = commit_decision(
-            store, name, version, "promote", over=champion, reasons=[why], who=who or _account(),
-            provenance=_provenance(name, version), evaluation=uri,
-        )  # fmt: skip
-        commit_card(store, decision, provenance=_provenance(name, version))
-    _announce(decision)
-    _print_decision(decision)
+        decision = promote_by_hand(
+            store, name, version, why=why, who=who or _account(), evaluation=_evaluation_uri(store, evaluation)
+        )
+    if decision is None:
+        print_plain(console(), f"{name}@{version} is the champion already")
+    else:
+        _print_decision(decision)
 
 
 @models_app.command("rollback")
-def rollback(name: Name, why: Why = "rolled back by hand", who: Who = "", storage: Storage = DEFAULT_STORAGE) -> None:
+def rollback(
+    name: Name,
+    why: Why = "rolled back by hand",
+    who: Who = "",
+    over: Annotated[
+        int | None,
+        typer.Option("--over", help="The champion's entry, as 'models show' prints it: a repeated command is refused."),
+    ] = None,
+    storage: Storage = DEFAULT_STORAGE,
+) -> None:
     """Makes the previous champion the champion again. The decision is stored like a promotion."""
     with report_errors():
         store = open_store(storage)
-        log = alias_log(store, name)
-        version = previous_champion(log)
-        if version is None:
-            reason = f"{log[-1].version} is the first champion" if log else "there is no champion"
-            raise ObjectNotFound(f"{name} has no previous champion: {reason}; promote a version instead")
-        decision = commit_decision(
-            store, name, version, "rollback", over=log[-1], reasons=[why], who=who or _account(),
-            provenance=_provenance(name, version),
-        )  # fmt: skip
-    _announce(decision)
+        decision = roll_back_by_hand(store, keys.validate_name(name), why=why, who=who or _account(), over=over)
     _print_decision(decision)
 
 
@@ -213,8 +215,30 @@ def push(
     with report_errors():
         store = open_store(storage)
         name, version = _resolve_version(store, model)
-        names = push_model(store, name, version, url, card=_card_text(store, name, version), force=force)
+        names = push_model(store, name, version, url, card=card_text(store, name, version), force=force)
     console().print(f"pushed {name}@{version} to {url}: {len(names)} files", highlight=False, soft_wrap=True)
+
+
+@models_app.command("export")
+def export(
+    model: Version,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder; for gguf, a new file.")],
+    form: Annotated[
+        ExportFormat,
+        typer.Option("--format", help="bfloat16, float16, float32: a Hugging Face folder. adapter: a peft folder."),
+    ] = "bfloat16",
+    storage: Storage = DEFAULT_STORAGE,
+) -> None:
+    """Writes a version in another format: its weights in another type, its adapter alone, or a GGUF file (Llama)."""
+    with report_errors():
+        store = open_store(storage)
+        name, version = _resolve_version(store, model)
+        # imported here, since torch takes seconds, and flows must be importable without it
+        exporting = import_module("engine.backends.weight_files.exporting")
+        with tempfile.TemporaryDirectory(prefix="export-", dir=process_folder()) as folder:
+            files = materialise_files(store, keys.model_version(name, version), Path(folder))
+            exporting.export_files(files, out, form, name=f"{name}@{version}")
+    print_plain(console(), f"wrote {name}@{version} as {form} to {out}")
 
 
 @models_app.command("delete")
@@ -251,14 +275,6 @@ def _resolve_version(store: ObjectStore, model: str) -> tuple[str, str]:
     return name, version
 
 
-def _card_text(store: ObjectStore, name: str, version: str) -> str:
-    """The card of the version's last decision that has one, else a card made from the present store."""
-    for decision in reversed(decisions_of(store, name)):
-        if decision.version == version and (text := find_card(store, decision)) is not None:
-            return text
-    return render_card(store, name, version)
-
-
 def _evaluation_uri(store: ObjectStore, evaluation: str) -> str | None:
     """The uri of an evaluation's table, given the key of its run or the uri. Raises ObjectNotFound."""
     if not evaluation:
@@ -276,23 +292,12 @@ def _evaluation_uri(store: ObjectStore, evaluation: str) -> str | None:
     return ref.uri
 
 
-def _provenance(name: str, version: str) -> Provenance:
-    return Provenance(code_version=code_version(), config_digest=digest([name, version]), seed=0)
-
-
 def _account() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
         # a container without an entry for its user id
         raise usage_error("this account has no name; give --who") from None
-
-
-def _announce(decision: Decision) -> None:
-    # imported here, because the import of Prefect takes seconds, and most commands do not need it
-    from flows.runs.events import announce_promotion
-
-    announce_promotion(decision)
 
 
 def _print_decision(decision: Decision) -> None:

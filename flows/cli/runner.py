@@ -23,7 +23,8 @@ from flows.cli.output import print_plain
 from flows.configs.common import TrainingConfig
 from flows.configs.overrides import ConfigError, parse_config
 from flows.display.log_file import log_failure, log_file
-from flows.ops.local_server import SERVER_HOME, ServerError, local_prefect_server, use_server
+from flows.ops.local_server import SERVER_HOME, ServerError, use_server
+from flows.ops.warm_server import warm_prefect_server
 from flows.runs.expected_errors import EXPECTED_ERRORS
 from storage.serialization import canonical_json, digest
 from tasks.evaluation.statistics import PairedDifference
@@ -78,7 +79,8 @@ def run_config(
         lambda: _call_flow(config_with_key), console, what=f"run [bold]{run}[/bold]", log_name=str(run), server=server
     )
     if status == 0:
-        if is_remembered:
+        # a run that a budget or patience ended may go on by the same command with other rules
+        if is_remembered and "ending" not in result:
             forget_run_key(config)
         _print_result(result, console)
     return status
@@ -181,7 +183,7 @@ async def _call_flow(config: TrainingConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _prefect_server(server: str, console: Console) -> Iterator[None]:
-    """Uses the given or configured Prefect server within the block, or else starts one."""
+    """Uses the given or configured Prefect server within the block, or else that of this folder."""
     # a given url comes before the environment's; "local" ignores both
     url = server if server not in ("", "local") else os.environ.get("PREFECT_API_URL", "")
     if url and server != "local":
@@ -190,9 +192,9 @@ def _prefect_server(server: str, console: Console) -> Iterator[None]:
         return
     with console.status("starting a local Prefect server"):
         stack = contextlib.ExitStack()
-        handle = stack.enter_context(local_prefect_server(SERVER_HOME.absolute()))
+        handle = stack.enter_context(warm_prefect_server(SERVER_HOME))
     with stack, use_server(handle.api_url):
-        console.print(f"Prefect UI while this runs: {handle.ui_url}", highlight=False)
+        console.print(f"Prefect UI: {handle.ui_url}", highlight=False)
         yield
 
 

@@ -1,17 +1,18 @@
-"""`ostinato runs ls | show | config | samples | lineage | remove-checkpoint`: shows the runs of a store, their configs,
-their samples, and the origin of its models."""
+"""`ostinato runs ls | show | report | config | samples | lineage | remove-checkpoint`: shows the runs of a store, their
+reports, configs and samples, and the origin of its models."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from engine.text.threads import StringThread
 from flows.cli.output import (
     DEFAULT_STORAGE,
     AsJson,
@@ -30,16 +31,19 @@ from flows.runs.recorded_config import read_config
 from storage.chain.checkpoint_names import resolve_checkpoint_name
 from storage.chain.listing import is_auxiliary
 from storage.chain.retention import remove_checkpoints
+from storage.errors import ObjectNotFound
 from storage.inspect.lineage import ChainSegment, Lineage, StepLineage, differing_settings, lineage_of, step_lineage
 from storage.inspect.prompt_lineage import PromptReport, prompt_report
 from storage.inspect.run_details import ChainDetails, RunDetails, RunSummary, describe_run, seconds_since, summarize_run
-from storage.inspect.step_samples import GradedSample, newest_sampled_step, step_samples
+from storage.inspect.step_samples import GradedSample, SampleFilter, newest_sampled_step, step_samples
 from storage.serialization import flatten
+from storage.store import keys
 from storage.store.index import run_entries
 from storage.store.objects import ObjectStore, open_store
 from tasks.evaluation.validation_curve import Validation, read_validations
 from tasks.reports.advice import WINDOW, advice
 from tasks.reports.step_metrics import read_metrics
+from tasks.reports.table_cells import sample_prompt
 
 runs_app = typer.Typer(help="The runs of a store, and the origin of its models.", no_args_is_help=True)
 
@@ -168,6 +172,35 @@ def _chain_row(chain: ChainDetails) -> tuple[Any, ...]:
     return name, chain.head, chain.state[:12], chain.trainer, chain.starts_from, " ".join(checkpoints) or None
 
 
+@runs_app.command("report")
+def report(
+    run: RunArgument,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write. Default: only say where the report is.")
+    ] = None,
+    storage: Storage = DEFAULT_STORAGE,
+) -> None:
+    """Says where the report of a finished run is. The report of any other run is written now, into a file here."""
+    with report_errors():
+        store = open_store(storage)
+        describe_run(store, run)  # an unknown run is refused
+        is_stored = store.exists(keys.report(run))
+        if is_stored and output is None:
+            print_plain(console(), store.address(keys.report(run)))
+            return
+        # imported here, since matplotlib and Prefect take seconds
+        from tasks.report import report_of_run
+        from tasks.reports.html_report import render_report
+
+        data = None if is_stored else report_of_run(store, run, facts={"state": "not finished"})
+        if data is None and not is_stored:
+            raise ObjectNotFound(f"run {run!r} has taken no step, so there is nothing to report yet")
+        page = store.get(keys.report(run)) if data is None else render_report(data).encode()
+    path = output or Path(f"{run.replace('/', '-')}-report.html")
+    path.write_bytes(page)
+    print_plain(console(), str(path))
+
+
 @runs_app.command("config")
 def config(run: RunArgument, storage: Storage = DEFAULT_STORAGE, as_json: AsJson = False) -> None:
     """Prints the config that a run was started with, as a YAML file for 'ostinato run'. Defaults are left out."""
@@ -234,9 +267,8 @@ def samples(
         rows = list(step_samples(store, run, stage, step))
     if worst or best:
         # a sample without a reward is neither
-        rewarded = [row for row in rows if row.reward is not None]
-        rewarded.sort(key=lambda row: row.reward or 0.0, reverse=bool(best))
-        rows = rewarded[: worst or best]
+        chosen = SampleFilter(min_reward=-math.inf, order="highest reward" if best else "lowest reward")
+        rows = chosen.apply(rows)[: worst or best]
     if as_json:
         print_json([row.model_dump(mode="json") for row in rows])
         return
@@ -249,10 +281,7 @@ def _sample_cells(row: GradedSample) -> tuple[Any, ...]:
     """The cells of a sample. Texts of a model are shown without characters that control a terminal."""
     from tasks.reports.html_report import text_for_page  # which imports matplotlib
 
-    turns = StringThread.from_json(row.thread).turns
-    # an episode is shown as a whole
-    prompt = turns[-1].text if row.text is not None else "\n".join(f"{turn.role}: {turn.text}" for turn in turns)
-    texts = (row.reason or "", prompt, row.text or "")
+    texts = (row.reason or "", sample_prompt(row), row.text or "")
     grade = row.status if row.reward is None else row.reward
     return (row.prompt, row.completion, grade, *(text_for_page(text) for text in texts))
 
@@ -288,16 +317,7 @@ def lineage(
 
 
 def _print_lineage(history: Lineage, steps: list[StepLineage], to: Console) -> None:
-    values: dict[str, Any] = {
-        "base model": history.base,
-        "policy": history.policy.uri if history.policy else "deleted" if history.deleted else "imported",
-    }
-    if history.deleted:
-        values["deleted"] = f"run {history.deleted}, which made the base model"
-    for number, segment in enumerate(history.segments, 1):
-        steps_text = f"steps 1 to {segment.until}" if segment.until else "no step yet"
-        values[f"segment {number}"] = f"{segment.title}, {steps_text}"
-    to.print(key_value_table(history.target, values))
+    to.print(key_value_table(history.target, history.facts()))
     for segment in history.segments:
         if segment.forked:
             to.print(_fork_table(segment))

@@ -58,6 +58,10 @@ def evaluate(config: ConfigFile, sets: Sets = None, server: Server = "") -> None
         return await evaluation(parsed)
 
     def print_result(result: dict[str, Any], to: Console) -> None:
+        if "harness" in result:
+            scores = table("scores", "model", "task", "metric", "value>", "standard error>", "questions>")
+            to.print(add_rows(scores, (row.values() for row in result["harness"])))
+            return
         comparison = Comparison.model_validate({name: result[name] for name in Comparison.model_fields})
         rows = score_table(comparison)
         to.print(add_rows(table("scores", *rows[0]), (row.values() for row in rows)))

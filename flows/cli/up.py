@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import psutil
 import typer
 from rich.console import Console
 
-from flows.cli.engine import TOKEN_ENV, read_token
+from flows.cli.engine import read_token
 from flows.cli.output import (
     DEFAULT_STORAGE,
     AsJson,
@@ -34,7 +34,18 @@ from flows.configs.overrides import ConfigError
 from flows.ops.deployments import POOL, deploy
 from flows.ops.processes import ProcessIdentity, open_log, processes_of_up, terminate_all
 from flows.ops.services import BUCKET, find_seaweedfs, free_ports, is_free
-from flows.ops.state import HOME, UpError, UpOptions, UpState, forget_state, load_state, save_state, status, supervising
+from flows.ops.state import (
+    HOME,
+    TOKEN_ENV,
+    UpError,
+    UpOptions,
+    UpState,
+    forget_state,
+    load_state,
+    save_state,
+    status,
+    supervising,
+)
 from flows.ops.supervisor import SUPERVISOR_LOG, Supervisor, deploy_by_command, describe_log_end
 
 DETACH_TIMEOUT_SECONDS = 600.0
@@ -59,8 +70,8 @@ def up(
     show: Annotated[bool, typer.Option("--status", help="Only show what is running.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Starts Prefect server, work pool, worker and engine on this machine, and restarts them when they end. If they
-    are running already, shows them. It is safe to kill any of these processes."""
+    """Starts the page, a Prefect server, a worker and an engine on this machine, and restarts them when they end. If
+    they are running already, shows them. It is safe to kill any of these processes."""
     home = HOME.absolute()
     try:
         if show:
@@ -128,12 +139,14 @@ def deploy_command(
     os.environ["PREFECT_API_URL"] = url
     try:
         token = read_token(token_file) or ""
-        names = deploy(file, pool=pool, storage=storage, engine_url=engine, token=token)
+        names, paused = deploy(file, pool=pool, storage=storage, engine_url=engine, token=token)
     except ConfigError as error:
         raise usage_error(str(error)) from error
     except UpError as error:
         raise _print_error(error) from None
     print(f"deployed to {url}: {', '.join(names)}")
+    for line in paused:
+        print_plain(messages(), line)
 
 
 def _up(home: Path, options: UpOptions) -> int:
@@ -159,8 +172,8 @@ def _up(home: Path, options: UpOptions) -> int:
 
 
 def _print_ready(state: UpState) -> None:
-    print(f"Ostinato is up: {state.url}")
-    print("to start a run, choose a flow under Deployments, then Run and Custom run", flush=True)
+    print(f"Ostinato is up: {state.page_url}")
+    print(f"Prefect: {state.url}", flush=True)
     if Path("examples").is_dir():
         print("examples/*.yaml have values for the form", flush=True)
     else:
@@ -263,10 +276,9 @@ def _options(storage: str, *, with_s3: bool, database: str, port: int, engine_co
 
 def _new_state(options: UpOptions) -> UpState:
     ports = free_ports(with_s3=options.with_s3)
-    # a fixed port for the engine keeps the links to reports in Prefect's history valid after a restart
-    engine_port = options.port + 1
-    if is_free(engine_port):
-        ports = ports.model_copy(update={"engine": engine_port})
+    # fixed ports keep bookmarks, and the links to reports in Prefect's history, valid after a restart
+    wanted = {"engine": options.port + 1, "page": options.port + 2}
+    ports = ports.model_copy(update={name: port for name, port in wanted.items() if is_free(port)})
     return UpState(
         id=secrets.token_hex(6),
         options=options,
@@ -288,12 +300,14 @@ def _print_status(state: UpState | None, *, as_json: bool) -> int:
     all_alive = bool(services) and all(service["alive"] for service in services.values())
     is_up = state is not None and state.ready and all_alive
     if as_json:
-        body = {"up": is_up, "url": state.url, "storage": state.options.storage} if state else {"up": False}
+        body: dict[str, Any] = {"up": is_up}
+        if state:
+            body |= {"page": state.page_url, "url": state.url, "storage": state.options.storage}
         print_json(body | {"services": services})
     elif state is None:
         print("no services are running in this folder; 'ostinato up' starts them")
     else:
-        service_table = table(f"ostinato up: {state.url}", "service", "pid>", "alive", "restarts>")
+        service_table = table(f"ostinato up: {state.page_url}", "service", "pid>", "alive", "restarts>")
         for name, service in services.items():
             alive = "yes" if service["alive"] else "NO"
             add_rows(service_table, [(name, service["pid"], alive, service["restarts"])])

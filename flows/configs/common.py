@@ -12,125 +12,36 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from engine import import_paths
 from engine.losses.base import KLEstimator, LossNorm
 from engine.losses.policy_gradient import GRPOSpec
 from engine.protocol import SamplingParams
-from engine.specs.adapters import FullSpec, LoraSpec
 from engine.specs.engine import EngineSpec, LocalEngineSpec
 from flows.configs.forms import REQUIRED_IN_FORM, FormConfig
 from flows.configs.optimizer import OptimizerConfig, SFTOptimizer
-from flows.configs.reinforcement import BatchRules, Regularisation, RunRules, old_logprobs_of_step
-from flows.configs.validation import EvaluationConfig, Every, LoggingConfig, ValidationConfig
+from flows.configs.reinforcement import ENDING_RULES, BatchRules, Regularisation, RunRules, old_logprobs_of_step
+from flows.configs.validation import EvaluationConfig, Every, LoggingConfig, ValidationConfig, checked_run
 from storage.chain.records import OldLogprobs
 from storage.chain.retention import Retention
-from storage.errors import InvalidKey
 from storage.serialization import Coefficient, Frozen, Positive, default_of, left_out
 from storage.store import keys
-from storage.store.keys import validate_name, validate_run
 from tasks.batches.truncation import Cut, LengthPlan
-from tasks.datasets.spec import DatasetUse, HeldoutSource, MixtureDataset, TrainingSource
-from tasks.graders.spec import Workers
-from tasks.plans import AdvantageEstimator, BatchPlan, Grading, PromptShard, Truncation
+from tasks.datasets.spec import (
+    HeldoutRows,
+    MixtureDataset,
+    TrainingSource,
+)
+from tasks.plans import AdvantageEstimator, BatchPlan
 
 if TYPE_CHECKING:
     from flows.configs.ppo import ValueModelConfig
+from flows.configs.inputs import DataConfig, GraderConfig, ModelConfig, PromptDataConfig
 
 SEMANTIC = (
-    "model", "value_model", "data", "grader", "environment", "sampling", "algorithm", "credit", "regularisation",
-    "rules", "optimizer", "seed",
+    "model", "value_model", "teacher", "data", "grader", "environment", "sampling", "algorithm", "credit",
+    "regularisation", "rules", "optimizer", "seed",
 )  # fmt: skip
-
-
-class ModelConfig(Frozen):
-    """The model to train."""
-
-    key: str
-    """Model to start from: a local Hugging Face folder, a registered model (`name` or `name@version`), or a model of
-    the Hugging Face hub (`owner/name`, `hf://owner/name@revision`). A folder has precedence over the hub."""
-    name: str = "policy"
-    """Name of the model within the run."""
-    publish_as: str | None = None
-    """Registry name of the trained model. None: the run's key."""
-    publish_unchanged: bool = False
-    """Publish the model also if no step of the run taught it anything, so that it is the model that training started
-    from."""
-    adapter: LoraSpec | None = None
-    """LoRA adapter to train instead of all weights; several runs on one base model then share its memory. `{}` is an
-    adapter of rank 16. None: all weights are trained."""
-
-    @property
-    def trainable(self) -> FullSpec | LoraSpec:
-        """The part of the weights that is trained."""
-        return self.adapter or FullSpec()
-
-    @field_validator("name", "publish_as")
-    @classmethod
-    def _is_a_name(cls, value: str | None) -> str | None:
-        try:
-            return None if value is None else validate_name(value)
-        except InvalidKey as error:
-            raise ValueError(str(error)) from error
-
-
-class DataConfig(Frozen):
-    """The dataset to train on."""
-
-    train: TrainingSource
-    """Dataset to train on."""
-    heldout: HeldoutSource | None = None
-    """Rows of the measurements, on which the model is never trained. None: no measurements."""
-
-    @property
-    def inputs(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
-        """The datasets to train on with the use of each, in the order of the stages, by the name that the run gives
-        them. `train` is "dataset", the first."""
-        return {"dataset": (self.train, "completion")}
-
-    @property
-    def heldout_use(self) -> DatasetUse:
-        """The use of the held-out rows: that of the training rows."""
-        return self.inputs["dataset"][1]
-
-
-class PromptDataConfig(DataConfig):
-    """The prompts to train on, and held-out prompts for the evaluation."""
-
-    heldout: HeldoutSource | None = None
-    """Prompts of the evaluation, on which the model is never trained. None: no evaluation."""
-    max_prompt_tokens: int | None = Field(None, ge=1)
-    """Longest prompt, in tokens. None: the model's context less sampling.max_new_tokens."""
-    truncation: Truncation = default_of(PromptShard, "truncation")
-    """What happens to a prompt longer than max_prompt_tokens. error: the run fails. left, right: the prompt is cut on
-    that side. drop: the prompt is left out before batches are formed."""
-
-    @property
-    def inputs(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
-        return {"dataset": (self.train, "prompt")}
-
-
-class GraderConfig(Frozen):
-    """The grader, which rewards completions."""
-
-    path: str = Field(title="Import path", pattern=import_paths.PATTERN)
-    """Import path of the grader, `package.module:name`: a BaseGrader, or a function `f(thread, **arguments)`."""
-    arguments: dict[str, JsonValue] = {}
-    """Keyword arguments of the grader: of the constructor of a class, or of a function besides the thread."""
-    workers: Workers = "none"
-    """Where the grader runs. none: in the run's process. local: in worker processes on this machine, so that a grader
-    that crashes the interpreter fails only its grade. cluster: in worker processes on every machine of a Ray
-    cluster."""
-    timeout_seconds: float = Field(default_of(Grading, "timeout_seconds"), gt=0)
-    """Time limit of one attempt at a grade, in seconds. The time in which a judge model waits for its engine is not
-    counted."""
-    retries: int = Field(default_of(Grading, "retries"), ge=0)
-    """Further attempts at a grade that failed. After the last one, the completion is masked: it is not trained on."""
-    concurrency: int = Field(default_of(Grading, "concurrency"), ge=1)
-    """Number of grades that are computed at the same time."""
-    max_masked_fraction: float = Field(default_of(Grading, "max_masked_fraction"), ge=0, le=1)
-    """Largest fraction of a shard's completions that may stay without a grade. The run fails above it."""
 
 
 class GRPOAlgorithm(Frozen):
@@ -166,8 +77,10 @@ class GRPOAlgorithm(Frozen):
     advantage_estimator: AdvantageEstimator = default_of(BatchPlan, "advantage_estimator")
     """How the advantages follow from the rewards of one prompt's completions. group: reward minus the mean, divided by
     the standard deviation (group_sample_std: the sample standard deviation). centred: reward minus the mean.
-    leave_one_out: reward minus the mean of the others. raw: reward. reinforce_plus_plus: reward whitened over the batch
-    (with _baseline: after subtracting the group's mean)."""
+    leave_one_out: reward minus the mean of the others. max_rl: reward minus the mean, divided by the mean (MaxRL,
+    arXiv:2602.02710). gdpo: each part of the reward by itself, as group, then their weighted sum, whitened over the
+    batch (arXiv:2601.05242); the grader gives the parts, as CombinedGrader does. raw: reward. reinforce_plus_plus:
+    reward whitened over the batch (with _baseline: after subtracting the group's mean)."""
     old_logprobs: OldLogprobs = default_of(BatchPlan, "old_logprobs")
     """Source of the old policy's log-probabilities, which the clip ranges refer to. trainer: those of the policy before
     the step, computed by the trainer. sampler: those of the policy that sampled, as the sampler reported them."""
@@ -231,7 +144,11 @@ class CheckpointConfig(Frozen):
     """Number of steps after which a recovery checkpoint is written, however fast they are, but not before the last
     checkpoint is saved. None: by time alone."""
     keep_last: int = Field(default_of(Retention, "keep_last"), ge=1)
-    """Number of recovery checkpoints that are kept during the run. A finished run keeps its last checkpoint."""
+    """Number of recovery checkpoints that are kept during the run."""
+    max_redo_seconds: float = Field(600.0, ge=0)
+    """A finished run keeps its last checkpoint if its gradient steps took more seconds than this in all. With fewer, a
+    fork at its last step recomputes the steps from the base model. 0: a finished run always keeps its last
+    checkpoint."""
     keep_named: int | None = Field(None, ge=1)
     """Number of named checkpoints of each model that are kept; older ones are removed. None: all are kept, and when the
     run is finished, those of fractions of the run are reduced to their names. A checkpoint that a fork, an unfinished
@@ -271,14 +188,6 @@ class StorageConfig(Frozen):
         return {"url": value} if isinstance(value, str) else value
 
 
-def checked_run(run: str) -> str:
-    """The key of a run; empty: none is given. Raises ValueError."""
-    try:
-        return validate_run(run) if run else run
-    except InvalidKey as error:
-        raise ValueError(str(error)) from error
-
-
 class FlowConfig(FormConfig):
     """Fields that the config of every flow has."""
 
@@ -304,15 +213,16 @@ class FlowConfig(FormConfig):
         for model in (body["model"], body.get("value_model", {})):
             model.pop("publish_as", None)
             model.pop("publish_unchanged", None)
+            model.pop("publish_dtype", None)
         body["data"].pop("heldout", None)
         # limits, which change no reward
         limits = ("timeout_seconds", "reaction_seconds", "retries", "concurrency", "max_masked_fraction", "workers")
         for name in limits:
             body.get("grader", {}).pop(name, None)
             body.get("environment", {}).pop(name, None)
-        # when a run is given up
+        # when a run is given up, or ends
         rules = body.get("rules", {})
-        for name in ("max_skipped_steps", "max_idle_steps"):
+        for name in ("max_skipped_steps", "max_idle_steps", *ENDING_RULES):
             rules.pop(name, None)
         if not rules:
             body.pop("rules", None)
@@ -342,6 +252,11 @@ class TrainingConfig(FlowConfig):
     @property
     def critic(self) -> ValueModelConfig | None:
         """The value model that is trained beside the policy. None: there is none."""
+        return None
+
+    @property
+    def teacher_key(self) -> str | None:
+        """The key of the model that the policy is distilled from. None: there is none."""
         return None
 
     @property
@@ -416,6 +331,18 @@ class StageConfig(TrainingConfig):
 
     def check_rows(self, rows: int) -> None:
         """Raises ValueError if a run over this many rows would train no policy."""
+
+    @model_validator(mode="after")
+    def _patience_has_measurements(self) -> Self:
+        every = self.measurements
+        measured = self.data.heldout is not None and (every.every is not None or every.every_steps is not None)
+        if self.rules.patience is not None and not measured:
+            raise ValueError(
+                f"rules.patience={self.rules.patience} counts measurements on held-out rows during the run, and there "
+                "are none; give data.heldout and evaluation.every_steps (validation.every_steps where nothing is "
+                "sampled), or leave patience out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _batch_holds_the_mixture(self) -> Self:
@@ -551,7 +478,7 @@ class GRPOConfig(RolloutConfig):
 class SFTDataConfig(DataConfig):
     """The conversations to train on, and held-out conversations for the validation loss."""
 
-    heldout: HeldoutSource | None = None
+    heldout: HeldoutRows | None = None
     """Conversations of the validation loss, on which the model is never trained. None: no validation loss."""
 
 

@@ -8,14 +8,8 @@ from pydantic import Field, JsonValue, model_validator
 
 from engine import import_paths
 from engine.protocol import SamplingParams
-from flows.configs.common import (
-    EvaluationConfig,
-    GRPOAlgorithm,
-    GRPOConfig,
-    OptimizerConfig,
-    PromptDataConfig,
-    RolloutConfig,
-)
+from flows.configs.common import EvaluationConfig, GRPOAlgorithm, GRPOConfig, OptimizerConfig, RolloutConfig
+from flows.configs.inputs import PromptDataConfig
 from flows.configs.ppo import (
     CreditConfig,
     GSPOAlgorithm,
@@ -30,7 +24,7 @@ from flows.configs.reinforcement import (
     BatchRules,
     KLPlace,
     Regularisation,
-    RunRules,
+    SamplingRules,
     check_weight_updates,
 )
 from storage.serialization import Coefficient, Divisor, Frozen, Positive, default_of
@@ -104,7 +98,7 @@ class EpisodeRegularisation(Regularisation):
     """Number of episodes over which the adaptive controller may change kl_beta by a fifth."""
 
 
-class EpisodeRules(RunRules):
+class EpisodeRules(SamplingRules):
     """Rules for which policy the episodes of a step are sampled from, and for when a run ends early."""
 
     max_staleness: int = Field(default_of(BatchRules, "max_staleness"), ge=0)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
 
 from engine.protocol import SamplingParams, SamplingTemperature
 from engine.specs.engine import EngineSpec, LocalEngineSpec
-from flows.configs.common import GraderConfig, GRPOConfig, StorageConfig, checked_run, model_title
+from flows.configs.common import GRPOConfig, StorageConfig, model_title
 from flows.configs.forms import FormConfig
+from flows.configs.inputs import GraderConfig
+from flows.configs.validation import checked_run
 from storage.errors import InvalidKey
 from storage.serialization import Frozen, canonical_json, default_of, digest
 from storage.store.keys import validate_name
 from tasks.datasets.spec import HeldoutSource
+from tasks.evaluation.harness import HarnessTasks
 from tasks.evaluation.several_answers import AnswerScores
 from tasks.graders.spec import grader_spec
 from tasks.plans import Grading, PromptShard, Truncation
@@ -65,6 +68,8 @@ class SuiteGrader(GraderConfig):
 class Suite(Frozen):
     """An evaluation suite: every dataset is graded by every grader. Equal suites give equal prompts and seeds."""
 
+    # left out of dumps, so that the digests of suites stay the same
+    kind: Literal["prompts"] = Field("prompts", exclude=True)
     datasets: tuple[SuiteDataset, ...] = ()
     """Datasets of prompts, to which the models give answers. Stored answers bring their prompts with them."""
     graders: tuple[SuiteGrader, ...] = Field(min_length=1)
@@ -137,6 +142,18 @@ class PromptSuite(Suite):
     """Datasets of prompts, to which the models give answers."""
 
 
+class HarnessSuite(HarnessTasks):
+    """An evaluation suite of tasks of EleutherAI's lm-evaluation-harness. A model is read from its folder or, with an
+    engine that is a server, asked by its OpenAI endpoint."""
+
+    kind: Literal["lm_eval"] = "lm_eval"
+
+
+def _default_kind(value: Any) -> Any:
+    """A suite without a kind has prompts and graders."""
+    return {"kind": "prompts"} | value if isinstance(value, dict) else value
+
+
 class StoredAnswers(Frozen):
     """Answers that another system gave, as a table. They are graded as they are, without an engine."""
 
@@ -157,12 +174,18 @@ class StoredAnswers(Frozen):
 class EvaluationFlowConfig(FormConfig):
     """`ostinato evaluate`: models x datasets x graders, compared on the same prompts."""
 
+    form_groups: ClassVar[dict[str, type[BaseModel]]] = {"suite": PromptSuite}
+    """Of a key that may be one of several groups: the group that the page's form has fields for. Another one is written
+    as YAML."""
+
     models: tuple[str, ...] = ()
     """Models to evaluate: registered models (`name`, `name@version`, `name@champion`), local Hugging Face folders, or
     models of the Hugging Face hub (`owner/name`, `hf://owner/name@revision`)."""
     answers: tuple[StoredAnswers, ...] = Field((), exclude_if=lambda answers: not answers)
     """Tables of stored answers to grade, besides the answers of the models or in their place."""
-    suite: Suite
+    suite: Annotated[Suite | HarnessSuite, Field(discriminator="kind"), BeforeValidator(_default_kind)]
+    """How the models are evaluated. prompts: the datasets and graders of a suite of your own. lm_eval: tasks of the
+    lm-evaluation-harness."""
     run: str = ""
     """Key of the run. Empty: derived from what is evaluated, so that a repeated evaluation returns at once."""
     engine: EngineSpec = LocalEngineSpec()
@@ -188,6 +211,10 @@ class EvaluationFlowConfig(FormConfig):
 
     @model_validator(mode="after")
     def _has_answers(self) -> Self:
+        if isinstance(self.suite, HarnessSuite):
+            if self.answers or not self.models:
+                raise ValueError("a suite of kind lm_eval evaluates models, and no stored answers; give models alone")
+            return self
         if not self.models and not self.answers:
             raise ValueError("nothing to evaluate; give models, or answers that are stored already")
         if bool(self.models) != bool(self.suite.datasets):

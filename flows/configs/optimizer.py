@@ -1,4 +1,4 @@
-"""Configs of the optimizer: AdamW, and the schedules of its learning rate and weight decay."""
+"""Configs of the optimizer: AdamW or Muon, and the schedules of its learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from storage.chain.records import OptimizerSpec
+from storage.chain.records import OptimizerKind, OptimizerSpec
 from storage.serialization import MAX_RATE, Divisor, Frozen, Rate, default_of
 
 ScheduleName = Literal[
@@ -15,8 +15,12 @@ ScheduleName = Literal[
 
 
 class OptimizerConfig(Frozen):
-    """The optimizer, AdamW, and the schedules of its learning rate and weight decay."""
+    """The optimizer, AdamW or Muon, and the schedules of its learning rate and weight decay."""
 
+    kind: OptimizerKind = Field("adamw", exclude_if=lambda kind: kind == "adamw")
+    """Optimizer. adamw: AdamW. muon: Muon for the hidden matrices, and AdamW for embeddings, heads, norms and biases.
+    The updates of Muon are scaled to the size of AdamW's, so that both have the same learning rate and weight decay
+    (arXiv:2502.16982)."""
     lr: float = Field(7.5e-7, gt=0, le=MAX_RATE)
     """Highest learning rate of the schedule."""
     schedule: ScheduleName = "cosine"
@@ -89,7 +93,7 @@ class OptimizerConfig(Frozen):
 
 
 class SFTOptimizer(OptimizerConfig):
-    """The optimizer of supervised fine-tuning, AdamW, and the schedules of its learning rate and weight decay."""
+    """The optimizer of supervised fine-tuning, AdamW or Muon, with the schedules of its rate and weight decay."""
 
     lr: float = Field(1e-5, gt=0, le=MAX_RATE)
     """Highest learning rate of the schedule."""

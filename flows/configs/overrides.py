@@ -66,11 +66,23 @@ def load_config(path: Path | None, sets: Sequence[str] = ()) -> dict[str, Any]:
                 raise ConfigError(f"{key!r} is set {again}; set it once")
         seen.append(key)
         _put(config, key, value)
-    _check_extent(config, "the config" if path is None else str(path))
+    _check_config(config, "the config" if path is None else str(path))
+    return config
+
+
+def _check_config(config: dict[str, Any], name: str) -> None:
+    """Raises ConfigError for a config that is too large or too deep, or holds an address with a password."""
+    _check_extent(config, name)
     try:
         refuse_secrets(config)
     except SecretInURL as error:
         raise ConfigError(str(error)) from error
+
+
+def load_yaml(text: str) -> dict[str, Any]:
+    """The mapping of a YAML text, as if it were a file. Raises ConfigError."""
+    config = _parse(text, _parse_yaml, "the text")
+    _check_config(config, "the text")
     return config
 
 
@@ -103,7 +115,16 @@ def validation_lines(error: ValidationError, model: Any, config: Any = None, *, 
     `config` is what was validated as a `model`, a class or a union of classes. Without it, a name within one of several
     kinds contains the kind. `remedy` says how a missing key, {}, is given.
     """
-    lines = []
+    problems = validation_problems(error, model, config, remedy=remedy)
+    # the parts of a union may say the same
+    return list(dict.fromkeys(f"{where}: {message}" for where, message in problems))
+
+
+def validation_problems(
+    error: ValidationError, model: Any, config: Any = None, *, remedy: str = SET_KEY
+) -> list[tuple[str, str]]:
+    """(dotted name or WHOLE, message) of each wrong key. The arguments are those of `validation_lines`."""
+    wrong = []
     config = merge_further(config)
     problems = error.errors(include_url=False)
     for problem in problems:
@@ -124,9 +145,8 @@ def validation_lines(error: ValidationError, model: Any, config: Any = None, *, 
             message = f"given {problem['input']!r:.{SHOWN_CHARACTERS}}; expected an import path, package.module:name"
         elif not isinstance(problem["input"], dict):
             message += f" (given: {problem['input']!r:.{SHOWN_CHARACTERS}})"
-        lines.append(f"{where}: {message}")
-    # the parts of a union may say the same
-    return list(dict.fromkeys(lines))
+        wrong.append((where, message))
+    return wrong
 
 
 def _is_within(inner: ErrorDetails, outer: ErrorDetails) -> bool:
@@ -176,14 +196,19 @@ def _read_file(path: Path) -> dict[str, Any]:
     if parse is None:
         suffix = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
         raise ConfigError(f"{path} has {suffix}; expected .yaml, .yml, .toml or .json")
+    return _parse(text, parse, str(path))
+
+
+def _parse(text: str, parse: Callable[[str], Any], name: str) -> dict[str, Any]:
+    """The mapping of a text in a format. Raises ConfigError."""
     try:
         config = parse(text)
     except _UNPARSEABLE as error:
-        raise ConfigError(f"{path} cannot be parsed: {_why_unparseable(error)}") from error
+        raise ConfigError(f"{name} cannot be parsed: {_why_unparseable(error)}") from error
     if config is None:
         return {}
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds a {type(config).__name__} at the top; expected keys with values, 'key: value'")
+        raise ConfigError(f"{name} holds a {type(config).__name__} at the top; expected keys with values, 'key: value'")
     return config
 
 

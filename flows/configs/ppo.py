@@ -9,7 +9,8 @@ from pydantic import Field, ValidationError, model_validator
 from engine.losses.base import KLEstimator, LossNorm
 from engine.losses.policy_gradient import GSPOSpec
 from engine.losses.values import MSESpec
-from flows.configs.common import GRPOAlgorithm, GRPOConfig, ModelConfig, RolloutConfig
+from flows.configs.common import GRPOAlgorithm, GRPOConfig, RolloutConfig
+from flows.configs.inputs import ModelConfig
 from flows.configs.optimizer import OptimizerConfig, ScheduleName
 from flows.configs.reinforcement import KLPlace, Regularisation
 from storage.serialization import MAX_RATE, Coefficient, Divisor, Frozen, Positive, Rate, default_of

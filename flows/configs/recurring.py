@@ -7,9 +7,10 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from flows.catalogue import LanguageTraining
-from flows.configs.common import FlowConfig, checked_run
+from flows.configs.common import FlowConfig
 from flows.configs.evaluation import PromptSuite, checked_name
 from flows.configs.forms import FormConfig
+from flows.configs.validation import checked_run
 from flows.promotion.gate import GateConfig, checked_target
 from storage.serialization import Frozen
 

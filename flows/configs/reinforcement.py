@@ -8,11 +8,11 @@ from pydantic import Field, JsonValue, model_validator
 
 from engine import import_paths
 from engine.losses.base import TermsNorm
-from engine.losses.policy_gradient import POLICY_LOSSES, GRPOSpec, ImportanceMask, PolicyLoss, SAPOSpec
+from engine.losses.policy_gradient import POLICY_LOSSES, GRPOSpec, ImportanceMask, KLCovSpec, PolicyLoss, SAPOSpec
 from engine.protocol import SamplingParams
 from storage.chain.records import OldLogprobs, StepOldLogprobs
 from storage.serialization import Coefficient, Divisor, Frozen, Positive, default_of
-from tasks.batches.advantages import AdaptiveKL, Overlong
+from tasks.batches.advantages import AdaptiveKL, Overlong, TokenSelection
 from tasks.plans import BatchPlan, WeightUpdates
 
 if TYPE_CHECKING:
@@ -40,15 +40,41 @@ def check_weight_updates(max_staleness: int, weight_updates: WeightUpdates, segm
         )
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+ENDING_RULES = ("patience", "max_hours", "max_gpu_hours", "max_tokens_sampled")
+"""The rules that end a run before its last step as finished. Its model is published, and a later start with other rules
+continues it."""
+
+
 class RunRules(Frozen):
-    """Rule for when a run ends early."""
+    """Rules for when a run ends early."""
 
     max_idle_steps: int | None = Field(20, ge=1)
     """Number of steps in a row without a gradient (all rewards of each group equal, or a learning rate of 0) that end
     the run as failed, without publishing its model. None: no such limit."""
+    patience: int | None = Field(None, ge=1, exclude_if=_is_none)
+    """Number of measurements on held-out rows in a row that are not better than the best one before them, after which
+    the run ends and publishes its last policy. The score is the mean reward, or the loss where nothing is sampled. A
+    start with a larger number, or null, continues the run. None: no such limit."""
+    max_hours: Positive | None = Field(None, exclude_if=_is_none)
+    """Hours of training after which the run ends, evaluates and publishes its last policy, added up over all its
+    processes and those of the run that it was forked from. It ends with the step that reaches them. A start with more
+    hours continues the run. None: no such limit."""
+    max_gpu_hours: Positive | None = Field(None, exclude_if=_is_none)
+    """The same in hours times the number of GPUs of the engine. None: no such limit."""
 
 
-class BatchRules(RunRules):
+class SamplingRules(RunRules):
+    """Rules for when a run that samples ends early."""
+
+    max_tokens_sampled: int | None = Field(None, ge=1, exclude_if=_is_none)
+    """Number of sampled tokens after which the run ends, like max_hours. None: no such limit."""
+
+
+class BatchRules(SamplingRules):
     """Rules for which completions a step trains on, and which policy they are sampled from."""
 
     dynamic_sampling: bool = False
@@ -100,9 +126,32 @@ class BatchRules(RunRules):
 
 
 TAU_POSITIVE, TAU_NEGATIVE = default_of(SAPOSpec, "tau_positive"), default_of(SAPOSpec, "tau_negative")
-
 STALE_IMPORTANCE_CAP = 2.0
 """`importance_cap` of runs with max_staleness above 0 and no correction of their own."""
+
+
+_BY_COVARIANCE = ("clip_cov", "kl_cov")
+"""Policy losses that select tokens by their covariance."""
+
+
+class CovarianceSettings(Frozen):
+    """The tokens that policy_loss=clip_cov or kl_cov selects, by the covariance of their log-probability and their
+    advantage."""
+
+    fraction: float = Field(default_of(TokenSelection, "fraction"), gt=0, le=1)
+    """Fraction of a batch's tokens that is selected. The paper has 2e-4, and 2e-3 for kl_cov on a model of 7B."""
+    low: float = Field(default_of(TokenSelection, "low"), allow_inf_nan=False)
+    """Smallest covariance of the tokens of which clip_cov selects some at random."""
+    high: float = Field(default_of(TokenSelection, "high"), allow_inf_nan=False)
+    """Largest covariance of the tokens of which clip_cov selects some at random."""
+    kl: Positive = default_of(KLCovSpec, "cov_kl")
+    """Coefficient of the KL penalty of kl_cov on the selected tokens."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"low={self.low} is above high={self.high}; give the bounds in order")
+        return self
 
 
 class Regularisation(Frozen):
@@ -113,14 +162,17 @@ class Regularisation(Frozen):
     advantage and the log-probability (arXiv:2506.13585). gmpo: the geometric mean of a completion's ratios, whose
     logarithms are clipped at -clip_range and clip_range_high, times the advantage (arXiv:2507.20673). sapo: a smooth
     function of the ratio, without clips, times the advantage (arXiv:2511.20347). Both papers use
-    loss_norm=sequence_mean. Or a loss of your own: the import path package.module:name of a subclass of
-    engine.losses.policy_gradient.OwnLossSpec."""
+    loss_norm=sequence_mean. clip_cov: clip, without some of the tokens that would lower the entropy most. kl_cov: the
+    ratio without clips, times the advantage, and a KL penalty on these tokens (both arXiv:2505.22617). Or a loss of
+    your own: the import path package.module:name of a subclass of engine.losses.policy_gradient.OwnLossSpec."""
     policy_loss_arguments: dict[str, JsonValue] = Field({}, exclude_if=lambda arguments: not arguments)
     """Settings of a loss of your own, by name."""
     tau_positive: Positive = Field(TAU_POSITIVE, exclude_if=lambda tau: tau == TAU_POSITIVE)
     """Temperature of policy_loss=sapo for tokens with an advantage above 0. A larger one acts earlier."""
     tau_negative: Positive = Field(TAU_NEGATIVE, exclude_if=lambda tau: tau == TAU_NEGATIVE)
     """Temperature of policy_loss=sapo for the other tokens."""
+    covariance: CovarianceSettings | None = Field(None, exclude_if=lambda settings: settings is None)
+    """Settings of policy_loss=clip_cov and kl_cov: which tokens they select. None: their defaults."""
     entropy_coef: Coefficient = default_of(GRPOSpec, "entropy_coef")
     """Coefficient of the entropy bonus: this times the policy's entropy is subtracted from the loss."""
     importance_cap: Positive | None = None
@@ -168,9 +220,22 @@ class Regularisation(Frozen):
             raise ValueError(
                 f"{taus} act only with policy_loss='sapo', and that is {self.policy_loss!r}; set it, or leave them out"
             )
+        if self.covariance is not None and self.policy_loss not in _BY_COVARIANCE:
+            raise ValueError(
+                f"covariance has no effect with policy_loss={self.policy_loss!r}; set clip_cov or kl_cov, or leave it "
+                "out"
+            )
         if self.kl_importance and self.kl_in != "loss":
             raise ValueError(f"kl_importance acts only with kl_in='loss', and that is {self.kl_in!r}; leave it out")
         return self
+
+    @property
+    def selection(self) -> TokenSelection | None:
+        """The tokens that the policy loss treats in its own way. None: there are none."""
+        if self.policy_loss not in _BY_COVARIANCE:
+            return None
+        settings = self.covariance or CovarianceSettings()
+        return TokenSelection.model_validate({"kind": self.policy_loss, **settings.model_dump(exclude={"kl"})})
 
     def check_kl(self, kl_beta: float) -> None:
         """Raises ValueError for kl_importance without a KL term."""
@@ -183,8 +248,10 @@ class Regularisation(Frozen):
         self.check_norm(algorithm.loss_norm)
         self.check_kl(algorithm.kl_beta)
         clips = _changed(algorithm, "clip_range", "clip_range_high")
-        if clips and self.policy_loss == "sapo":
-            raise ValueError(f"{clips} have no effect with policy_loss='sapo', which does not clip; leave them out")
+        if clips and self.policy_loss in ("sapo", "kl_cov"):
+            raise ValueError(
+                f"{clips} have no effect with policy_loss={self.policy_loss!r}, which does not clip; leave them out"
+            )
         self._check_importance(algorithm.old_logprobs)
         self._check_sampler_logprobs(algorithm.old_logprobs, sampling, max_staleness)
         if self.gamma != 1 and algorithm.advantage_estimator != "reinforce_plus_plus":
@@ -266,6 +333,7 @@ def old_logprobs_of_step(algorithm: GRPOAlgorithm, regularisation: Regularisatio
     one_update = algorithm.samples_per_mini_batch >= algorithm.samples_per_batch
     one_update = one_update and algorithm.mini_epochs_per_batch == 1
     needed_before = regularisation.kl_in == "reward" and algorithm.kl_beta > 0
+    needed_before = needed_before or regularisation.selection is not None
     return "forward" if one_update and not needed_before else "trainer"
 
 

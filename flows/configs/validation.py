@@ -1,5 +1,5 @@
 """The configs of measurements on held-out rows, before, during and after training, and of the experiment trackers that
-receive the metrics. They do not decide the result."""
+receive the metrics. They do not decide the result. Also checks the key of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from engine.protocol import SamplingTemperature
+from storage.errors import InvalidKey
 from storage.serialization import Frozen
+from storage.store.keys import validate_run
 from tasks.loggers.services import LoggerName, check_installed, configured_loggers
 
 
@@ -92,3 +94,11 @@ class LoggingConfig(Frozen):
         for name in names:
             check_installed(name)
         return names
+
+
+def checked_run(run: str) -> str:
+    """The key of a run; empty: none is given. Raises ValueError."""
+    try:
+        return validate_run(run) if run else run
+    except InvalidKey as error:
+        raise ValueError(str(error)) from error

@@ -149,5 +149,7 @@ async def _restore_schedule(
     if old.parameters and new.parameters != old.parameters:
         changes["parameters"] = old.parameters
     if changes:
+        # the server would clear parameters that are not sent
+        changes.setdefault("parameters", new.parameters)
         path = {"id": deployment.id, "schedule_id": new.id}
         await client.request("PATCH", "/deployments/{id}/schedules/{schedule_id}", path_params=path, json=changes)

@@ -17,6 +17,7 @@ import yaml
 
 from flows.configs.overrides import ConfigError
 from flows.ops.packaged_files import packaged_file
+from flows.ops.schedules import check_schedules_of_file, pause_bad_schedules
 from flows.ops.state import UpError
 
 PREFECT_YAML = "prefect.yaml"
@@ -45,15 +46,21 @@ def deployments_in(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def deploy(file: Path | None, *, pool: str, storage: str, engine_url: str, token: str) -> list[str]:
-    """Sets up the server of $PREFECT_API_URL; returns the names of the deployments. Raises UpError, ConfigError.
+def deploy(
+    file: Path | None, *, pool: str, storage: str, engine_url: str, token: str
+) -> tuple[list[str], list[str]]:
+    """Sets up the server of $PREFECT_API_URL; returns the names of the deployments, and a line for each schedule that
+    is paused because its runs could only fail. Raises UpError, and ConfigError also for such a schedule in the file.
 
     Without a `file`, runs work in the present working directory, else in the folder of the file.
     """
     path = find_prefect_yaml(file)
     folder = path.parent if file else Path.cwd()
-    names = [str(entry["name"]) for entry in deployments_in(path)]
+    entries = deployments_in(path)
+    check_schedules_of_file(entries)
+    names = [str(entry["name"]) for entry in entries]
     # imported here, since the import of Prefect takes seconds
+    from prefect import get_client
     from prefect.exceptions import PrefectHTTPStatusError
 
     # `prefect deploy` resets what people changed in the UI, so it is read before and restored after
@@ -64,9 +71,11 @@ def deploy(file: Path | None, *, pool: str, storage: str, engine_url: str, token
         from flows.ops.deployment_settings import save_deployment_settings
 
         save_deployment_settings(storage, engine_url, token)
+        with get_client(sync_client=True) as client:
+            paused = pause_bad_schedules(client._client)
     except PrefectHTTPStatusError as error:
         raise UpError(f"the Prefect server refused: {error}") from error
-    return names
+    return names, paused
 
 
 async def _restore(before: list[Any]) -> None:

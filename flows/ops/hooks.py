@@ -1,4 +1,5 @@
-"""Hooks that release the run of a flow whose process was killed. They run in the process that notices its end.
+"""Hooks that release the run of a flow whose process was killed, and that pause a schedule whose runs keep failing.
+They run in the process that notices the end.
 
 A flow that ends normally or by SIGTERM releases its run itself. After a kill, the engine would keep the run's weights
 until it needs the memory, the lease would stay taken, and child runs, which ran in the same process, would stay
@@ -7,9 +8,11 @@ Running.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
+import httpx
 from prefect import get_client
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import (
@@ -29,6 +32,7 @@ from engine.workspace import Workspace
 from flows.configs.common import FlowConfig
 from flows.ops.deployment_settings import with_deployment_settings
 from flows.ops.run_names import EVALUATION_KEY_PREFIX, run_key_of
+from flows.ops.schedules import pause_bad_schedules
 from flows.runs.code_version import code_version
 from flows.runs.session import release_run
 from storage.chain.leases import current_epoch, is_held, lease_holder
@@ -152,8 +156,24 @@ async def _end_children(client: PrefectClient, children: list[FlowRun], *, cance
         await client.set_flow_run_state(child.id, state, force=True)
 
 
+async def pause_schedule(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
+    """Pauses the schedule of a failed flow run if its runs keep failing in the same way: a hook for failure.
+
+    Prefect defines the names of the parameters."""
+    if not flow_run.auto_scheduled:
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            lines = await asyncio.to_thread(pause_bad_schedules, client._client)
+    except httpx.HTTPError as error:
+        log.warning("flow run %s failed, and its schedule is not checked: %s", flow_run.name, error)
+        return
+    for line in lines:
+        log.warning("%s", line)
+
+
 ON_END: dict[str, Any] = {
-    "on_failure": [release_lease],
+    "on_failure": [release_lease, pause_schedule],
     "on_crashed": [release_lease],
     "on_cancellation": [release_lease],
 }

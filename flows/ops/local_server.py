@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from flows.ops.processes import open_log
+from tasks.child_process import DIE_WITH_PARENT
 
 LOOPBACK = "127.0.0.1"
 SERVER_HOME = Path(".ostinato") / "prefect"
@@ -43,17 +44,6 @@ BATCH_SETTINGS = {
 need a third of the server's CPU time, and other requests no longer fail because SQLite is locked."""
 SETTLE_POLL_SECONDS = 2.0
 """Longer than the flush interval, so that a batch that is not written yet does not look like the end."""
-
-# Runs in the child before it becomes the server. PR_SET_PDEATHSIG (1) stays in force after exec. The signal is SIGKILL,
-# because no process would be left to follow a SIGTERM up. If the parent died before the call, getppid has changed.
-DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(sys.argv[1]):
-        sys.exit("the parent is gone")
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
 
 
 class ServerError(RuntimeError):
@@ -83,7 +73,7 @@ def local_prefect_server(home: Path, *, start_seconds: float = 120.0) -> Iterato
     home = home.absolute()
     home.mkdir(parents=True, exist_ok=True)
     # two servers that start in a new home would both create the tables, so the second one waits for the first
-    with _locked(home / "start.lock"), _reserved_port() as port:
+    with locked(home / "start.lock"), _reserved_port() as port:
         log = home / "server.log"
         process = _spawn(home, log, port)
         try:
@@ -174,9 +164,9 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], health_url: str, log: 
     # the process is checked first: one that has ended never answers
     while True:
         if process.poll() is not None:
-            raise ServerError(f"the Prefect server ended with status {process.returncode}; {_tail(log)}")
+            raise ServerError(f"the Prefect server ended with status {process.returncode}; {log_tail(log)}")
         if time.monotonic() > deadline:
-            raise ServerError(f"the Prefect server gave no answer within {start_seconds:.0f} s; {_tail(log)}")
+            raise ServerError(f"the Prefect server gave no answer within {start_seconds:.0f} s; {log_tail(log)}")
         try:
             if request_json(health_url) is True:
                 return
@@ -231,7 +221,7 @@ def request_json(url: str, post: Mapping[str, object] | None = None) -> object:
         return json.loads(answer.read())
 
 
-def _tail(log: Path) -> str:
+def log_tail(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         text = file.read().decode(errors="replace").strip()
@@ -239,7 +229,7 @@ def _tail(log: Path) -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -90,3 +90,10 @@ def run_key_of(flow_name: str, flow_run: FlowRun) -> str:
         time_text = scheduled_time.astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
         return f"{flow_name}-{str(flow_run.deployment_id)[:ID_LETTERS]}/{time_text}"
     return f"{flow_name}-{str(flow_run.id)[:ID_LETTERS]}"
+
+
+def expected_run_key(flow_name: str, flow_run: FlowRun) -> str:
+    """Returns the key of the run that a flow run has or will have: that of its config, or else its own."""
+    config = (flow_run.parameters or {}).get("config")
+    configured = config.get("run") if isinstance(config, dict) else None
+    return str(configured or run_key_of(flow_name, flow_run))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from flows.ops.local_server import LOOPBACK, no_proxy_with_loopback, server_environment
 from flows.ops.processes import UP_ID_ENV
-from flows.ops.state import Ports, UpError, UpState, token_file, write_private
+from flows.ops.state import TOKEN_ENV, TOKEN_FILE_ENV, Ports, UpError, UpState, token_file, write_private
 
 BUCKET = "ostinato"
 HEARTBEAT_SECONDS = 30
@@ -28,7 +28,6 @@ TAG = "ostinato"
 """Tag of all our deployments and their flow runs."""
 GRPC_OFFSET = 10_000
 """For each of its ports, seaweedfs also listens on the port with this number added."""
-TOKEN_ENV = "OSTINATO_ENGINE_TOKEN"
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class ServiceSpec:
 
 def services(state: UpState, home: Path) -> list[ServiceSpec]:
     """Returns the services in the order of their start: each depends only on those before it."""
-    specs = [_prefect(state, home), _engine(state, home), _worker(state, home)]
+    specs = [_prefect(state, home), _engine(state, home), _worker(state, home), _page(state, home)]
     if state.options.with_s3:
         specs.insert(0, _s3(state, home))
     return specs
@@ -108,7 +107,7 @@ def free_ports(*, with_s3: bool) -> Ports:
     s3_ports = {}
     if with_s3:
         s3_ports = {name: free_port(pair=True) for name in ("s3", "master", "volume", "filer")}
-    return Ports(engine=free_port(), worker=free_port(), **s3_ports)
+    return Ports(engine=free_port(), worker=free_port(), page=free_port(), **s3_ports)
 
 
 def free_port(*, pair: bool = False) -> int:
@@ -215,6 +214,7 @@ def _worker(state: UpState, home: Path) -> ServiceSpec:
         "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,
         "PREFECT_WORKER_WEBSERVER_PORT": str(health_port),
         "PREFECT_WORKER_QUERY_SECONDS": "5",
+        TOKEN_FILE_ENV: str(token_file(home).absolute()),
         # users' graders are modules in the folder in which they run `ostinato up`
         "PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH", "")))),
     }
@@ -226,6 +226,23 @@ def _worker(state: UpState, home: Path) -> ServiceSpec:
         start_seconds=120.0,
         needs="server",
         title=f"worker of the pool {state.options.pool}",
+    )
+
+
+def _page(state: UpState, home: Path) -> ServiceSpec:
+    # it loads users' graders, too, to check configs
+    command = _python(
+        "flows.cli.main", "page", "--storage", state.options.storage, "--server", state.api_url,
+        "--engine", state.engine_url, "--engine-token-file", str(token_file(home).absolute()),
+        "--port", str(state.ports.page),
+    )  # fmt: skip
+    return ServiceSpec(
+        "page",
+        command,
+        client_environment(state),
+        lambda: answers(f"{state.page_url}/health"),
+        start_seconds=120.0,
+        title=f"page at {state.page_url}",
     )
 
 

@@ -17,6 +17,11 @@ from storage.serialization import Frozen
 
 HOME = Path(".ostinato") / "up"
 """Folder of the state, relative to the working directory."""
+TOKEN_ENV = "OSTINATO_ENGINE_TOKEN"
+"""Environment variable with the engine's token, in every process that uses the engine of an `up`."""
+TOKEN_FILE_ENV = "OSTINATO_ENGINE_TOKEN_FILE"
+"""Environment variable with the path of the file that holds this token, in the flow runs of an `up`. Their logs name
+the file, because the variable with the token is not set in a user's shell."""
 
 
 class UpError(RuntimeError):
@@ -57,6 +62,7 @@ class Ports(Frozen):
     engine: int
     worker: int
     """Port of the worker's health check."""
+    page: int = 0
     s3: int = 0
     master: int = 0
     volume: int = 0
@@ -93,6 +99,10 @@ class UpState(Frozen):
     @property
     def engine_url(self) -> str:
         return f"http://127.0.0.1:{self.ports.engine}"
+
+    @property
+    def page_url(self) -> str:
+        return f"http://127.0.0.1:{self.ports.page}"
 
     @property
     def worker_health_url(self) -> str:

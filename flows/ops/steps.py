@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,7 @@ from prefect.states import Failed
 
 from flows.configs.overrides import ConfigError
 from flows.ops.processes import FLOW_RUN_ENV
-
-INPUT_KIND = "__prefect_kind"
-"""Key by which Prefect marks a value that its form has as text: {"__prefect_kind": "json", "value": "<JSON>"}."""
-REMEDY = "correct the parameters of the schedule (or of the run) on the deployment's page, with the form or as JSON"
+from flows.ops.schedules import check_names, pause_bad_schedules, read_json_inputs
 
 
 def work_in(folder: str) -> dict[str, str]:
@@ -50,58 +46,14 @@ def check_parameters() -> dict[str, Any]:
         except ConfigError as error:
             _log_error(flow_run, str(error))
             client.set_flow_run_state(flow_run.id, Failed(message=str(error)), force=True)
+            if flow_run.auto_scheduled:
+                pause_bad_schedules(client._client)
             # the exit status 0: the worker would report any other one as a crash
             raise SystemExit(0) from error
         if parameters != flow_run.parameters:
             # Prefect reads the flow run again after the pull steps
             client.update_flow_run(flow_run.id, parameters=parameters)
     return {}
-
-
-def read_json_inputs(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parameters with the value of each marked JSON text in its place. Raises ConfigError.
-
-    If the parameters as a whole are such a text, its values replace those of the deployment.
-    """
-    marked = {name: value for name, value in parameters.items() if name in (INPUT_KIND, "value")}
-    if INPUT_KIND not in marked:
-        return {name: _read_value(value, name) for name, value in parameters.items()}
-    others = {name: value for name, value in parameters.items() if name not in marked}
-    values = _read_value(marked, "the parameters")
-    if not isinstance(values, dict):
-        raise ConfigError(f'the parameters are {values!r:.80}, expected an object, {{"config": {{…}}}}; {REMEDY}')
-    return read_json_inputs(others) | values
-
-
-def check_names(parameters: dict[str, Any], schema: dict[str, Any]) -> None:
-    """Raises ConfigError for parameters that the flow does not have, and for required ones that are missing."""
-    known = list(schema.get("properties", {}))
-    unknown = sorted(parameters.keys() - set(known))
-    missing = [name for name in schema.get("required", []) if name not in parameters]
-    if not unknown and not missing:
-        return
-    names = ", ".join(sorted(parameters)) or "none"
-    raise ConfigError(f"the parameters of this run are {names}, and the flow takes {', '.join(known)}; {REMEDY}")
-
-
-def _read_value(value: Any, name: str) -> Any:
-    """The value with marked JSON texts replaced by what they say. `name` is its name in messages."""
-    if isinstance(value, list):
-        return [_read_value(item, f"{name}.{index}") for index, item in enumerate(value)]
-    if not isinstance(value, dict):
-        return value
-    if INPUT_KIND not in value:
-        return {key: _read_value(item, f"{name}.{key}") for key, item in value.items()}
-    kind = value[INPUT_KIND]
-    if kind not in ("json", "none"):
-        raise ConfigError(f"{name} has input of the kind {kind!r}, which schedules do not resolve; {REMEDY}")
-    text = value.get("value", {})
-    if kind == "none" or not isinstance(text, str):
-        return _read_value(text, name)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: {text!r:.80} is not JSON ({error}); {REMEDY}") from error
 
 
 def _log_error(flow_run: FlowRun, message: str) -> None:

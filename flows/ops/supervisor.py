@@ -28,7 +28,8 @@ from flows.ops.processes import (
     spawn,
     terminate_all,
 )
-from flows.ops.reconcile import fail_runs_that_never_began, reconcile, reschedule_crashed_runs
+from flows.ops.reconcile import TIMEOUT_SECONDS, fail_runs_that_never_began, reconcile, reschedule_crashed_runs
+from flows.ops.schedules import pause_bad_schedules
 from flows.ops.services import ServiceSpec, client_environment, is_free, services, worker_name
 from flows.ops.state import UpError, UpState, forget_state, save_state
 
@@ -116,9 +117,12 @@ class Supervisor:
         self.log(f"the deployments are created ({self._elapsed()})")
         if not self._alive("worker"):
             self._end_orphaned_flows()
-            self._spawn(by_name["worker"])
-        for name in ("engine", "worker"):
-            self._wait(by_name[name])
+        last = [by_name[name] for name in ("engine", "worker", "page") if name in by_name]
+        for service in last:
+            if not self._alive(service.name):
+                self._spawn(service)
+        for service in last:
+            self._wait(service)
         self._update_state(ready=True)
 
     def watch(self) -> None:
@@ -207,12 +211,15 @@ class Supervisor:
             self.log(line)
 
     def _reschedule_crashed_runs(self) -> None:
-        """Reschedules crashed runs. If server or worker do not answer, the next interval tries again."""
+        """Reschedules crashed runs, and pauses schedules whose runs can only fail. If server or worker do not answer,
+        the next interval tries again."""
         self._last_crash_search = time.monotonic()
         if not self._alive("server") or not self._alive("worker"):
             return
         try:
             lines = reschedule_crashed_runs(self.state.api_url, self.state.options.pool)
+            with httpx.Client(base_url=self.state.api_url, timeout=TIMEOUT_SECONDS, trust_env=False) as client:
+                lines += pause_bad_schedules(client)
         except httpx.HTTPError:
             return
         for line in lines:

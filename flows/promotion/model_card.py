@@ -22,6 +22,7 @@ from storage.store.artifacts import Provenance, commit_bytes, find_artifact, rea
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
 from tasks.evaluation.model_comparison import compare, comparison_markdown
+from tasks.evaluation.validation_curve import curves, read_validations
 
 EVIDENCE = {
     "baseline": "compared with", "start": "trained from", "dataset": "training data", "training_run": "training run",
@@ -61,6 +62,7 @@ def render_card(store: ObjectStore, name: str, version: str, decision: Decision 
         _origin(lineage),
         _training(stages),
         *(_fork(segment) for segment in lineage.segments),
+        _held_out(store, stages),
         _config_of_last_run(stages),
         _data(store, name, version, lineage),
         *decision_sections(store, decision),
@@ -148,6 +150,19 @@ def _training(stages: list[_CardStage]) -> str:
             f"| `{stage.run}` | `{stage.stage}` | {stage.algorithm} | {steps} | {rate} | {seed} | `{stage.head[:16]}` |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _held_out(store: ObjectStore, stages: list[_CardStage]) -> str:
+    """The first and the last measurement on held-out rows in each stage: rewards and validation losses."""
+    lines = []
+    for stage in stages:
+        for name, points in curves(read_validations(store, stage.run, stage.stage, last_step=stage.last)).items():
+            (first, before), (last, after) = points[0], points[-1]
+            cells = f"| `{stage.run}/{stage.stage}` | {name} | {before:.4g} (step {first}) |"
+            lines.append(f"{cells} {after:.4g} (step {last}) |" if last > first else f"{cells} – |")
+    if not lines:
+        return ""
+    return "\n".join(["## Held-out results\n", "| stage | measure | first | last |", "|-|-|-:|-:|", *lines]) + "\n"
 
 
 def _fork(segment: ChainSegment) -> str:

@@ -14,7 +14,6 @@ import inspect
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
@@ -37,9 +36,10 @@ from pydantic import BaseModel, ValidationError
 from flows.configs.overrides import WHOLE, ConfigError, validation_lines
 from flows.display.log_file import log_failure, log_file
 from flows.ops.hooks import ON_END
-from flows.ops.local_server import SERVER_HOME, local_prefect_server, use_server
+from flows.ops.local_server import SERVER_HOME, use_server
 from flows.ops.run_names import flow_run_title
 from flows.ops.termination import TooManyAttempts
+from flows.ops.warm_server import warm_prefect_server
 from flows.runs.expected_errors import EXPECTED_ERRORS
 
 Config = TypeVar("Config")
@@ -180,12 +180,11 @@ def checked_flow(
 
 
 async def with_server(call: Coroutine[Any, Any, R]) -> R:
-    """Awaits a call of a flow. If no Prefect server is configured, one is started that ends with this process.
+    """Awaits a call of a flow. If no Prefect server is configured, that of the working directory is used.
 
     Prefect would start a server that outlives a process which is killed.
     """
-    # Linux counts the end of the thread that started a server as the end of the process
-    if PREFECT_API_URL.value() or threading.current_thread() is not threading.main_thread():
+    if PREFECT_API_URL.value():
         return await call
     with use_server(_server_of_this_process()):
         return await call
@@ -193,14 +192,14 @@ async def with_server(call: Coroutine[Any, Any, R]) -> R:
 
 @cache
 def _server_of_this_process() -> str:
-    """Starts a Prefect server for the rest of this process, and returns the url of its API."""
+    """Uses a Prefect server for the rest of this process, and returns the url of its API."""
     server = contextlib.ExitStack()
-    handle = server.enter_context(local_prefect_server(SERVER_HOME.absolute()))
+    handle = server.enter_context(warm_prefect_server(SERVER_HOME))
     atexit.register(server.close)
     # two flows may run at once, and the end of the first one must not take the server from the other
     os.environ["PREFECT_API_URL"] = handle.api_url
     refresh_global_settings_context()
-    get_logger().info("Prefect UI while this runs: %s", handle.ui_url)
+    get_logger().info("Prefect UI: %s", handle.ui_url)
     return handle.api_url
 
 

@@ -7,10 +7,11 @@ speed, so that a run may take longer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from engine.errors import BadSpec
 from engine.memory_plan.plan import budgeted_bytes
@@ -19,11 +20,13 @@ from engine.memory_plan.shape import ModelShape, read_shape, stored_shape
 from engine.models.folder import local_folder, parameter_count, registered_model
 from engine.protocol import EngineInfo
 from flows.callbacks import Cadence
-from flows.configs.common import CheckpointConfig, ModelConfig, StageConfig, TrainingConfig
+from flows.configs.common import CheckpointConfig, StageConfig, TrainingConfig
+from flows.configs.inputs import ModelConfig
 from flows.configs.ppo import ValueModelConfig
 from flows.runs.durations import FAST_STORE, FIXED_START_SECONDS, TASK_SECONDS, Durations, StoreSpeed
 from flows.runs.expected_errors import DoesNotFit
 from flows.training.checkpointing import MIN_SECONDS, SAVES_BETWEEN, CheckpointSchedule
+from storage.serialization import canonical_text
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import RowReader
@@ -40,7 +43,10 @@ MOMENTS = 2
 EFFICIENCY = 0.4
 """Share of the measured matrix speed that packed training and batched decoding reach."""
 CHARACTERS_PER_TOKEN = 4
-"""Typical number of characters of rendered text per token."""
+"""Typical number of characters of a turn's text per token."""
+TURN_TOKENS = 5
+"""Tokens that a chat template adds to each turn, as ChatML does: <|im_start|>, the role, a line break, <|im_end|> and
+another line break."""
 BYTES_PER_STORED_TOKEN = 16
 """Compressed size of one token's id, weight and logprobs in the tables of a step."""
 OBJECTS_PER_TASK = 2
@@ -104,7 +110,7 @@ class Estimate:
 def estimate(
     store: ObjectStore,
     config: TrainingConfig,
-    base: ArtifactRef,
+    base: ArtifactRef | None,
     datasets: Sequence[LoadedDataset],
     info: EngineInfo,
     *,
@@ -114,6 +120,7 @@ def estimate(
 ) -> Estimate:
     """Estimates what is left of a run of `config` on the engine that `info` describes.
 
+    `base` None is the model that `config.model` names, a folder or a registered model that is not imported yet.
     `datasets` are those of the stages, `heldout` are the rows that the run evaluates on, `speed` is that of the store,
     and `committed` are the committed steps of each stage that has begun.
     """
@@ -132,7 +139,7 @@ def estimate(
 def _estimate_stage(
     store: ObjectStore,
     config: StageConfig,
-    base: ArtifactRef,
+    base: ArtifactRef | None,
     data: LoadedDataset,
     info: EngineInfo,
     heldout: LoadedDataset | None,
@@ -141,17 +148,16 @@ def _estimate_stage(
 ) -> Estimate:
     """The estimate of a stage of which `done` steps are committed."""
     # one step of the trained model
-    shape = _shape(store, base)
+    shape = _named_shape(store, config.model.key) if base is None else _shape(store, base)
     parameters = shape.parameters
     steps, frozen = config.count_steps(data.rows), config.needs_reference
     stored_tokens = config.tokens_per_step(data.rows, _mean_row_tokens(store, data))
-    passes = 2.0 * config.passes_before_gradient + 6.0 * config.passes_of_gradient
-    operations = parameters * stored_tokens * passes
+    operations = parameters * stored_tokens * (2.0 * config.passes_before_gradient + 6.0 * config.passes_of_gradient)
     trained = shape.with_scalar_head() if config.has_scalar_head else shape
     memory = _memory(info, trained, config.model, frozen=int(frozen))
     steps_left = None if steps is None else max(0, steps - done)
-    disk = None if steps_left is None else _disk(config, config.model, shape, steps_left)
-    loaded_parameters, saved_bytes = parameters * (1 + frozen), _checkpoint_bytes(config.model, shape)
+    loaded_parameters, published_parameters = parameters * (1 + frozen), parameters
+    saved_bytes = _checkpoint_bytes(config.model, shape)
 
     # the value model reads every token, and is trained as often as the policy
     value_model = config.critic
@@ -160,27 +166,36 @@ def _estimate_stage(
         adapters = [model.adapter for model in (config.model, value_model) if model.adapter is not None]
         shared = value_model.key is None and len(adapters) == 2 and adapters[0].load_in_4bit == adapters[1].load_in_4bit
         memory += _memory(info, value_shape.with_scalar_head(), value_model, own_base=not shared)
-        if steps_left is not None and disk is not None:
-            disk += _disk(config, value_model, value_shape, steps_left)
         loaded_parameters += value_shape.parameters
+        published_parameters += value_shape.parameters
         saved_bytes += _checkpoint_bytes(value_model, value_shape)
         operations += value_shape.parameters * stored_tokens * (2.0 + 6.0 * config.passes_of_gradient)
 
-    if steps is None or steps_left is None or disk is None:
+    # the teacher reads every token, and is held as a frozen model
+    if config.teacher_key is not None:
+        teacher_shape = _named_shape(store, config.teacher_key)
+        memory += teacher_shape.parameters * MASTER_BYTES
+        loaded_parameters += teacher_shape.parameters
+        operations += 2.0 * (teacher_shape.parameters - parameters) * stored_tokens
+
+    if steps is None or steps_left is None:
         return Estimate(memory_bytes=memory, disk_bytes=None, durations=None)
-    operations_per_second = EFFICIENCY * info.operations_per_second
-    step_bytes = stored_tokens * BYTES_PER_STORED_TOKEN
+    per_second, step_bytes = EFFICIENCY * info.operations_per_second, stored_tokens * BYTES_PER_STORED_TOKEN
     evaluation = _evaluation_operations(store, config, parameters, heldout, range(done, steps + 1))
-    step_seconds, save_seconds = operations / operations_per_second, speed.write_seconds(saved_bytes, FILES)
+    step_seconds, save_seconds = operations / per_second, speed.write_seconds(saved_bytes, FILES)
     written = _checkpoints_written(config.checkpoints, steps, done, step_seconds, save_seconds)
     durations = Durations(
         start=FIXED_START_SECONDS + loaded_parameters * MASTER_BYTES / speed.read_bytes_per_second,
         steps=steps_left * step_seconds,
-        evaluation=evaluation / operations_per_second,
+        evaluation=evaluation / per_second,
         checkpoints=written * save_seconds + speed.write_seconds(parameters * MASTER_BYTES, FILES),
         storage=steps_left * _storage_seconds(config, step_bytes, speed),
     )
-    return Estimate(memory_bytes=memory, disk_bytes=disk + steps_left * step_bytes, durations=durations)
+    # checkpoints on the disk at one time, with one that is being written, and the published model
+    by_time = int(durations.steps / config.checkpoints.recovery_seconds)
+    held = min(_checkpoints(config.checkpoints, steps_left) + 1, written + by_time)
+    disk = held * saved_bytes + published_parameters * MASTER_BYTES + steps_left * step_bytes
+    return Estimate(memory_bytes=memory, disk_bytes=disk, durations=durations)
 
 
 def _evaluation_operations(
@@ -221,8 +236,11 @@ def _checkpoints_written(
 def _value_shape(store: ObjectStore, value_model: ValueModelConfig, policy: ModelShape) -> ModelShape:
     """The shape of the value model, which is by default a copy of the policy. Raises BadSpec, CorruptArtifact."""
     key = value_model.key
-    if key is None:
-        return policy
+    return policy if key is None else _named_shape(store, key)
+
+
+def _named_shape(store: ObjectStore, key: str) -> ModelShape:
+    """The shape of a folder or of a registered model. Raises BadSpec, BadModelFolder, CorruptArtifact."""
     folder = local_folder(key)
     return _shape(store, registered_model(store, key)) if folder is None else read_shape(folder)
 
@@ -244,12 +262,6 @@ def _memory(info: EngineInfo, shape: ModelShape, model: ModelConfig, *, frozen: 
     device: Literal["cpu", "cuda"] = "cuda" if info.spec.device == "cuda" else "cpu"
     machine = Machine(device, "engine", info.devices, info.memory_bytes, None)
     return budgeted_bytes(info.spec, work, machine, own_base=own_base)
-
-
-def _disk(config: StageConfig, model: ModelConfig, shape: ModelShape, steps: int) -> int:
-    """Bytes of the checkpoints that are kept, of one that is being written, and of the published model."""
-    checkpoint_bytes = _checkpoint_bytes(model, shape)
-    return (_checkpoints(config.checkpoints, steps) + 1) * checkpoint_bytes + shape.parameters * MASTER_BYTES
 
 
 def _checkpoint_bytes(model: ModelConfig, shape: ModelShape) -> int:
@@ -274,7 +286,7 @@ def _checkpoints(config: CheckpointConfig, steps: int) -> int:
 def _mean_row_tokens(store: ObjectStore, data: LoadedDataset) -> int:
     """Approximate mean length in tokens of the first rows of the table or, of a mixture, those that are read first.
 
-    A preference pair counts both of its conversations.
+    A preference pair counts both of its conversations. Images are not counted.
     """
     indices = list(range(min(SAMPLED_ROWS, data.rows)))
     if data.parts:
@@ -285,10 +297,19 @@ def _mean_row_tokens(store: ObjectStore, data: LoadedDataset) -> int:
     finally:
         reader.close()
     # characters instead of tokens, because no tokenizer is loaded here
-    characters = 0
+    tokens = 0.0
     for row in rows:
-        characters += sum(len(str(row[name])) for name in THREAD_COLUMNS[data.ref.kind])
-    return max(1, int(characters / max(1, len(rows)) / CHARACTERS_PER_TOKEN))
+        for name in THREAD_COLUMNS[data.ref.kind]:
+            for turn in json.loads(row[name])["turns"]:
+                tokens += _content_characters(turn["content"]) / CHARACTERS_PER_TOKEN + TURN_TOKENS
+    return max(1, int(tokens / max(1, len(rows))))
+
+
+def _content_characters(content: str | list[dict[str, Any]] | None) -> int:
+    """Characters of a turn's text or, of fragments, of their JSON without the images."""
+    if not isinstance(content, list):
+        return len(content or "")
+    return sum(len(canonical_text(part)) for part in content if part["kind"] != "image")
 
 
 def _sum(first: N | None, second: N | None) -> N | None:

@@ -8,6 +8,7 @@ from flows.configs.sweep import TrialsFailed
 from storage.errors import StorageError
 from tasks.datasets.errors import DatasetError
 from tasks.environments.spec import EnvironmentSpecError
+from tasks.evaluation.harness import HarnessError
 from tasks.graders.spec import GraderSpecError
 from tasks.loggers.base import LoggerMissing
 from tasks.plans import TooManyMasked
@@ -19,5 +20,5 @@ class DoesNotFit(ValueError):
 
 EXPECTED_ERRORS = (
     ConfigError, DoesNotFit, EngineError, StorageError, DatasetError, GraderSpecError, EnvironmentSpecError,
-    LoggerMissing, TooManyMasked, TrialsFailed,
+    LoggerMissing, TooManyMasked, TrialsFailed, HarnessError,
 )  # fmt: skip

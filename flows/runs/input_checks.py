@@ -14,9 +14,11 @@ from engine.import_paths import ImportPathError
 from engine.models.folder import ModelFolder, local_folder, registered_model
 from engine.models.hub import check_hub_model, hub_repo_of_key
 from engine.models.openai_model import SCHEME
-from flows.configs.common import GraderConfig, ModelConfig, TrainingConfig
+from flows.configs.common import TrainingConfig
+from flows.configs.distill import TeacherConfig
 from flows.configs.environments import EnvironmentConfig
 from flows.configs.evaluation import EvaluationFlowConfig
+from flows.configs.inputs import GraderConfig, ModelConfig
 from flows.configs.optimizer import OptimizerConfig
 from flows.configs.overrides import ConfigError
 from flows.parameters import Dataset, Grader, Model
@@ -35,7 +37,7 @@ from tasks.graders.spec import GraderSpecError, grader_spec
 IMPORTED = (GraderConfig, EnvironmentConfig, Grader)
 """Parts that name code, besides datasets."""
 INPUTS = (Model, DeclaredDataset, *IMPORTED)
-"""Parts of configs that name something outside of the config, besides ModelConfig."""
+"""Parts of configs that name something outside of the config, besides ModelConfig and TeacherConfig."""
 MISSING = (
     BadModelFolder, PermanentStorageError, DatasetError, ImportPathError, GraderSpecError, EnvironmentSpecError,
     ValidationError,
@@ -46,27 +48,34 @@ MISSING = (
 def check_inputs(config: BaseModel, store: ObjectStore, commits: Mapping[str, str] | None = None) -> None:
     """Raises ConfigError that names each field whose file, model or dataset is not there. If all are there: each field
     whose grader, environment or other code cannot be used. `commits`: those that the run uses of the hub's branches."""
-    inputs = list(named_inputs(config))
     # an import may take seconds, so that files are checked first
-    files = [entry for entry in inputs if not _imports_code(entry[1])]
-    code = [entry for entry in inputs if _imports_code(entry[1])]
-    for group in (files, code):
-        problems = []
-        for path, spec in group:
-            try:
-                _check(spec, store, commits or {})
-            except MISSING as error:
-                # the messages about graders and environments begin with these words
-                field = path.rpartition(".")[2]
-                problems.append(f"{path}: {str(error).removeprefix(f'{field} ')}")
+    for imports_code in (False, True):
+        problems = [f"{path}: {why}" for path, why in input_problems(config, store, commits, imports_code=imports_code)]
         if problems:
             raise ConfigError("\n".join(problems))
+
+
+def input_problems(
+    config: BaseModel, store: ObjectStore, commits: Mapping[str, str] | None = None, *, imports_code: bool
+) -> Iterator[tuple[str, str]]:
+    """Yields (dotted path, message) of each input that is not there or cannot be used: of those that name code, or of
+    the others."""
+    for path, spec in named_inputs(config):
+        if _imports_code(spec) != imports_code:
+            continue
+        try:
+            _check(spec, store, commits or {})
+        except MISSING as error:
+            # the messages about graders and environments begin with these words
+            field = path.rpartition(".")[2]
+            yield path, str(error).removeprefix(f"{field} ")
 
 
 def check_warmup(config: TrainingConfig) -> None:
     """Raises ConfigError for a warm-up that is longer than the run. A run that began with one may continue."""
     for name, stage in config.stages.items():
-        prefix, steps = f"{name}." if name else "", stage.algorithm.steps
+        # the steps of a round of rejection sampling depend on what it keeps
+        prefix, steps = f"{name}." if name else "", getattr(stage.algorithm, "steps", None)
         _check_warmup_of(prefix, "optimizer", stage.optimizer, steps)
         if stage.critic is not None:
             _check_warmup_of(prefix, "value_model.optimizer", stage.critic.optimizer_over(stage.optimizer), steps)
@@ -100,7 +109,7 @@ def named_inputs(config: BaseModel) -> Iterator[tuple[str, Any]]:
 
 def _inputs(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every part of a config that names something outside, with its dotted path."""
-    if isinstance(value, ModelConfig):
+    if isinstance(value, ModelConfig | TeacherConfig):
         yield f"{path}.key", value
     elif isinstance(value, INPUTS) and not isinstance(value, MixtureDataset):
         yield path, value
@@ -123,7 +132,7 @@ def _check(spec: Any, store: ObjectStore, commits: Mapping[str, str]) -> None:
     match spec:
         case str():
             _check_model(resolve_model(store, spec), store, commits)
-        case ModelConfig(key=str() as key) | Model(key=key):
+        case ModelConfig(key=str() as key) | TeacherConfig(key=key) | Model(key=key):
             _check_model(key, store, commits)
         case DeclaredDataset():
             spec.check(store)
@@ -189,7 +198,7 @@ def hub_repo_of_input(value: Any) -> HubRepo | None:
     match value:
         case str() as key:
             return hub_repo_of_key(key)
-        case ModelConfig(key=str() as key) | Model(key=key):
+        case ModelConfig(key=str() as key) | TeacherConfig(key=key) | Model(key=key):
             return hub_repo_of_key(key)
         case DeclaredDataset():
             return value.hub_repo()

@@ -18,6 +18,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from engine.specs.engine import EngineSpec, LocalEngineSpec
 from flows.catalogue import AnyTraining
 from flows.configs.common import TrainingConfig
+from flows.configs.evaluation import EvaluationFlowConfig
+from flows.configs.forms import FormConfig
 from flows.configs.overrides import RULES, describe_validation
 from flows.ops.state import write_private
 from storage.chain.fork import read_fork
@@ -25,6 +27,7 @@ from storage.chain.leases import check_not_deleted
 from storage.chain.listing import stages_of
 from storage.chain.run_record import RunInfo, find_run
 from storage.errors import CorruptArtifact, ObjectNotFound
+from storage.registry.models import find_model, list_versions
 from storage.store import keys
 from storage.store.objects import ObjectStore
 
@@ -58,11 +61,14 @@ class RecordedConfig:
     """Values to write, without those that equal their default."""
     is_complete: bool = True
     """False for a run of an earlier version, which did not record all settings."""
+    models: frozenset[str] = frozenset()
+    """Digests of the models that the run began with."""
 
     @property
     def text(self) -> str:
         """The config as YAML."""
-        command = f"'ostinato run {self.flow} --config FILE'" if self.flow else "the parameters of its recipe"
+        command = "evaluate" if self.flow == "evaluation" else f"run {self.flow}"
+        command = f"'ostinato {command} --config FILE'" if self.flow else "the parameters of its recipe"
         head = f"# The config of run {self.run}: {command}\n"
         if not self.is_complete:
             head += (
@@ -70,6 +76,25 @@ class RecordedConfig:
                 "such as\n# grader.timeout_seconds. Add those that were set.\n"
             )
         return head + config_yaml(self.values)
+
+    def copied(self, store: ObjectStore) -> dict[str, Any]:
+        """The values for another run: without the key, and with the versions of models that this run began with, which
+        `name` and `name@champion` may name no longer."""
+        values = {name: value for name, value in self.values.items() if name != "run"}
+        if self.flow == "evaluation":
+            values["models"] = [self._with_version(store, key) for key in values.get("models", ())]
+        elif self.flow is not None:
+            values["model"] = values["model"] | {"key": self._with_version(store, values["model"]["key"])}
+        return values
+
+    def _with_version(self, store: ObjectStore, key: str) -> str:
+        """`name@version` of a registered model that the run began with. Any other key is returned unchanged."""
+        name = key.partition("@")[0]
+        for version in list_versions(store, name) if keys.is_name(name) else ():
+            ref = find_model(store, name, version)
+            if ref is not None and ref.sha256 in self.models:
+                return f"{name}@{version}"
+        return key
 
     @property
     def engine_token(self) -> str | None:
@@ -90,7 +115,11 @@ def read_config(store: ObjectStore, run: str) -> RecordedConfig:
     info = _find_info(store, run)
     # only training flows and recipes have a seed of their own
     if "seed" not in info.semantic:
-        raise ObjectNotFound(f"run {run!r} trains nothing: it is an evaluation or a comparison, and has no config")
+        # earlier versions recorded no evaluation's config
+        if FLOW in info.other:
+            return _evaluation_config(run, info)
+        what = "a comparison, or an evaluation of an earlier version, and has no config"
+        raise ObjectNotFound(f"run {run!r} trains nothing: it is {what}")
     is_fork = info.run != run
     values = {"run": run} | _merged(info.semantic, info.other) | {"run": run}
     # the run keeps its record of the hub's commits
@@ -103,7 +132,7 @@ def read_config(store: ObjectStore, run: str) -> RecordedConfig:
         location = {"run": run} | ({"storage": values["storage"]} if is_fork else {})
         return RecordedConfig(run=run, flow=None, values=_recipe_values(values, info.run) | location)
     # the digests of the inputs
-    values.pop("inputs", None)
+    digests = values.pop("inputs", {})
     flow = values.pop(FLOW, None) or _flow_of_stages(store, info)
     is_complete = "publish_as" in values["model"]
     try:
@@ -111,7 +140,19 @@ def read_config(store: ObjectStore, run: str) -> RecordedConfig:
     except ValidationError as error:
         problems = describe_validation(error, TrainingConfig)
         raise CorruptArtifact(f"{keys.run_json(info.run)} is not a config of this version: {problems}") from error
-    return RecordedConfig(run=run, flow=flow, values=_short(training.config), is_complete=is_complete)
+    models = frozenset({digests["model"]} if "model" in digests else ())
+    return RecordedConfig(run, flow, _short(training.config), is_complete, models)
+
+
+def _evaluation_config(run: str, info: RunInfo) -> RecordedConfig:
+    values = {name: value for name, value in info.other.items() if name not in (FLOW, HUB)}
+    inputs: Any = info.semantic["inputs"]
+    try:
+        config = EvaluationFlowConfig.model_validate({"run": run} | values)
+    except ValidationError as error:
+        problems = describe_validation(error, EvaluationFlowConfig)
+        raise CorruptArtifact(f"{keys.run_json(run)} is not a config of this version: {problems}") from error
+    return RecordedConfig(run, "evaluation", _short(config), models=frozenset(filter(None, inputs["models"].values())))
 
 
 def write_config(config: RecordedConfig, folder: Path) -> tuple[Path, bool]:
@@ -174,7 +215,7 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def _short(config: TrainingConfig) -> dict[str, Any]:
+def _short(config: FormConfig) -> dict[str, Any]:
     """The values of a config without those that equal their default, if they give the same config, else all."""
     values = _without_defaults(config)
     if type(config).model_validate(values) == config:
@@ -191,4 +232,6 @@ def _without_defaults(record: BaseModel) -> dict[str, Any]:
             values.pop(name, None)
         elif isinstance(value, BaseModel):
             values[name] = _without_defaults(value)
+        elif isinstance(value, tuple) and all(isinstance(item, BaseModel) for item in value):
+            values[name] = [_without_defaults(item) for item in value]
     return values

@@ -31,10 +31,12 @@ from flows.runs.estimate import estimate
 from flows.runs.events import announce_dataset
 from flows.runs.input_checks import check_inputs, check_length, check_warmup, commits_entry, hub_commits
 from flows.runs.recorded_config import FLOW
+from flows.training.endings import ending_of
 from flows.training.watch import announce_pause
 from storage.chain.fork import check_fork
 from storage.chain.leases import acquire_lease, release_lease
-from storage.chain.listing import committed_steps
+from storage.chain.listing import committed_steps, stage_position
+from storage.chain.records import PolicyRef
 from storage.chain.run_record import create_or_check_run, machine_info
 from storage.errors import StorageError
 from storage.registry.models import registered_key
@@ -45,7 +47,7 @@ from storage.store.objects import find_store_id, read_json
 from storage.worklog import log_work
 from tasks.datasets.load import LoadedDataset, load_dataset
 from tasks.datasets.load_order import load_order
-from tasks.datasets.spec import DatasetUse, DeclaredDataset, RegisteredDataset, TrainingSource
+from tasks.datasets.spec import DatasetUse, DeclaredDataset, HeldoutSplit, RegisteredDataset
 from tasks.graders.running.shared_graders import tear_down_idle_graders
 from tasks.load import load_prompts
 
@@ -140,7 +142,10 @@ async def open_run(config: TrainingConfig, logger: TerminalProgress) -> AsyncIte
             logger.note(f"a new store is created at {store.url}")
 
         # refuse a run that does not fit before anything of it is written
-        notes = await _check_fit(workspace, config, base, datasets, logger, resumed=resumed)
+        ended = await asyncio.to_thread(_past_ending, workspace, config)
+        notes = []
+        if ended is not None or read_result(workspace) is None:
+            notes = await _check_fit(workspace, config, base, datasets, logger, resumed=resumed)
 
         # create the run, or check that a resumed one has the same inputs
         inputs = _input_digests(base, datasets)
@@ -149,6 +154,10 @@ async def open_run(config: TrainingConfig, logger: TerminalProgress) -> AsyncIte
             source.record_version(workspace.open_store(), workspace.run, use, datasets[name])
         # from here on, this process alone acts for the run
         workspace = await asyncio.to_thread(take_lease, workspace)
+        if ended is not None:
+            # from here on, the run is unfinished
+            await asyncio.to_thread(store.delete, keys.result_json(workspace.run))
+            notes.append(f"the run ended after step {ended['step']}: {ended['reason']}. It goes on by the new rules")
         logger.logging = config.logging
         for line in (*notes, *(f"warning: {warning}" for warning in warnings)):
             logger.note(line)
@@ -164,14 +173,16 @@ async def open_run(config: TrainingConfig, logger: TerminalProgress) -> AsyncIte
             await release_run(workspace)
 
 
-async def _with_imported_value_model(workspace: Workspace, config: TrainingConfig) -> TrainingConfig:
-    """Returns the config with the registered model in place of a value model of the hub, for the estimate."""
-    value_model = config.critic
-    if value_model is None or value_model.key is None or hub_repo_of_key(value_model.key) is None:
-        return config
-    model = await import_model(workspace, value_model.key)
-    registered = value_model.model_copy(update={"key": registered_key(model)})
-    return config.model_copy(update={"value_model": registered})
+async def _with_imported_models(workspace: Workspace, config: TrainingConfig) -> TrainingConfig:
+    """Returns the config with the registered models in place of a value model and a teacher of the hub, for the
+    estimate."""
+    for name in ("value_model", "teacher"):
+        part = getattr(config, name, None)
+        if part is not None and part.key is not None and hub_repo_of_key(part.key) is not None:
+            model = await import_model(workspace, part.key)
+            registered = part.model_copy(update={"key": registered_key(model)})
+            config = config.model_copy(update={name: registered})
+    return config
 
 
 def _create_or_check_run(
@@ -205,13 +216,13 @@ def _check_config(workspace: Workspace, config: TrainingConfig, *, resumed: bool
 
 def _heldout_source(workspace: Workspace, config: TrainingConfig) -> DeclaredDataset | None:
     """The held-out data in the version that the run uses. None: it has none. Raises DatasetError."""
-    source, use = config.data.heldout, config.data.heldout_use
+    source, use = config.data.heldout_rows, config.data.heldout_use
     if source is None:
         return None
     return source.resolved(workspace.open_store(), use, run=workspace.run, commits=workspace.hub)
 
 
-def _load(workspace: Workspace, source: TrainingSource, use: DatasetUse, logger: TerminalProgress) -> LoadedDataset:
+def _load(workspace: Workspace, source: DeclaredDataset, use: DatasetUse, logger: TerminalProgress) -> LoadedDataset:
     """Loads a dataset and its order, announces it if it is new, and notes the version of a registered one."""
     title = source.title
     data = load_prompts(workspace, source, use, LoadLines(title, logger.note))
@@ -233,14 +244,11 @@ async def _check_fit(
     *,
     resumed: bool,
 ) -> list[str]:
-    """Estimates what is left of the run. Returns the estimate as a line of text, and nothing for a finished run. Raises
-    DoesNotFit."""
-    if read_result(workspace) is not None:
-        return []
+    """Estimates what is left of the run. Returns the estimate as a line of text. Raises DoesNotFit."""
     heldout = _load_heldout(workspace, config, logger)
     store, info = workspace.open_store(), await workspace.connect().info()
     committed = tuple((await asyncio.to_thread(committed_steps, store, workspace.run)).values())
-    config = await _with_imported_value_model(workspace, config)
+    config = await _with_imported_models(workspace, config)
     stage_data, speed = tuple(datasets.values()), await asyncio.to_thread(measure_store, store)
     expected = estimate(store, config, base, stage_data, info, heldout=heldout, speed=speed, committed=committed)
     expected.check(info, resumed=resumed)
@@ -254,7 +262,10 @@ def _load_heldout(workspace: Workspace, config: TrainingConfig, logger: Terminal
         return None
     store, use = workspace.open_store(), config.data.heldout_use
     on_progress = LoadLines(source.title, logger.note)
-    return load_dataset(store, source, use=use, provenance=workspace.provenance, on_progress=on_progress)
+    data = load_dataset(store, source, use=use, provenance=workspace.provenance, on_progress=on_progress)
+    if isinstance(config.data.heldout, HeldoutSplit):
+        logger.note(f"held out: {data.rows:,} rows of {source.title} (split: {config.data.heldout.split:g})")
+    return data
 
 
 def _input_digests(base: ArtifactRef, datasets: Mapping[str, LoadedDataset]) -> dict[str, str]:
@@ -314,11 +325,33 @@ def finish_run(session: RunSession, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_result(workspace: Workspace, result: dict[str, Any]) -> dict[str, Any]:
-    """Writes the result unless the run has one already; returns the result that is stored."""
-    put = workspace.open_store().put_if_absent(keys.result_json(workspace.run), canonical_json(result))
+    """Writes the result unless the run has one already; returns the result that is stored. That of a run that ended by
+    a rule after fewer steps is replaced: a process may write it although another one continues the run."""
+    store, key = workspace.open_store(), keys.result_json(workspace.run)
+    put = store.put_if_absent(key, canonical_json(result))
     if put.won:
         return result
-    return read_result(workspace) or result
+    stored = read_result(workspace)
+    if stored is not None and "ending" in stored and "policy" in result and _position(result) > _position(stored):
+        store.delete(key)
+        return write_result(workspace, result)
+    return stored or result
+
+
+def _position(result: dict[str, Any]) -> tuple[int, int]:
+    """The number of the stage and the step of a result's policy. The steps of each stage count from 0."""
+    policy = PolicyRef.from_uri(result["policy"])
+    return stage_position(policy.stage), policy.step
+
+
+def _past_ending(workspace: Workspace, config: TrainingConfig) -> dict[str, Any] | None:
+    """The early ending in the result of a run, if the rules of the config let the run go on. Else None."""
+    result = read_result(workspace)
+    if result is None or "ending" not in result:
+        return None
+    rules = [*config.stages.values()][-1].rules
+    ending = ending_of(workspace.open_store(), PolicyRef.from_uri(result["policy"]), rules)
+    return dict(result["ending"]) if ending is None else None
 
 
 def read_result(workspace: Workspace) -> dict[str, Any] | None:
@@ -346,8 +379,3 @@ def announce_ranks(workspace: Workspace, logger: TerminalProgress) -> None:
     if isinstance(trainer, DeepSpeedSpec):
         ranks = "a rank per GPU, or one" if trainer.ranks == "auto" else f"{trainer.ranks} ranks"
         logger.note(f"training with DeepSpeed, ZeRO {trainer.zero_stage}: starting {ranks} …")
-
-
-def default_model_name(run: str) -> str:
-    """Returns the registry name of a run's model if none is configured: the run key with - in place of /."""
-    return run.replace("/", "-")

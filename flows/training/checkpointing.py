@@ -161,9 +161,12 @@ class CheckpointWriter:
         *,
         on_saved: Callable[[PolicyRef, float], None] = lambda policy, seconds: None,
     ) -> None:
-        """`on_saved` is called with the policy of each checkpoint and its duration in seconds."""
+        """`on_saved` is called with the policy of each checkpoint and its duration in seconds. It is called once for a
+        step that is saved again at the end of the run."""
         self._workspace, self._schedule, self._on_saved = workspace, schedule, on_saved
         self._saving: asyncio.Task[None] | None = None
+        self._saved: dict[str, PolicyRef] = {}
+        """The policy of the last checkpoint of each model."""
 
     async def write(self, policies: Sequence[PolicyRef], due: Due) -> None:
         """Begins to save the checkpoint that is due of each model. The name belongs to the first of `policies`."""
@@ -199,7 +202,9 @@ class CheckpointWriter:
             await save_checkpoint(self._workspace, policy, name=name, retention=retention)
         finally:
             self._schedule.ended(time.monotonic() - started)
-        self._on_saved(policy, time.monotonic() - started)
+        if self._saved.get(policy.model) != policy:
+            self._saved[policy.model] = policy
+            self._on_saved(policy, time.monotonic() - started)
 
     async def _finish(self) -> None:
         if self._saving is not None:

@@ -10,6 +10,7 @@ from engine.workspace import Workspace
 from flows.callbacks import Cadence, Callback, HeldoutEvaluation
 from flows.configs.common import GRPOConfig
 from flows.configs.environments import ENVGRPOConfig
+from flows.configs.rejection import RFTConfig
 from flows.training.rollout_sources import RolloutSource
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
@@ -19,6 +20,9 @@ from tasks.evaluation.statistics import PairedDifference, paired_difference
 from tasks.evaluation.validation_curve import reward_by_prompt
 from tasks.load import load_prompts
 from tasks.plans import EvaluationPlan, PromptShard
+
+EvaluatedConfig = GRPOConfig | ENVGRPOConfig | RFTConfig
+"""A config with held-out prompts and the group evaluation."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class HeldoutEvaluator:
 
     @classmethod
     def of_config(
-        cls, workspace: Workspace, config: GRPOConfig | ENVGRPOConfig, base: ArtifactRef, source: RolloutSource
+        cls, workspace: Workspace, config: EvaluatedConfig, base: ArtifactRef, source: RolloutSource
     ) -> HeldoutEvaluator:
         """Evaluates on the prompts that the config names, if it names some."""
         sampling = SamplingParams.model_validate(config.sampling.model_dump() | config.evaluation.sampling)
@@ -84,11 +88,11 @@ class HeldoutEvaluator:
         return reward_by_prompt(read_table(self.workspace.open_store(), ref, ["prompt_id", "reward"]).to_pylist())
 
 
-def _prompts(workspace: Workspace, config: GRPOConfig | ENVGRPOConfig, base: ArtifactRef) -> PromptShard | None:
+def _prompts(workspace: Workspace, config: EvaluatedConfig, base: ArtifactRef) -> PromptShard | None:
     """The held-out prompts of a config; None when it has none."""
-    if config.data.heldout is None:
+    if config.data.heldout_rows is None:
         return None
-    loaded = load_prompts(workspace, config.data.heldout, "prompt")
+    loaded = load_prompts(workspace, config.data.heldout_rows, "prompt")
     return PromptShard(
         base=base,
         dataset=loaded.ref,

@@ -21,7 +21,18 @@ from flows.configs.common import GRPOAlgorithm, SFTAlgorithm
 from flows.configs.optimizer import OptimizerConfig
 from flows.configs.overrides import ConfigError, describe_validation
 from flows.configs.ppo import CreditConfig
-from flows.configs.reinforcement import BatchRules, ImportPath, KLControl, KLPlace, RefillEnd, Regularisation, RunRules
+from flows.configs.reinforcement import (
+    BatchRules,
+    CovarianceSettings,
+    ImportPath,
+    KLControl,
+    KLPlace,
+    RefillEnd,
+    Regularisation,
+    RunRules,
+    SamplingRules,
+)
+from flows.configs.rejection import RFTAlgorithm
 from flows.display.terminal import TerminalProgress
 from flows.loggers import StageNotifier
 from flows.training.checkpointing import CheckpointSchedule
@@ -32,7 +43,7 @@ from tasks.batches.advantages import ESTIMATORS
 from tasks.batches.truncation import Cut
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec, in_process_spec
-from tasks.plans import AdvantageEstimator, EpisodePlan, Returns, Truncation, WeightUpdates
+from tasks.plans import AdvantageEstimator, EpisodePlan, KeepKind, Returns, RoundStart, Truncation, WeightUpdates
 
 Config = TypeVar("Config", bound=Frozen)
 
@@ -65,6 +76,9 @@ class LoopOptions(TypedDict, total=False):
     callbacks: Sequence[Callback]
     stage_notifier: StageNotifier | None
     max_idle_steps: int | None
+    patience: int | None
+    max_hours: Positive | None
+    max_gpu_hours: Positive | None
     restart_from_checkpoint: str | None
     """A named checkpoint, `run/stage/name`. The stage begins with its weights."""
 
@@ -108,6 +122,7 @@ class RegularisationOptions(TypedDict, total=False):
     policy_loss_arguments: dict[str, JsonValue]
     tau_positive: Positive
     tau_negative: Positive
+    covariance: CovarianceSettings | None
     entropy_coef: Coefficient
     importance_cap: Positive | None
     importance_mask: ImportanceMask | None
@@ -122,7 +137,7 @@ class RegularisationOptions(TypedDict, total=False):
 
 
 class BatchOptions(TypedDict, total=False):
-    """Fields of flows.configs.reinforcement.BatchRules, except those of RunRules."""
+    """Fields of flows.configs.reinforcement.BatchRules, except those of RunRules and SamplingRules."""
 
     dynamic_sampling: bool
     max_refill_rounds: int
@@ -136,7 +151,15 @@ class BatchOptions(TypedDict, total=False):
     max_skipped_steps: int
 
 
-class PolicyOptions(LoopOptions, AlgorithmOptions, RegularisationOptions, BatchOptions, total=False):
+class SamplingOptions(TypedDict, total=False):
+    """Fields of flows.configs.reinforcement.SamplingRules, except those of RunRules."""
+
+    max_tokens_sampled: int | None
+
+
+class PolicyOptions(
+    LoopOptions, AlgorithmOptions, RegularisationOptions, BatchOptions, SamplingOptions, total=False
+):
     """Options of every training class of reinforcement learning."""
 
     algorithm: GRPOAlgorithm
@@ -150,6 +173,32 @@ class GRPOOptions(PolicyOptions, total=False):
     """Options of GRPO and GSPO."""
 
     lr: float
+
+
+class DistillOptions(GRPOOptions, total=False):
+    """Options of Distillation."""
+
+    teacher_beta: Coefficient
+
+
+class RFTOptions(LoopOptions, SamplingOptions, total=False):
+    """Options of RFT: fields of flows.configs.rejection.RFTAlgorithm, and those of its fine-tuning and sampling."""
+
+    algorithm: RFTAlgorithm
+    rules: SamplingRules
+    lr: float
+    max_prompt_tokens: int | None
+    truncation: Truncation
+    rounds: int
+    prompts_per_round: int | None
+    completions_per_sample: int
+    keep: KeepKind
+    keep_per_prompt: int
+    min_reward: float
+    start_from: RoundStart
+    epochs: int
+    samples_per_batch: int
+    prompts_per_shard: int
 
 
 class CriticOptions(TypedDict, total=False):

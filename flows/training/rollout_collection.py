@@ -19,12 +19,15 @@ from engine.handles import TrainingModel
 from flows.configs.reinforcement import RefillEnd
 from flows.training.rollout_sources import RolloutSource
 from storage.chain.records import PolicyRef
+from storage.inspect.accounting import step_inputs
 from storage.store.artifacts import ArtifactRef
+from tasks.batches.columns import read_grades
 from tasks.batches.iteration import async_map
 from tasks.batches.rl import count_informative_prompts, has_grades
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import RunOrder
 from tasks.datasets.order import DataCursor, repetitions
+from tasks.datasets.pools import MeasuredPrompts, PoolOrder, ReadStep
 from tasks.plans import PromptShard, Truncation
 from tasks.sampling.shards import SHARDS_AT_ONCE
 
@@ -111,6 +114,8 @@ class RolloutCollector:
     source: RolloutSource
     refill: Refill | None = None
     shards_at_once: int = SHARDS_AT_ONCE
+    staleness: int = 0
+    """Steps that the sampling policy may be behind. Pools of prompts know no later grades than that policy."""
 
     async def collect(self, policy: PolicyRef, cursor: DataCursor, *, step: int) -> CollectedRollouts:
         """Collects the rollouts of 0-based `step`, sampled from `policy`. A committed shard is not sampled again.
@@ -120,11 +125,14 @@ class RolloutCollector:
         rows: list[int] = []
         cursor_out = cursor
         missing = self.prompts.prompts_per_step
+        order = self.prompts.order
+        if isinstance(order, PoolOrder):
+            await asyncio.to_thread(order.catch_up, step, self.staleness, self._reader(policy, order))
         draws = 1
         if self.refill is not None:
             draws += self.refill.max_extra_draws
         for _ in range(draws):
-            new_rows, cursor_out = self.prompts.order.take(cursor_out, missing)
+            new_rows, cursor_out = order.take(cursor_out, missing)
             shards = self.prompts.shards(new_rows, earlier_rows=rows, first_index=len(rollouts))
             new_rollouts, new_graded = await self.sample_and_grade(policy, shards, step=step)
             rows += new_rows
@@ -152,8 +160,9 @@ class RolloutCollector:
         return CollectedRollouts(rollouts, graded, cursor, cursor_out)
 
     def cursor_after(self, cursor: DataCursor) -> DataCursor | None:
-        """The position after a step that begins at `cursor`. None if it depends on the step's grades."""
-        if self.refill is not None:
+        """The position after a step that begins at `cursor`. None if it is known only when the step is collected: it
+        depends on the step's grades, or steps must draw in their order."""
+        if self.refill is not None or isinstance(self.prompts.order, PoolOrder):
             return None
         return self.prompts.order.take(cursor, self.prompts.prompts_per_step)[1]
 
@@ -170,6 +179,20 @@ class RolloutCollector:
 
         of_shards = await async_map(one_shard, shards, at_once=self.shards_at_once)
         return [rollouts for rollouts, _ in of_shards], [graded for _, graded in of_shards]
+
+    def _reader(self, policy: PolicyRef, order: PoolOrder) -> ReadStep:
+        """Reads the prompts of a committed step of the policy's chain, with their pass rates."""
+        chain, correct_from = self.prompts.model.chain_of(policy), order.settings.correct_from
+
+        def read(step: int) -> MeasuredPrompts:
+            inputs = step_inputs(chain.store, chain.committed_record(step + 1))
+            # a fork may have other prompts than the steps that it shares
+            if self.prompts.data.ref.sha256 not in {dataset.sha256 for dataset in inputs.datasets}:
+                return MeasuredPrompts([], [])
+            rates = read_grades(chain.store, list(inputs.graded or inputs.rollouts)).pass_rates(correct_from)
+            return MeasuredPrompts(list(rates), list(rates.values()))
+
+        return read
 
     async def _has_grades(self, graded: list[ArtifactRef]) -> bool:
         """Whether a completion got a grade."""

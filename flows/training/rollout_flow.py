@@ -8,6 +8,7 @@ from typing import Any
 from engine.handles import Model
 from flows.callbacks import Cadence
 from flows.configs.common import GRPOAlgorithm, GRPOConfig
+from flows.configs.distill import DistillConfig
 from flows.configs.environments import ENVGRPOConfig
 from flows.configs.ppo import ValuedConfig
 from flows.display.terminal import TerminalProgress
@@ -27,10 +28,13 @@ async def train_on_rollouts(config: GRPOConfig | ENVGRPOConfig, kind: type[Rollo
     async with open_run(config, logger) as session:
         if session.result is not None:
             return session.result
-        # the training class, with its value model if it has one
+        # the training class, with its value model or its teacher if it has one
         arguments: dict[str, Any] = {}
         if isinstance(config, ValuedConfig):
             arguments |= await value_arguments(config, session)
+        if isinstance(config, DistillConfig):
+            teacher = Model(config.teacher.key).to_builder(session)
+            arguments["teacher"] = await teacher.spawn_inference("teacher")
         trainer = kind(**arguments, **await rollout_arguments(config, session, logger))
         heldout = HeldoutEvaluator.of_config(session.workspace, config, session.base, trainer.source)
         trainer.callbacks += heldout.callbacks(Cadence.of(config.evaluation))
@@ -42,7 +46,7 @@ async def train_on_rollouts(config: GRPOConfig | ENVGRPOConfig, kind: type[Rollo
         after = await heldout.evaluate(policy)
         return await publish_and_report(
             session, logger, config.model, policy,
-            before=before, after=after, differences=heldout.result(before, after),
+            before=before, after=after, further=heldout.result(before, after) | trainer.ending_entry,
             samples_shown=config.evaluation.samples_shown,
         )  # fmt: skip
 

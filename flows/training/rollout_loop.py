@@ -13,7 +13,8 @@ from pydantic import JsonValue
 from engine.handles import TrainingModel
 from engine.losses.policy_gradient import POLICY_LOSSES, PolicyGradientSpec, load_own_loss
 from engine.text.threads import StringThread
-from flows.configs.common import GRPOAlgorithm, PromptDataConfig
+from flows.configs.common import GRPOAlgorithm
+from flows.configs.inputs import PromptDataConfig
 from flows.configs.ppo import check_has_gspo
 from flows.configs.reinforcement import BatchRules, Regularisation, old_logprobs_of_step
 from flows.training.arguments import check_one_length, whole_number
@@ -38,6 +39,7 @@ from storage.store.artifacts import ArtifactRef
 from tasks.batches.advantages import AdaptiveKL, FixedKL, Overlong, RewardKL
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import RunOrder, load_order
+from tasks.datasets.pools import PoolOrder
 from tasks.datasets.spec import InlineDataset
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
@@ -134,6 +136,11 @@ class RolloutLoop(TrainingLoop):
         batch is full."""
         workspace = self.model.workspace
         order = load_order(workspace.open_store(), data, seed=self.data_seed)
+        if self.truncation == "drop" and not self.source.prompts_are_rows and isinstance(order, PoolOrder):
+            raise ValueError(
+                "order='pools' with data.truncation='drop': the environment writes the prompts, and one that is "
+                "dropped would never be measured; take truncation='error', or leave order='pools' out"
+            )
         if self.truncation != "drop" or not self.source.prompts_are_rows:
             return order
         rows = rows_that_fit(
@@ -181,7 +188,7 @@ class RolloutLoop(TrainingLoop):
         refill = Refill(rules.max_refill_rounds, rules.refill_end) if rules.dynamic_sampling else None
         # In flight, max_staleness + 1 steps are collected at once.
         at_once = SHARDS_AT_ONCE // (rules.max_staleness + 1 if rules.in_flight else 1)
-        collector = RolloutCollector(prompts, self.source, refill, max(1, at_once))
+        collector = RolloutCollector(prompts, self.source, refill, max(1, at_once), rules.max_staleness)
         return RolloutLookahead(collector, steps.cursor, steps.total_steps, rules.max_staleness, rules.in_flight)
 
     def next_kl_beta(self, steps: TrainingSteps) -> float:
@@ -207,6 +214,7 @@ class RolloutLoop(TrainingLoop):
             old_logprobs=old_logprobs_of_step(self.algorithm, self.regularisation),
             temperature=self.model.sampling.temperature,
             reward_kl=self.reward_kl and self.reward_kl.model_copy(update={"beta": kl_beta}),
+            selection=self.regularisation.selection,
             overlong=overlong,
             mask_truncated=rules.mask_truncated,
             drop_equal_groups=rules.dynamic_sampling,
@@ -247,6 +255,7 @@ class RolloutLoop(TrainingLoop):
             cursor_in=collected.cursor_in.model_dump(),
             cursor_out=collected.cursor_out.model_dump(),
             nan_policy=self.nan_policy,
+            used=self.use.read(),
         )
 
     def _check_skipped_steps(self, policy: PolicyRef) -> None:
@@ -348,6 +357,8 @@ def policy_loss(
         terms |= {"clip_low": algorithm.clip_range, "clip_high": high}
     elif algorithm.clip_range != default_of(type(algorithm), "clip_range") or algorithm.clip_range_high:
         raise ValueError(f"clip_range has no effect with policy_loss={name!r}, which has no clip_low; leave it out")
+    if "cov_kl" in loss_type.model_fields and regularisation.covariance is not None:
+        terms["cov_kl"] = regularisation.covariance.kl
     terms |= regularisation.model_dump(include=set(loss_type.model_fields))
     twice = sorted(terms.keys() & arguments.keys())
     if twice:

@@ -11,6 +11,7 @@ from engine.protocol import SamplingParams
 from engine.workspace import Workspace
 from flows.configs.common import GRPOConfig
 from flows.configs.environments import ENVGRPOConfig
+from flows.configs.inputs import GraderConfig
 from flows.training.arguments import grading_of
 from flows.training.options import EpisodeLimits
 from storage.chain.records import PolicyRef
@@ -57,6 +58,12 @@ class Completions:
     prompts_are_rows: ClassVar[bool] = True
     samples_again: ClassVar[bool] = True
 
+    @classmethod
+    def of_config(cls, config: GraderConfig) -> Completions:
+        """Raises GraderSpecError if the grader cannot be created."""
+        limits = config.model_dump(exclude={"path", "arguments", "workers"})
+        return cls(Grading(grader=grader_spec(config.path, config.arguments, workers=config.workers), **limits))
+
     def arguments(self) -> dict[str, Any]:
         return {"grader": self.plan}
 
@@ -101,9 +108,7 @@ def source_of_config(config: GRPOConfig | ENVGRPOConfig) -> RolloutSource:
     """The source that a flow's config describes. Raises GraderSpecError or EnvironmentSpecError if it cannot be
     created."""
     if isinstance(config, GRPOConfig):
-        grader = config.grader
-        limits = grader.model_dump(exclude={"path", "arguments", "workers"})
-        return Completions(Grading(grader=grader_spec(grader.path, grader.arguments, workers=grader.workers), **limits))
+        return Completions.of_config(config.grader)
     environment = config.environment
     limits = environment.model_dump(exclude={"path", "arguments"})
     return Episodes(EpisodePlan(environment=environment_spec(environment.path, environment.arguments), **limits))

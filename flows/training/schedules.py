@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from flows.configs.optimizer import OptimizerConfig, ScheduleName
-from storage.chain.records import OptimizerSpec
+from storage.chain.records import OptimizerKind, OptimizerSpec
 
 WARMUP_RATIO = 0.1
 """Default warmup_ratio of CosineScheduler, WSDScheduler and InverseSqrtScheduler."""
@@ -355,13 +355,14 @@ SCHEDULES: dict[ScheduleName, type[Schedule]] = {
 
 @dataclass(frozen=True)
 class AdamW:
-    """The settings of AdamW besides the learning rate."""
+    """The settings of the optimizer besides the learning rate: of AdamW, or of Muon with AdamW."""
 
     weight_decay: float | Schedule
     max_grad_norm: float
     betas: tuple[float, float]
     """The decay rates of the first and of the second moment."""
     eps: float
+    kind: OptimizerKind = "adamw"
 
     @classmethod
     def of(cls, config: OptimizerConfig) -> AdamW:
@@ -371,7 +372,8 @@ class AdamW:
             # OptimizerConfig refuses a schedule without an end
             assert config.weight_decay_end is not None
             decay = Ramp(config.weight_decay, config.weight_decay_end, config.weight_decay_schedule)
-        return cls(decay, config.max_grad_norm, (config.beta1, config.beta2), config.eps)
+        betas = (config.beta1, config.beta2)
+        return cls(decay, config.max_grad_norm, betas, config.eps, config.kind)
 
     def at(self, step: int, total_steps: int | None, lr: Schedule) -> OptimizerSpec:
         """The optimizer of a 0-based step of `total_steps`; None: of a run without an end."""
@@ -381,7 +383,7 @@ class AdamW:
         beta1, beta2 = self.betas
         return OptimizerSpec(
             lr=rate_at(lr, step, total_steps), weight_decay=decay, beta1=beta1, beta2=beta2, eps=self.eps,
-            max_grad_norm=self.max_grad_norm,
+            max_grad_norm=self.max_grad_norm, kind=self.kind,
         )  # fmt: skip
 
 

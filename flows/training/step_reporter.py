@@ -75,6 +75,8 @@ class StepReporter:
         self._resumed = policy.step > 0
         self.last_record: CommitRecord | None = None
         """The record of the last committed step of this stage; None before the first."""
+        self.tokens_sampled = 0
+        """Number of tokens that were sampled for the last step."""
         if self._resumed:
             self.last_record = self.chain.record(policy.step)
         log_work("start", policy=policy.uri, resumed_from=policy.step)
@@ -103,6 +105,7 @@ class StepReporter:
         # in a thread, because the measurement takes several requests for each shard of the step
         record, metrics = await asyncio.to_thread(self._measure, policy, rollouts, graded, self.clock.lap())
         self.last_record, self._resumed = record, False
+        self.tokens_sampled = metrics.completion_tokens if rollouts else 0
         self.time_left.finish_step()
         seconds_left = self.time_left.remaining_seconds(policy.step)
         self.logger.step(metrics, seconds_left=seconds_left)
@@ -128,21 +131,25 @@ class StepReporter:
         write_metrics(self.store, policy, metrics)
         return record, metrics
 
-    async def call(self, callbacks: Sequence[Callback], collected: CollectedRollouts | None = None) -> None:
+    async def call(
+        self, callbacks: Sequence[Callback], collected: CollectedRollouts | None = None, *, total_steps: int | None
+    ) -> list[Validation]:
         """Calls the callbacks that are due at the current policy, also after a resume: what a callback commits is
-        committed once. The time that they take is not counted as time of a step."""
+        committed once. The time that they take is not counted as time of a step. Returns the measurements.
+        `total_steps`: the number of steps after which the run ends, as far as it is known."""
         policy = await self.model.policy()
         rollouts, graded = _refs(collected)
         moment = Moment(
-            self.model, policy, self.total_steps, self.loss, self.reference, tuple(rollouts), tuple(graded),
+            self.model, policy, total_steps, self.loss, self.reference, tuple(rollouts), tuple(graded),
             show=self._show, note=self.logger.note,
         )  # fmt: skip
         # call what is due, and show the measurements that were committed
         due = [
             (callback, kind_of_work(number, callback))
             for number, callback in enumerate(callbacks)
-            if callback.cadence.due(policy.step, self.total_steps)
+            if callback.cadence.due(policy.step, total_steps)
         ]
+        measurements = []
         for callback, kind in due:
             with self.time_left.measure(kind):
                 artifact = await callback.at(moment)
@@ -150,10 +157,12 @@ class StepReporter:
                 continue
             validation = validation_of(self.store, artifact)
             if validation is not None:
+                measurements.append(validation)
                 self._show_validation(validation, policy, artifact)
         # start the clock of the next step only now
         if due:
             self.clock.lap()
+        return measurements
 
     async def _show(self, table: Table) -> None:
         """Shows a table in the terminal, and once per policy in each logger and in Prefect."""

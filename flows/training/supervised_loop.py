@@ -28,7 +28,7 @@ from storage.store.artifacts import ArtifactRef
 from tasks.batches.pairs import prepare_preferences
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import load_order
-from tasks.datasets.spec import InlinePairs
+from tasks.datasets.spec import InlineDataset, InlinePairs
 from tasks.load import load_prompts
 from tasks.train import take_gradient_step
 
@@ -69,9 +69,9 @@ class SupervisedLoop(TrainingLoop):
         reference = self.reference(start)
         data = self.load_dataset()
         order = load_order(workspace.open_store(), data, seed=self.data_seed)
-        size = min(self.samples_per_batch, data.rows)
+        size = self.batch_size(order.rows, mixed=bool(data.parts))
         # rounded up: the last batch may contain rows of one further epoch
-        total_steps = self.max_steps or -(-self.epochs * data.rows // size)
+        total_steps = self.max_steps or -(-self.epochs * order.rows // size)
         async with training_steps(self, total_steps, loss=self.loss, reference=reference, data=data) as steps:
             async for step in steps:
                 cursor = steps.cursor
@@ -88,10 +88,20 @@ class SupervisedLoop(TrainingLoop):
                     cursor_in=cursor.model_dump(),
                     cursor_out=cursor_out.model_dump(),
                     nan_policy=self.nan_policy,
+                    used=self.use.read(),
                 )
                 policy = await take_gradient_step(workspace, request, step=step.index)
                 step.complete(policy)
         return steps.policy
+
+    def batch_size(self, rows: int, *, mixed: bool) -> int:
+        """The rows of a batch: at most those of the dataset, which a note says. `mixed`: they are those of a mixture,
+        of whose parts a batch has shares."""
+        if rows < self.samples_per_batch and not mixed:
+            self.logger.note(
+                f"{rows:,} rows, and samples_per_batch={self.samples_per_batch}: every step is the whole dataset"
+            )
+        return min(self.samples_per_batch, rows)
 
     async def prepare(self, policy: PolicyRef, dataset: ArtifactRef, rows: list[int], step: int) -> ArtifactRef:
         """The committed batch of these rows."""
@@ -112,8 +122,9 @@ class SupervisedLoop(TrainingLoop):
 
 
 class PreferenceLoop(SupervisedLoop):
-    """A training class with a loss of pairs. `dataset`: pairs (preferred, dispreferred) of threads that begin alike, or
-    a loaded preference dataset. `samples_per_batch` counts pairs.
+    """A training class with a loss of pairs, or of labelled answers. `dataset`: pairs (preferred, dispreferred) of
+    threads that begin alike, or threads with their label in metadata["res"]; or a loaded dataset of either kind, as the
+    loss needs it. `samples_per_batch` counts pairs, or threads.
 
     Only the turns after those that both threads begin with are compared, unless the threads' weights say otherwise.
     """
@@ -122,7 +133,7 @@ class PreferenceLoop(SupervisedLoop):
 
     def __init__(
         self,
-        dataset: list[tuple[StringThread, StringThread]] | LoadedDataset,
+        dataset: list[tuple[StringThread, StringThread]] | list[StringThread] | LoadedDataset,
         model: TrainingModel,
         options: SupervisedOptions,
     ) -> None:
@@ -132,12 +143,14 @@ class PreferenceLoop(SupervisedLoop):
         self.loss = self.algorithm.loss
 
     def load_dataset(self) -> LoadedDataset:
+        kind, use = ("pairs", "preference") if self.loss.pairwise else ("threads", "rating")
         if not isinstance(self.dataset, LoadedDataset):
-            return load_prompts(self.model.workspace, InlinePairs.of(self.dataset), "preference")
-        if self.dataset.ref.kind != "pairs":
+            make = InlinePairs.of if self.loss.pairwise else InlineDataset.of
+            return load_prompts(self.model.workspace, make(self.dataset), use)  # type: ignore[arg-type]
+        if self.dataset.ref.kind != kind:
             raise ValueError(
-                f"{self.dataset.ref.key} holds {self.dataset.ref.kind}; {type(self).__name__} needs pairs: load it "
-                "with kind='preference'"
+                f"{self.dataset.ref.key} holds {self.dataset.ref.kind}; {type(self).__name__} needs {kind}: load it "
+                f"with kind={use!r}"
             )
         return self.dataset
 
@@ -164,9 +177,9 @@ async def supervised_arguments(
 
 def _validation_callbacks(config: SupervisedConfig, session: RunSession) -> list[Callback]:
     """The callback for the loss on held-out rows. Empty if the config has no held-out rows."""
-    if config.data.heldout is None:
+    if config.data.heldout_rows is None:
         return []
-    heldout = load_prompts(session.workspace, config.data.heldout, config.data.heldout_use)
+    heldout = load_prompts(session.workspace, config.data.heldout_rows, config.data.heldout_use)
     return [ValidationLoss(heldout, Cadence.of(config.validation), config.algorithm.lengths)]
 
 
@@ -177,5 +190,6 @@ async def train_on_dataset(config: SupervisedConfig, kind: type[SupervisedLoop])
     async with open_run(config, logger) as session:
         if session.result is not None:
             return session.result
-        policy = await kind(**await supervised_arguments(config, session, logger)).run()
-        return await publish_and_report(session, logger, config.model, policy)
+        trainer = kind(**await supervised_arguments(config, session, logger))
+        policy = await trainer.run()
+        return await publish_and_report(session, logger, config.model, policy, further=trainer.ending_entry)

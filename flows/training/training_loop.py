@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from engine.handles import TrainingModel
 from flows.callbacks import check_callbacks
@@ -11,9 +12,10 @@ from flows.configs.optimizer import OptimizerConfig
 from flows.configs.reinforcement import RunRules
 from flows.display.terminal import TerminalProgress
 from flows.training.checkpointing import CheckpointSchedule
+from flows.training.endings import Ending, UseMeter
 from flows.training.options import LoopOptions, check_names
 from flows.training.schedules import AdamW, schedule_of
-from storage.chain.records import NanPolicy, PolicyRef
+from storage.chain.records import NanPolicy, PolicyRef, RunUse
 from tasks.task_runs import link_stage_start
 
 DATA_SEED = 42
@@ -33,6 +35,12 @@ class TrainingLoop:
     """Holds the defaults of the optimizer."""
     rules: RunRules
     """When the run ends early."""
+    ending: Ending | None = None
+    """Why the run ended before its last step. None: it took all its steps, or is not at its end."""
+    earlier_use: RunUse | None = None
+    """What the run had used when the stage began. None: what the chain says that it starts from."""
+    use: UseMeter
+    """What the run has used. Set when the steps begin."""
 
     def __init__(self, model: TrainingModel, options: LoopOptions, *, lr: float | None) -> None:
         """`lr`: the highest learning rate. None: that of the option `optimizer`, or the default of `optimizer_type`."""
@@ -43,7 +51,8 @@ class TrainingLoop:
         config = options.get("optimizer") or self.optimizer_type()
         self.schedule = options.get("lr_scheduler") or schedule_of(config, lr=lr)
         group = AdamW.of(config)
-        self.optimizer = AdamW(
+        self.optimizer = replace(
+            group,
             weight_decay=options.get("weight_decay", group.weight_decay),
             max_grad_norm=options.get("max_grad_norm", group.max_grad_norm),
             betas=options.get("betas", group.betas),
@@ -62,6 +71,11 @@ class TrainingLoop:
         self.data_seed = options.get("data_seed", DATA_SEED)
         self.callbacks, self.notifier = check_callbacks(options.get("callbacks", ())), options.get("stage_notifier")
         self._start: PolicyRef | None = None
+
+    @property
+    def ending_entry(self) -> dict[str, Any]:
+        """The entry of a run's result that says why it ended before its last step. Empty if it did not."""
+        return {} if self.ending is None else {"ending": self.ending.model_dump()}
 
     async def open(self) -> PolicyRef:
         """Opens the stage, once. Returns the policy that it starts from, which is the reference of a KL term."""

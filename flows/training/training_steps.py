@@ -13,6 +13,7 @@ checkpoint that is being written and closes the display; an async generator alon
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -22,11 +23,12 @@ from engine.handles import TrainingModel
 from engine.losses.spec import LossSpec
 from flows.display.load_progress import format_duration
 from flows.training.checkpointing import CheckpointWriter, Due
+from flows.training.endings import Ending, Patience, UseMeter, budget_ending, read_history, use_after
 from flows.training.idle_steps import IdleSteps
 from flows.training.rollout_collection import CollectedRollouts
 from flows.training.step_reporter import StepReporter, TimeLeft, kind_of_work
 from flows.training.training_loop import TrainingLoop
-from storage.chain.records import CommitRecord, PolicyRef
+from storage.chain.records import CommitRecord, PolicyRef, RunUse
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.order import DataCursor
 
@@ -68,12 +70,14 @@ class TrainingSteps:
         total_steps: int | None,
         checkpoints: CheckpointWriter,
         reporter: StepReporter,
+        patience: Patience,
     ) -> None:
         self.policies = tuple(policies)
         """The policy of each model after the last committed step."""
         self.total_steps = total_steps
         self._loop, self._models = loop, models
         self._checkpoints, self._reporter = checkpoints, reporter
+        self._patience = patience
         self._idle = IdleSteps(
             reporter.chain, last_step=self.policy.step, limit=loop.rules.max_idle_steps, note=loop.logger.note
         )
@@ -97,13 +101,19 @@ class TrainingSteps:
         """Writes the checkpoint and calls the callbacks of the last committed step, in case a crash prevented them.
         Raises NothingLearned if an earlier attempt ended with that."""
         self._idle.check(self.policy.step)
+        budget = None
+        if self.last_record is not None:
+            used = await asyncio.to_thread(use_after, self._reporter.store, self.policy)
+            budget = budget_ending(self._loop.rules, used, self.policy.step)
         due = self._loop.checkpoints.missed(self.policy.step, self.total_steps, model=self._loop.model.name)
         if due is not None:
             await self._write_checkpoint(self.policies[:1], due)
-        await self._reporter.call(self._loop.callbacks)
+        await self._measure_and_end(budget)
 
     async def __aiter__(self) -> AsyncIterator[TrainingStep]:
         for index in _indices(self.policy.step, self.total_steps):
+            if self._loop.ending is not None:
+                return
             step = TrainingStep(index, self.policies)
             yield step
             await self._finish(step)
@@ -112,6 +122,20 @@ class TrainingSteps:
         """Begins to save the last weights of every model."""
         with self._reporter.time_left.measure(CHECKPOINT):
             await self._checkpoints.write_last(self.policies)
+
+    async def _measure_and_end(self, budget: Ending | None, collected: CollectedRollouts | None = None) -> None:
+        """Calls the callbacks that are due, and decides whether the run ends here. `budget`: the ending by a budget."""
+        step, reporter = self.policy.step, self._reporter
+        is_last = step == self.total_steps
+        # the last step of a run with a budget is only known now
+        total_steps = step if budget is not None else self.total_steps
+        self._patience.add(await reporter.call(self._loop.callbacks, collected, total_steps=total_steps))
+        ending = budget or self._patience.ending(step)
+        if ending is None or is_last:
+            return
+        self._loop.ending = ending
+        of_total = "" if self.total_steps is None else f" of {self.total_steps}"
+        self._loop.logger.note(f"the run ends after step {step}{of_total}: {ending.reason}")
 
     async def _write_checkpoint(self, policies: Sequence[PolicyRef], due: Due) -> None:
         """Begins to save the checkpoint that is due of each model."""
@@ -129,7 +153,12 @@ class TrainingSteps:
         # report the step, then call and save what is due
         record = await self._reporter.record(self.policy, step.collected)
         self._idle.add(record)
-        await self._reporter.call(self._loop.callbacks, step.collected)
+        # the budgets see what the record says, so that a resumed run ends after the same step
+        tokens = self._reporter.tokens_sampled
+        self._loop.use.add_tokens(tokens)
+        used = record.request.used or RunUse()
+        used = used.model_copy(update={"tokens_sampled": used.tokens_sampled + tokens})
+        await self._measure_and_end(budget_ending(self._loop.rules, used, self.policy.step), step.collected)
         due = self._loop.checkpoints.due(step.index, self.total_steps, model=self._loop.model.name)
         if due is not None:
             await self._write_checkpoint(self.policies, due)
@@ -158,11 +187,26 @@ async def training_steps(
     # resume after the last step that all models have committed
     models = (loop.model, *further_models)
     policies = await _last_common_policies(models)
+    if loop.rules.patience is not None and not loop.callbacks:
+        raise ValueError(
+            f"patience={loop.rules.patience} counts measurements on held-out rows, and there are none; give callbacks, "
+            "such as ValidationLoss or GraderEvaluation, or leave patience out"
+        )
+    store, info = loop.model.workspace.open_store(), await loop.model.workspace.connect().info()
+    loop.ending = None
+    used = await asyncio.to_thread(use_after, store, policies[0])
+    if loop.earlier_use is not None and policies[0].step == 0:
+        used = loop.earlier_use
+    loop.use = UseMeter(used, info)
+    history = []
+    if loop.rules.patience is not None:
+        history = await asyncio.to_thread(read_history, store, policies[0])
+    patience = Patience(loop.rules.patience, history)
     time_left = time_left_of(loop, policies[0].step, total_steps)
     # both are closed when the loop ends, also by an exception
     async with (
         CheckpointWriter(
-            loop.model.workspace, loop.checkpoints, on_saved=partial(_checkpoint_saved, loop, time_left)
+            loop.model.workspace, loop.checkpoints, on_saved=partial(_checkpoint_saved, loop, time_left, total_steps)
         ) as checkpoints,
         StepReporter(
             loop.model,
@@ -176,7 +220,7 @@ async def training_steps(
         ) as reporter,
     ):
         reporter.parts = data.parts if data else ()
-        steps = TrainingSteps(loop, models, policies, total_steps, checkpoints, reporter)
+        steps = TrainingSteps(loop, models, policies, total_steps, checkpoints, reporter, patience)
         await steps.begin()
         yield steps
         await steps.save()
@@ -196,13 +240,17 @@ def time_left_of(loop: TrainingLoop, first_step: int, total_steps: int | None) -
     return TimeLeft(total_steps, {kind: sorted(due) for kind, due in planned.items()})
 
 
-def _checkpoint_saved(loop: TrainingLoop, time_left: TimeLeft, policy: PolicyRef, seconds: float) -> None:
-    """Records how long a checkpoint took, and says what a kill would cost from now on."""
+def _checkpoint_saved(
+    loop: TrainingLoop, time_left: TimeLeft, total_steps: int | None, policy: PolicyRef, seconds: float
+) -> None:
+    """Records how long a checkpoint took, and says what a kill would cost from now on. After the last step it costs
+    nothing."""
     time_left.record(LAST_CHECKPOINT, seconds)
-    loop.logger.note(
-        f"checkpoint of step {policy.step} of {policy.model} saved in {format_duration(seconds)}; until the next one, "
-        f"a kill repeats up to about {format_duration(loop.checkpoints.longest_redo)} of training"
-    )
+    line = f"checkpoint of step {policy.step} of {policy.model} saved in {format_duration(seconds)}"
+    if policy.step != total_steps and loop.ending is None:
+        redo = format_duration(loop.checkpoints.longest_redo)
+        line += f"; until the next one, a kill repeats up to about {redo} of training"
+    loop.logger.note(line)
 
 
 async def _last_common_policies(models: Sequence[TrainingModel]) -> list[PolicyRef]:

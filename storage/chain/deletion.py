@@ -5,7 +5,7 @@ A run is everything in its folder. Datasets, prompts and published models are no
 A deletion first marks the run (`keys.deletion`). From then on the run cannot be opened, resumed or forked, and
 `runs ls` shows it as `deleting`. If nothing needs the run then, the mark is changed to `begun`, and the objects are
 deleted, the mark last. A deletion that was killed is finished by the same command. A mark that is not `begun` is
-removed by a call that is refused.
+removed by a call that is refused. A version of a model is marked in its claim, and its manifest is deleted first.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from storage.chain.fork import read_fork
 from storage.chain.leases import current_epoch, is_held
-from storage.chain.listing import has_objects, has_parts, run_chains, run_objects
+from storage.chain.listing import SERVED, has_objects, has_parts, run_chains, run_objects
 from storage.chain.records import Chain, Root, used_by_root
 from storage.errors import ModelInUse, ObjectNotFound, RunInUse
 from storage.failpoints import failpoint
-from storage.registry.decisions import champion_of
-from storage.registry.models import list_versions, move_latest_from
+from storage.registry.decisions import champion_of, decisions_of
+from storage.registry.models import list_versions, mark_deletion, move_latest_from
 from storage.serialization import Frozen, canonical_json
 from storage.store import key_patterns, keys
 from storage.store.artifacts import Manifest, read_manifest
@@ -110,28 +110,65 @@ def delete_model(store: ObjectStore, name: str, version: str, *, dry_run: bool =
     if not store.exists(keys.model_claim(name, version)):
         known = ", ".join(list_versions(store, name)) or "none"
         raise ObjectNotFound(f"model {name!r} has no version {version!r}; published: {known}")
+    check_index(store)
+    model = keys.model_version(name, version)
+    files = list(store.list(f"{model}/"))
+    served = _check_unused(store, name, version)
+    if dry_run:
+        return sum(info.size for info in files)
+    # mark the version, and look again: a run may have begun at it, or a person may have promoted it meanwhile
+    mark_deletion(store, name, version, deleting=True)
+    failpoint("deletion.marked")
+    manifest = keys.manifest_of_files(model)
+    try:
+        served = _check_unused(store, name, version)
+    except ModelInUse:
+        # a version without its manifest was deleted in part before
+        if store.exists(manifest):
+            mark_deletion(store, name, version, deleting=False)
+        raise
+    # the manifest first, so that nothing takes the rest for a whole version; the claim last: it lists the version
+    move_latest_from(store, name, version)
+    store.delete(manifest)
+    failpoint("deletion.hidden")
+    _delete_all(store, [info.key for info in files if info.key != manifest])
+    for run, stage in served:
+        _delete_all(store, [info.key for info in store.list(keys.stage_prefix(run, stage))])
+    store.delete(keys.model_claim(name, version))
+    return sum(info.size for info in files)
+
+
+def _check_unused(store: ObjectStore, name: str, version: str) -> list[tuple[str, str]]:
+    """Returns (run, stage) of the chains without steps by which the engine serves the version.
+
+    Raises ModelInUse if the version is or becomes the champion, or anything else began at it.
+    """
     champion = champion_of(store, name)
     if champion is not None and champion.version == version:
         raise ModelInUse(f"nothing was deleted: {name}@{version} is the champion; promote another version first")
+    # a decision is committed before it moves the champion, and may have been committed before the version was marked
+    number = champion.number if champion is not None else 0
+    for decision in decisions_of(store, name):
+        if decision.moves and decision.version == version and decision.after == number:
+            raise ModelInUse(
+                f"nothing was deleted: the decision {decision.id} of {decision.who} makes {name}@{version} the "
+                "champion; if it was interrupted, promote a version, and delete this one then"
+            )
     model = keys.model_version(name, version)
-    check_index(store)
-    roots = _chain_roots(store, users_of(store, model))
-    runs = sorted({run for run, _, root in roots if root.base is not None and root.base.key == model})
+    served, runs = [], set()
+    for run, stage, root in _chain_roots(store, users_of(store, model)):
+        if root.base is None or root.base.key != model:
+            continue
+        if run.startswith(f"{SERVED}/"):
+            served.append((run, stage))
+        else:
+            runs.add(run)
     if runs:
         raise ModelInUse(
-            f"nothing was deleted: {', '.join(runs)} began at {name}@{version}, and without it they could neither be "
-            "verified nor resumed; delete these runs first"
+            f"nothing was deleted: {', '.join(sorted(runs))} began at {name}@{version}, and without it they could "
+            "neither be verified nor resumed; delete these runs first"
         )
-    files = list(store.list(f"{model}/"))
-    if not dry_run:
-        # the manifest first, so that nothing takes the rest for a whole version; the claim last: it lists the version
-        move_latest_from(store, name, version)
-        manifest = keys.manifest_of_files(model)
-        store.delete(manifest)
-        failpoint("deletion.hidden")
-        _delete_all(store, [info.key for info in files if info.key != manifest])
-        store.delete(keys.model_claim(name, version))
-    return sum(info.size for info in files)
+    return served
 
 
 def _mark(run: str, *, begun: bool) -> bytes:

@@ -76,6 +76,12 @@ def lease_holder(store: ObjectStore, run: str, epoch: int) -> dict[str, Any]:
     return info if isinstance(info, dict) else {}
 
 
+def flow_run_of_lease(store: ObjectStore, run: str) -> str:
+    """Returns the id of the flow run that took the newest lease. Empty: none did, or no flow run took it."""
+    epoch = current_epoch(store, run)
+    return str(lease_holder(store, run, epoch).get("flow_run") or "") if epoch else ""
+
+
 def current_epoch(store: ObjectStore, run: str) -> int:
     """Returns the epoch in force, or 0 if the run has no lease yet."""
     return max(list_numbers(store, keys.leases_prefix(run)), default=0)

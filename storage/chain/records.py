@@ -20,7 +20,8 @@ from uuid import uuid4
 
 from pydantic import Field, FiniteFloat, JsonValue, ValidationError
 
-from storage.errors import CorruptArtifact, ObjectNotFound
+from storage.errors import CorruptArtifact, ModelBeingDeleted, ObjectNotFound
+from storage.registry.models import check_not_deleted
 from storage.serialization import MAX_EPOCHS, Count, Divisor, Frozen, Int64, Rate, Temperature, canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
@@ -55,7 +56,12 @@ class PolicyRef(Frozen):
 
     @property
     def uri(self) -> str:
-        return f"policy:{self.run}/{self.stage}/{self.model}@{self.step}#{self.state}"
+        return f"policy:{self.full_name}#{self.state}"
+
+    @property
+    def full_name(self) -> str:
+        """The name by which commands and requests name the policy."""
+        return f"{self.run}/{self.stage}/{self.model}@{self.step}"
 
     @classmethod
     def from_uri(cls, uri: str) -> Self:
@@ -67,10 +73,15 @@ class PolicyRef(Frozen):
         return cls(run=run, stage=stage, model=model, step=int(step), state=state)
 
 
-class OptimizerSpec(Frozen):
-    """Settings of AdamW (arXiv:1711.05101) for one step. They are part of the request, so that a resume needs no
-    state of a schedule."""
+OptimizerKind = Literal["adamw", "muon"]
 
+
+class OptimizerSpec(Frozen):
+    """Settings of the optimizer, AdamW (arXiv:1711.05101) or Muon with AdamW, for one step. They are part of the
+    request, so that a resume needs no state of a schedule."""
+
+    kind: OptimizerKind = Field("adamw", exclude_if=lambda kind: kind == "adamw")  # absent from older requests
+    """muon: Muon for hidden matrices, AdamW for the other weights. Both have `lr` and `weight_decay`."""
     lr: Rate
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
@@ -88,6 +99,17 @@ class MinibatchPlan(Frozen):
     epochs: int = Field(1, ge=0, le=MAX_EPOCHS)
     """Passes over the batch. 0 leaves the weights unchanged."""
     shuffle_seed: Int64 = 0
+
+
+class RunUse(Frozen):
+    """What the processes of a run have used together, from its first step to the request of a step."""
+
+    seconds: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Time of the loop. That of a process that was killed counts up to its last committed step."""
+    gpu_seconds: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """The same, times the number of GPUs that the engine had."""
+    tokens_sampled: int = Field(0, ge=0)
+    """Sampled tokens that the steps before the request were trained on, or that they left out."""
 
 
 class StepRequest(Frozen):
@@ -113,11 +135,14 @@ class StepRequest(Frozen):
     max_tokens: Count | None = Field(None, exclude_if=lambda tokens: tokens is None)
     """Largest number of packed tokens in one forward pass. None: the engine's setting. It decides the micro-batches and
     not the loss, so it is not part of the state."""
+    used: RunUse | None = Field(None, exclude_if=lambda used: used is None)
+    """What the run had used when the step was requested. It decides when a run with a budget ends, and no step, so it
+    is not part of the state."""
 
     def content(self) -> dict[str, Any]:
         """Returns the request without the names of runs and objects: what decides the next weights."""
         # refs contain names: replace them by what they name
-        body = self.model_dump(mode="json", exclude={"parent", "batch", "reference", "max_tokens"})
+        body = self.model_dump(mode="json", exclude={"parent", "batch", "reference", "max_tokens", "used"})
         return body | {
             "parent": self.parent.state,
             "batch": self.batch.sha256,
@@ -250,14 +275,23 @@ class Chain:
         return self._read(Root, keys.chain_root(self.run, self.stage, self.model))
 
     def create_root(self, root: Root) -> Root:
-        """Commits the root if there is none, and returns the committed one."""
+        """Commits the root if there is none, and returns the committed one. Raises ModelBeingDeleted."""
         key = keys.chain_root(self.run, self.stage, self.model)
         # the index first, so that nothing that the chain starts from is taken for unused
         record_run(self.store, self.run)
         record_run(self.store, self.run, "chains")
         record_uses(self.store, key, used_by_root(root))
         put = self.store.put_if_absent(key, canonical_json(root.model_dump(mode="json")))
-        return _parse(Root, put.data, key)
+        created = _parse(Root, put.data, key)
+        # after the root: a deletion looks for roots after it has marked the model, so one of the two notices the other
+        if created.base is not None:
+            try:
+                check_not_deleted(self.store, created.base.key)
+            except ModelBeingDeleted:
+                if put.won:
+                    self.store.delete(key)
+                raise
+        return created
 
     def record(self, step: int) -> CommitRecord | None:
         """Returns the record of `step` (>= 1), or None if the step is not committed. Raises CorruptArtifact."""

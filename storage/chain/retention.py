@@ -3,9 +3,9 @@
 Batches and records stay, so a deleted checkpoint only costs time. The checkpoint of a rebase in effect is an exception:
 the chain cannot rebuild it, and it is never deleted.
 
-A finished chain needs one checkpoint with the optimizer's moments, the last, from which a fork continues at once.
-`verify` needs none: it begins at the root. The names of deleted checkpoints of shares of the run stay, so that a later
-stage can still start there.
+A finished chain needs one checkpoint with the optimizer's moments, the last, from which a fork continues at once, or
+none, if its steps are quickly redone (`drop_final_checkpoint`). `verify` needs none: it begins at the root. The names
+of deleted checkpoints of shares of the run stay, so that a later stage can still start there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, NamedTuple, Self
 
-from storage.chain.checkpoint_names import is_share_name, name_step, stored_names
+from storage.chain.checkpoint_names import is_share_name, name_step, share_name, stored_names
 from storage.chain.fork import read_fork
 from storage.chain.leases import is_held
 from storage.chain.listing import stored_checkpoint_steps
@@ -114,6 +114,9 @@ class Retention(Frozen):
     """The chain has taken its last step. Keep its last checkpoint instead of `keep_last`, and delete those of shares of
     the run as well, unless keep_named is given or something refers to them. Their names stay."""
 
+    keep_final: bool = True
+    """Of a finished chain: keep its last checkpoint."""
+
     def of_finished(self) -> Self:
         """Returns the rules for the same chain after its last step."""
         return self.model_copy(update={"finished": True})
@@ -141,6 +144,15 @@ def prune_checkpoints(store: ObjectStore, policy: PolicyRef, rules: Retention) -
     return [removal.step for removal in plan_pruning(store, policy, rules) if remove(store, policy, removal)]
 
 
+def drop_final_checkpoint(store: ObjectStore, policy: PolicyRef, rules: Retention) -> bool:
+    """Deletes the last checkpoint of a finished chain, unless a rule or a reference keeps it. Returns whether it did.
+
+    The chain redoes its steps where its last policy is needed again."""
+    last = max(_read_checkpoints(store, policy), default=None)
+    plan = plan_pruning(store, policy, rules.of_finished().model_copy(update={"keep_final": False}))
+    return any(remove(store, policy, removal) for removal in plan if removal.step == last)
+
+
 def plan_pruning(store: ObjectStore, policy: PolicyRef, rules: Retention) -> list[Removal]:
     """Returns the checkpoints of a chain that `rules` do not keep, ascending. See prune_checkpoints."""
     chain = Chain.of(store, policy)
@@ -150,13 +162,16 @@ def plan_pruning(store: ObjectStore, policy: PolicyRef, rules: Retention) -> lis
     named: list[int] = []
     unnamed: list[int] = []
     share_names: dict[int, str] = {}
+    final = list(manifests)[-1:] if rules.finished and not rules.keep_final else []
     for step, manifest in manifests.items():
         if manifest.key in rebase_checkpoints:
             continue
         names = stored_names(store, manifest.key, manifest)
         if not names:
             unnamed.append(step)
-        elif rules.finished and rules.keep_named is None and len(names) == 1 and is_share_name(names[0], policy.model):
+        elif rules.finished and rules.keep_named is None and len(names) == 1 and (
+            is_share_name(names[0], policy.model) or (step in final and names[0] == share_name(policy.model, 1))
+        ):
             share_names[step] = names[0]
         else:
             named.append(step)
@@ -165,7 +180,7 @@ def plan_pruning(store: ObjectStore, policy: PolicyRef, rules: Retention) -> lis
     # apply the rules
     steps = sorted([*unnamed, *old_named, *share_names])
     if rules.finished:
-        steps_to_keep = set(list(manifests)[-1:])
+        steps_to_keep = set(list(manifests)[-1:]) - set(final)
     else:
         steps_to_keep = set(unnamed[-rules.keep_last :]) if rules.keep_last else set()
     if rules.keep_every is not None:
@@ -177,7 +192,8 @@ def plan_pruning(store: ObjectStore, policy: PolicyRef, rules: Retention) -> lis
             )
         ranked_steps = _rank_by_metric(store, policy, steps, rules.metric, rules.best)
         steps_to_keep |= set(ranked_steps[: rules.keep_best])
-    steps_to_keep |= _steps_in_use(chain, [step for step in (*old_named, *share_names) if step not in steps_to_keep])
+    in_question = {*old_named, *share_names, *final} & set(steps)
+    steps_to_keep |= _steps_in_use(chain, sorted(in_question - steps_to_keep))
     return [Removal(step, manifests[step], share_names.get(step)) for step in steps if step not in steps_to_keep]
 
 

@@ -209,6 +209,9 @@ class ChainAudit:
         except StorageError:
             return  # reported by the accounting
         used = {ref.key for ref in (*inputs.rollouts, *inputs.graded, inputs.batch)}
+        # a round of rejection sampling makes its dataset of what it sampled before its first step
+        for dataset in inputs.datasets:
+            used.update(uri.partition("#")[0] for uri in dataset.parents)
         step_folder = keys.step_prefix(self.name[0], self.name[1], record.policy.step - 1)
         if not record.request.batch.key.startswith(step_folder):
             return  # the step is shared with the run that this one was forked from

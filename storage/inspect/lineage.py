@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from storage.chain.fork import ForkInfo, read_fork
-from storage.chain.listing import has_objects, run_chains, stage_position
+from storage.chain.listing import has_objects, is_auxiliary, list_runs, run_chains, stage_position
 from storage.chain.records import Chain, CommitRecord, PolicyRef
 from storage.chain.run_record import find_run
 from storage.errors import CorruptArtifact, ObjectNotFound
@@ -20,7 +20,7 @@ from storage.inspect.accounting import StepInputs, step_inputs
 from storage.registry.models import find_model, registered_key
 from storage.serialization import Frozen, canonical_text, flatten
 from storage.store import keys
-from storage.store.artifacts import ArtifactRef, read_manifest
+from storage.store.artifacts import ArtifactRef, map_files, read_manifest
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_table
 
@@ -200,6 +200,17 @@ class Lineage(Frozen):
     deleted: str | None = None
     """The run that made `base`, if that run was deleted. The lineage begins after it."""
 
+    def facts(self) -> dict[str, str | None]:
+        """Base model, policy and segments in words, by name."""
+        policy = self.policy.uri if self.policy else "deleted" if self.deleted else "imported"
+        facts = {"base model": self.base, "policy": policy}
+        if self.deleted:
+            facts["deleted"] = f"run {self.deleted}, which made the base model"
+        for number, segment in enumerate(self.segments, 1):
+            steps_text = f"steps 1 to {segment.until}" if segment.until else "no step yet"
+            facts[f"segment {number}"] = f"{segment.title}, {steps_text}"
+        return facts
+
     def chains(self, store: ObjectStore) -> Iterator[tuple[Chain, int]]:
         """Yields (chain, last step) of each segment, oldest first."""
         for segment in self.segments:
@@ -269,6 +280,21 @@ def training_datasets(store: ObjectStore, target: str) -> set[str]:
             for record in chain.records(after=first - 1, until=last):
                 digests |= {uri.rpartition("#")[2] for uri in step_lineage(store, record).datasets}
     return digests
+
+
+def runs_by_dataset(store: ObjectStore) -> dict[str, list[str]]:
+    """Returns the runs that name a dataset among their inputs, by the sha256 of the dataset. The config of a recipe
+    does not name its datasets. It reads the record of every run."""
+    runs = [run for run in list_runs(store) if not is_auxiliary(run)]
+    infos = map_files(lambda run: find_run(store, run), runs) if runs else []
+    users: dict[str, list[str]] = {}
+    for run, info in zip(runs, infos, strict=True):
+        inputs = info.semantic.get("inputs") if info else None
+        # the inputs of an evaluation are groups of digests
+        digests = flatten(inputs).values() if isinstance(inputs, dict) else ()
+        for sha256 in sorted({value for value in digests if isinstance(value, str)}):
+            users.setdefault(sha256, []).append(run)
+    return users
 
 
 def resolve_policy(store: ObjectStore, text: str) -> PolicyRef:

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from storage.chain.checkpoint_names import NamedCheckpoint, named_checkpoints
 from storage.chain.leases import check_not_deleted, current_epoch, is_held
-from storage.chain.listing import has_objects, run_chains, stored_checkpoint_steps
+from storage.chain.listing import EVALUATED, has_objects, run_chains, stored_checkpoint_steps
 from storage.chain.rebase import rebases_in_effect
 from storage.chain.records import Chain
 from storage.chain.run_record import find_run
@@ -32,7 +32,7 @@ class RunSummary(Frozen):
 
     run: str
     kind: str
-    """Kinds of its stages, separated by spaces: "sft grpo"."""
+    """Kinds of its stages, separated by spaces: "sft grpo". "evaluation": it has none."""
     created: str | None
     """ISO time of the first start. None for a fork that has not run yet."""
     state: RunState
@@ -59,7 +59,7 @@ def summarize_run(store: ObjectStore, run: str) -> RunSummary:
     head_step, last_commit = _longest_head(last_stage_chains)
     return RunSummary(
         run=run,
-        kind=" ".join(map(keys.stage_kind, stages)) or "-",
+        kind=" ".join(map(keys.stage_kind, stages)) or (EVALUATED if info and EVALUATED in info.semantic else "-"),
         created=info.created if info else None,
         state=_state(store, run, opened=info is not None),
         stages=stages,
@@ -194,7 +194,7 @@ def describe_run(store: ObjectStore, run: str) -> RunDetails:
         last_metrics=_last_metrics(store, run, stages),
         leases=tuple(_describe_leases(store, run)),
         result=read_json(store, keys.result_json(run)),
-        models=tuple(_published_models(store, run)),
+        models=tuple(published_models(store, run)),
     )
 
 
@@ -265,7 +265,8 @@ def _describe_leases(store: ObjectStore, run: str) -> list[LeaseDetails]:
     return leases
 
 
-def _published_models(store: ObjectStore, run: str) -> list[PublishedModel]:
+def published_models(store: ObjectStore, run: str) -> list[PublishedModel]:
+    """Returns the registered models that were made from policies of the run."""
     models = []
     for user in users_of(store, keys.run_prefix(run)):
         key = key_patterns.artifact_of_manifest(user)

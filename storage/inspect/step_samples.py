@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import count
+from typing import Literal
 
 from storage.chain.listing import run_chains
 from storage.errors import ObjectNotFound
@@ -36,6 +37,47 @@ class GradedSample(Frozen):
     """The conversation before the completion, or the whole one of an episode, as JSON."""
     text: str | None
     """The completion. None for an episode."""
+
+    @property
+    def length(self) -> int:
+        """Characters of the completion, or of the conversation of an episode."""
+        return len(self.thread if self.text is None else self.text)
+
+
+SampleOrder = Literal["lowest reward", "highest reward", "longest", "shortest"]
+_ORDERS: dict[SampleOrder, Callable[[GradedSample], float]] = {
+    "lowest reward": lambda sample: math.inf if sample.reward is None else sample.reward,
+    "highest reward": lambda sample: math.inf if sample.reward is None else -sample.reward,
+    "longest": lambda sample: -sample.length,
+    "shortest": lambda sample: sample.length,
+}
+
+
+class SampleFilter(Frozen):
+    """Which samples of a step are shown, and in which order. None, or an empty text, filters nothing."""
+
+    status: str = ""
+    min_reward: float | None = None
+    """This and the next leave out samples without a reward."""
+    max_reward: float | None = None
+    min_length: int = 0
+    max_length: int | None = None
+    order: SampleOrder | None = None
+    """None: that of the step. Samples without a reward come last in an order by reward."""
+
+    def apply(self, samples: Iterable[GradedSample]) -> list[GradedSample]:
+        """Returns the samples that pass, in the order."""
+        passing = [sample for sample in samples if self._passes(sample)]
+        return sorted(passing, key=_ORDERS[self.order]) if self.order else passing
+
+    def _passes(self, sample: GradedSample) -> bool:
+        if self.min_reward is not None or self.max_reward is not None:
+            low = -math.inf if self.min_reward is None else self.min_reward
+            high = math.inf if self.max_reward is None else self.max_reward
+            if sample.reward is None or not low <= sample.reward <= high:
+                return False
+        longest = math.inf if self.max_length is None else self.max_length
+        return self.status in ("", sample.status) and self.min_length <= sample.length <= longest
 
 
 def step_samples(store: ObjectStore, run: str, stage: str, step: int) -> Iterator[GradedSample]:

@@ -7,14 +7,14 @@ in the log of the alias. Of two decisions made at once about the same champion, 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from typing import Literal
 
 from pydantic import JsonValue, ValidationError
 
 from storage.errors import AliasMoved, CorruptArtifact, ObjectNotFound
-from storage.registry.models import find_model, list_versions, resolve_alias
+from storage.registry.models import check_not_deleted, find_model, list_models, list_versions, resolve_alias
 from storage.serialization import Frozen, canonical_json, digest
 from storage.store import key_patterns, keys
 from storage.store.artifacts import Provenance, commit_bytes, find_artifact, read_bytes
@@ -86,8 +86,37 @@ def champion_of(store: ObjectStore, name: str) -> AliasEntry | None:
     return log[-1] if log else None
 
 
-def previous_champion(log: Sequence[AliasEntry]) -> str | None:
-    """Returns the champion before the current one, or None.
+class ModelSummary(Frozen):
+    """A registered model in a list."""
+
+    model: str
+    versions: int
+    """Number of published versions."""
+    champion: str | None
+    since: str | None
+    """ISO time, UTC, since which the champion is the champion."""
+    by: str | None
+    """Who decided that."""
+    latest: str | None
+
+
+def summarize_model(store: ObjectStore, name: str) -> ModelSummary:
+    """Returns how many versions a model has, and which is the champion by whose decision. Raises CorruptArtifact."""
+    champion, decision = champion_of(store, name), None
+    if champion is not None and champion.decision is not None:
+        decision = find_decision(store, name, champion.decision)
+    return ModelSummary(
+        model=name,
+        versions=len(list_versions(store, name)),
+        champion=champion.version if champion else None,
+        since=champion.created if champion else None,
+        by=decision.who if decision else None,
+        latest=resolve_alias(store, name),
+    )
+
+
+def previous_champion(log: Sequence[AliasEntry], published: Collection[str] | None = None) -> str | None:
+    """Returns the champion before the current one, or None. Versions that are not `published` are passed over.
 
     A rollback undoes the moves after its version: after a, b, c and a rollback to b, the previous champion is a.
     """
@@ -99,7 +128,10 @@ def previous_champion(log: Sequence[AliasEntry]) -> str | None:
                 champions.pop()
         if not champions or champions[-1] != entry.version:
             champions.append(entry.version)
-    return champions[-2] if len(champions) > 1 else None
+    for version in reversed(champions[:-1]):
+        if version != champions[-1] and (published is None or version in published):
+            return version
+    return None
 
 
 def commit_decision(  # noqa: PLR0913 - one field of the decision each
@@ -147,8 +179,49 @@ def commit_decision(  # noqa: PLR0913 - one field of the decision each
     )  # fmt: skip
     # move the alias, also for a decision that was committed by an interrupted call
     decision = _parse(read_bytes(store, ref), ref.key)
+    if decision.moves:
+        check_not_deleted(store, keys.model_version(name, decision.version))
     apply_decision(store, decision)
     return decision
+
+
+def roll_back(
+    store: ObjectStore,
+    name: str,
+    *,
+    reasons: Sequence[str],
+    who: str,
+    provenance: Provenance,
+    over: int | None = None,
+) -> Decision:
+    """Makes the champion before the present one the champion again, and returns the decision.
+
+    Args:
+        over: Number of the champion's log entry that the person saw. None: the present one.
+
+    Raises:
+        ObjectNotFound: no earlier champion is published.
+        AliasMoved: the champion has changed since `over`; nothing was moved.
+    """
+    log = alias_log(store, name)
+    version = previous_champion(log, list_versions(store, name))
+    check_champion(name, log[-1] if log else None, over)
+    if version is None:
+        reason = f"no earlier champion than {log[-1].version} is published" if log else "there is no champion"
+        raise ObjectNotFound(f"{name} has no previous champion: {reason}; promote a version instead")
+    return commit_decision(
+        store, name, version, "rollback", over=log[-1], reasons=reasons, who=who, provenance=provenance
+    )
+
+
+def check_champion(name: str, champion: AliasEntry | None, over: int | None) -> None:
+    """Raises AliasMoved if the number of the champion's log entry is not `over`, the number that a person saw; 0 for no
+    champion, None for any."""
+    if over is not None and over != (champion.number if champion else 0):
+        raise AliasMoved(
+            f"the decision about {name} was made at entry {over} of its log, but the champion has changed since; look "
+            f"at 'ostinato models show {name}', and decide again"
+        )
 
 
 def parents_of_evaluations(store: ObjectStore, parents: Sequence[str]) -> list[str]:
@@ -220,6 +293,16 @@ def resolve_model(store: ObjectStore, key: str) -> str:
         return key
     resolved_version = resolve_alias(store, name, version or "latest")
     return key if resolved_version is None else f"{name}@{resolved_version}"
+
+
+def model_names(store: ObjectStore) -> list[str]:
+    """Returns `name@version` of all registered models, and `name@champion` of those that have one."""
+    names = []
+    for name in list_models(store):
+        if champion_of(store, name) is not None:
+            names.append(f"{name}@champion")
+        names += [f"{name}@{version}" for version in list_versions(store, name)]
+    return names
 
 
 def _parse_entry(key: str, number: int, data: bytes) -> AliasEntry:

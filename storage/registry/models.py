@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from pydantic import JsonValue
 
-from storage.errors import CorruptArtifact, InvalidKey, VersionConflict
+from storage.errors import CorruptArtifact, InvalidKey, ModelBeingDeleted, VersionConflict
 from storage.serialization import canonical_json
 from storage.store import keys
 from storage.store.artifacts import (
@@ -26,9 +26,11 @@ from storage.store.artifacts import (
     uri_of,
 )
 from storage.store.index import record_uses, used_by
-from storage.store.objects import ObjectStore, list_numbers
+from storage.store.objects import ObjectStore, list_numbers, read_json
 
 LATEST = "latest"
+_DELETING = "deleting"
+"""Field of a version's claim that says that a deletion of the version has begun."""
 
 
 def publish_model(
@@ -44,7 +46,8 @@ def publish_model(
     """Copies the files to models/<name>/<version>/, commits them, and moves the alias "latest" to the version.
 
     A repetition completes an interrupted publication. The digest of the version's content is recorded before the first
-    upload, so that two publishers never mix their files. Raises VersionConflict if the version names other content.
+    upload, so that two publishers never mix their files. Raises VersionConflict if the version names other content,
+    ModelBeingDeleted.
     """
     # decide the content of the version, upload it unless it is committed, move "latest"
     key = keys.model_version(name, version)
@@ -118,6 +121,25 @@ def move_latest_from(store: ObjectStore, name: str, version: str) -> None:
         store.delete(keys.model_alias(name, LATEST, number))
 
 
+def mark_deletion(store: ObjectStore, name: str, version: str, *, deleting: bool) -> None:
+    """Marks a version as being deleted in its claim, or removes the mark. Raises ObjectNotFound."""
+    key = keys.model_claim(name, version)
+    body = json.loads(store.get(key))
+    body[_DELETING] = deleting
+    store.put(key, canonical_json(body))
+
+
+def check_not_deleted(store: ObjectStore, model: str) -> None:
+    """Raises ModelBeingDeleted if the deletion of the version with this logical key has begun, or has ended."""
+    name, _, version = model.removeprefix(keys.models_prefix()).partition("/")
+    body = read_json(store, keys.model_claim(name, version))
+    if body is None or body.get(_DELETING):
+        raise ModelBeingDeleted(
+            f"model {name}@{version} in {store.url} is deleted, or is being deleted; choose another version, or finish "
+            f"the deletion with: ostinato models delete {name}@{version} --yes"
+        )
+
+
 def _make_latest_once(store: ObjectStore, name: str, version: str) -> None:
     """Adds the version to the log of the alias "latest", unless the log has it."""
     # a late retry of an old publication must not move "latest" back
@@ -146,9 +168,12 @@ def _claim(store: ObjectStore, name: str, version: str, sha256: str) -> None:
     key = keys.model_claim(name, version)
     stored = store.put_if_absent(key, canonical_json({"sha256": sha256})).data
     try:
-        claimed = json.loads(stored)["sha256"]
+        body = json.loads(stored)
+        claimed = body["sha256"]
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptArtifact(f"{key} does not say which content the version names: {error}") from error
+    if body.get(_DELETING):
+        check_not_deleted(store, keys.model_version(name, version))
     if claimed != sha256:
         raise VersionConflict(
             f"version {version!r} of model {name!r} names the content {claimed[:12]}, these files are {sha256[:12]}; "

@@ -32,7 +32,8 @@ _DATA = re.compile(
 # objects without a manifest
 _STANDALONE = re.compile(
     r"store\.json|index/complete\.json|index/(?:runs|chains)/[^/]+(?:/[^/]+)?@run\.json"
-    r"|index/uses/[0-9a-f]{64}/(?:runs|models)/.+\.json|files/(?:seen|loaded)/[0-9a-f]{64}\.json|models/[^/]+/(?:claims/[^/]+|aliases/[^/]+/\d{6,})\.json"
+    r"|index/uses/[0-9a-f]{64}/(?:runs|models)/.+\.json|files/(?:seen|loaded)/[0-9a-f]{64}\.json"
+    r"|votes/[^/]+\.json|models/[^/]+/(?:claims/[^/]+|aliases/[^/]+/\d{6,})\.json"
     rf"|runs/.+/(?:{_OF_RUN}"
     r"|leases/(?:\d{6,}(?:\.released)?|deleting)\.json"
     r"|loops/\d{6,}/\d{6,}\.json|datasets/[^/]+\.json|stages/[^/]+/(?:stage\.json"

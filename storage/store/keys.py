@@ -446,6 +446,16 @@ def loaded_files(digest: str) -> str:
     return f"files/loaded/{_validate_sha256(digest)}.json"
 
 
+def votes_prefix() -> str:
+    """Prefix of the votes between two answers of a chat."""
+    return "votes/"
+
+
+def vote(comparison: str) -> str:
+    """Key of the vote on a comparison of two answers."""
+    return f"{votes_prefix()}{validate_name(comparison)}.json"
+
+
 # -- registered models and uploads ---------------------------------------------------------------------------
 
 

@@ -88,7 +88,7 @@ SCHEMAS: dict[str, pa.Schema] = {
             ("returns", _LISTS_FLOAT),  # this and the next two: one per trained token
             ("old_values", _LISTS_FLOAT),
             ("tangents", _LISTS_FLOAT),
-            ("preferred", pa.bool_()),  # which of the two rows of a pair this is
+            ("preferred", pa.bool_()),  # which of the two rows of a pair this is, or the label of the row
         ],
     ),
     # evaluations
@@ -123,6 +123,7 @@ SCHEMAS: dict[str, pa.Schema] = {
 """Columns of each kind of table."""
 
 _IMAGES = pa.list_(pa.struct([("start", pa.int32()), ("tokens", pa.int32()), ("data", pa.binary())]))
+_PARTS = pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64()), ("weight", pa.float64())]))
 
 OPTIONAL: dict[str, pa.Schema] = {
     "rollouts": _schema(
@@ -142,8 +143,20 @@ OPTIONAL: dict[str, pa.Schema] = {
             ("reason", pa.string()),
         ]
     ),
-    "graded": _schema(nullable=[("answer", pa.string())]),  # extracted by the grader, for a majority vote
-    "batch": _schema(nullable=[("images", _IMAGES)]),
+    "graded": _schema(
+        nullable=[
+            ("answer", pa.string()),  # extracted by the grader, for a majority vote
+            ("parts", _PARTS),  # that the reward was computed from
+        ]
+    ),
+    "batch": _schema(
+        nullable=[
+            ("images", _IMAGES),
+            ("kl_baseline", pa.float64()),
+            ("selected", _LISTS_FLOAT),
+            ("teacher_logprobs", _LISTS_FLOAT),  # one per trained token, of a distillation
+        ]
+    ),
 }
 """Optional columns of each kind of table, after those of SCHEMAS. A table has them only if its first rows have them, so
 that a table without images has the same bytes whether or not this code supports images."""

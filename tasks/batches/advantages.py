@@ -55,6 +55,22 @@ def leave_one_out(rewards_G: Rewards) -> Advantages:
     return _over_valid(rewards_G, lambda valid: (valid - valid.mean()) * np.float32(len(valid) / (len(valid) - 1)))
 
 
+def max_rl(rewards_G: Rewards) -> Advantages:
+    """(r - mean) / mean   (MaxRL, arXiv:2602.02710): for rewards of 1 and 0, a solved prompt weighs 1 / (pass rate).
+
+    Raises ValueError for a mean of 0 or less with unequal rewards: the rewards are success rates."""
+
+    def estimate(valid: np.ndarray) -> np.ndarray:
+        if not valid.mean() > 0:
+            raise ValueError(
+                f"advantage_estimator='max_rl' divides by the mean reward of a prompt, and that is {valid.mean():g}; "
+                "give rewards of at least 0, such as 1 for a right answer and 0 for a wrong one"
+            )
+        return valid / valid.mean() - 1
+
+    return _over_valid(rewards_G, estimate)
+
+
 def raw(rewards_G: Rewards) -> Advantages:
     """r, without a baseline (REINFORCE). It also credits a completion that is the only one of its prompt."""
     return _over_valid(rewards_G, lambda valid: valid, compares=False)
@@ -65,6 +81,7 @@ ESTIMATORS: dict[str, Callable[[Rewards], Advantages]] = {
     "group_sample_std": group_sample_std,
     "centred": centred,
     "leave_one_out": leave_one_out,
+    "max_rl": max_rl,
     "raw": raw,
 }
 
@@ -183,6 +200,36 @@ def subtract_group_mean(rewards_N: np.ndarray, prompts_N: np.ndarray) -> np.ndar
 BATCH_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Estimators that need the whole batch at once, in the memory of the process that prepares it."""
 
+
+class TokenSelection(Frozen):
+    """Which tokens of a batch Clip-Cov or KL-Cov (arXiv:2505.22617) selects, by their covariance: (l - mean l) times
+    (A - mean A), with the logprob l under the old policy and the advantage A, and means over all trained tokens.
+    Tokens of a large covariance lower the entropy most."""
+
+    kind: Literal["clip_cov", "kl_cov"]
+    """clip_cov: tokens at random, of those whose covariance is in [low, high]. kl_cov: those of the largest
+    covariance."""
+    fraction: float = Field(2e-4, gt=0, le=1)
+    """Fraction of the trained tokens that is selected, rounded down, but at least one token."""
+    low: float = Field(1.0, allow_inf_nan=False)
+    high: float = Field(5.0, allow_inf_nan=False)
+
+    def of(self, logprobs_T: np.ndarray, advantages_T: np.ndarray, *, seed: int) -> np.ndarray:
+        """(T,) bool: the selected tokens. clip_cov selects fewer if fewer tokens are within the bounds."""
+        covariances_T = (logprobs_T - logprobs_T.mean()) * (advantages_T - advantages_T.mean())
+        count = max(1, int(self.fraction * len(covariances_T)))
+        if self.kind == "clip_cov":
+            candidates = np.flatnonzero((covariances_T >= self.low) & (covariances_T <= self.high))
+            chosen = np.random.default_rng(seed).permutation(candidates)[:count]
+        else:
+            chosen = np.argsort(-covariances_T, kind="stable")[:count]
+        selected_T = np.zeros(len(covariances_T), dtype=bool)
+        selected_T[chosen] = True
+        return selected_T
+
+
+DECOUPLED = "gdpo"
+"""The estimator that normalises the parts of the rewards before it adds them (GDPO, arXiv:2601.05242)."""
 
 KL_STATE = "kl_beta"
 """Key of a step's coefficient in `StepRequest.controllers_in`."""

@@ -21,11 +21,11 @@ from engine.protocol import TableRows
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_tables, table_schema
-from tasks.batches.advantages import ESTIMATORS, Rewards, discounted, subtract_group_mean
+from tasks.batches.advantages import DECOUPLED, ESTIMATORS, Rewards, discounted, subtract_group_mean, whiten
 
-_GRADES_OF_GRADER = ("prompt_id", "completion", "reward", "status")
+_GRADES_OF_GRADER = ("prompt_index", "prompt_id", "completion", "reward", "status")
 _GRADES_OF_ENVIRONMENT = (
-    "prompt_id", "completion", "segment", "turn_tokens", "graded_turns", "grades", "status", "ending",
+    "prompt_index", "prompt_id", "completion", "segment", "turn_tokens", "graded_turns", "grades", "status", "ending",
 )  # fmt: skip
 
 
@@ -33,12 +33,14 @@ class NotOneGrade(BadSpec):
     """A loss over whole sequences needs exactly one grade per trajectory."""
 
 
-def read_grades(store: ObjectStore, graded: list[ArtifactRef]) -> Grades:
-    """The grades of a step. `graded` are the grades of each shard, or rollouts that their environment graded."""
+def read_grades(store: ObjectStore, graded: list[ArtifactRef], *, with_parts: bool = False) -> Grades:
+    """The grades of a step. `graded` are the grades of each shard, or rollouts that their environment graded. With
+    `with_parts`, they have the parts of the rewards, if a grader gave some."""
     by_environment = any(ref.kind == "rollouts" for ref in graded)
     columns = _GRADES_OF_ENVIRONMENT if by_environment else _GRADES_OF_GRADER
-    tables = list(read_tables(store, graded, columns))
-    return Grades(pa.concat_tables(tables))
+    tables = list(read_tables(store, graded, (*columns, "parts") if with_parts else columns))
+    # a shard without a grade has no parts
+    return Grades(pa.concat_tables(tables, promote_options="default"))
 
 
 class TrainedRows(NamedTuple):
@@ -74,7 +76,9 @@ class Grades:
         columns = {name: table.column(name).combine_chunks() for name in table.column_names}
         self.by_environment = "grades" in columns
         self._prompts, self._completions = columns["prompt_id"], columns["completion"]
+        self._rows_of_dataset = columns["prompt_index"]
         self._endings = columns.get("ending")
+        self._parts = columns.get("parts")
         # The segments and turns of each trajectory.
         rows = table.num_rows
         turns_N, first_N = np.ones(rows, np.int32), np.ones(rows, bool)
@@ -133,6 +137,8 @@ class Grades:
         """float32 [U]: the advantage of each turn. The grades of all turns of a group are normalised together; the
         advantage of a turn is the sum of its trajectory's normalised grades at and after it. With `per_trajectory`, it
         is that of the trajectory's only grade, whichever turn has it. Raises NotOneGrade."""
+        if estimator == DECOUPLED:
+            return self.decoupled_advantages()
         if per_trajectory:
             self._check_one_grade()
         normalised_G = group_advantages(self._group_K[self._trajectory_G], self.grade_G.tolist(), estimator)
@@ -141,6 +147,32 @@ class Grades:
             advantages_K[self._trajectory_G] = normalised_G
             return advantages_K[self.trajectory_U]
         return discounted(self.per_turn(normalised_G), self._turns_K, 1.0)
+
+    def decoupled_advantages(self) -> np.ndarray:
+        """float32 [U]: the parts of the rewards normalised within the group by `group`, each times its weight, added,
+        and whitened over all completions with a grade (GDPO, arXiv:2601.05242). A completion without a part has 0 for
+        it. Raises BadSpec if no reward has parts."""
+        if self._parts is None or self._parts.null_count == len(self._parts):
+            raise BadSpec(
+                "advantage_estimator='gdpo' normalises the parts of the rewards, and no grade of the step has parts; "
+                "give a tasks.graders.CombinedGrader, whose graders are the parts, or Grade(parts=...) in a grader of "
+                "your own"
+            )
+        row_P = np.repeat(np.arange(len(self._parts)), _numbers(pc.fill_null(pc.list_value_length(self._parts), 0)))
+        name_P, value_P, weight_P = (self._parts.flatten().field(name) for name in ("name", "value", "weight"))
+        names, values, weights = np.asarray(name_P), _numbers(value_P), _numbers(weight_P)
+        sums_K = np.zeros(len(self.rewards_K))
+        for name in sorted(set(names)):
+            own_P = names == name
+            rewards: list[float | None] = [None] * len(self.rewards_K)
+            for row, value in zip(row_P[own_P], values[own_P], strict=True):
+                rewards[row] = value
+            weights_K = np.zeros(len(self.rewards_K))
+            weights_K[row_P[own_P]] = weights[own_P]
+            sums_K += weights_K * np.nan_to_num(group_advantages(self._group_K, rewards, "group"))
+        valid_K = ~np.isnan(self.rewards_K)
+        sums_K[valid_K] = whiten(sums_K[valid_K])
+        return sums_K[self.trajectory_U].astype(np.float32)
 
     def centred_advantages(self) -> np.ndarray:
         """float64 [U]: like `advantages`, with each grade minus the mean grade of its prompt."""
@@ -182,6 +214,17 @@ class Grades:
         np.minimum.at(low, self._group_K[valid_K], self.rewards_K[valid_K])
         np.maximum.at(high, self._group_K[valid_K], self.rewards_K[valid_K])
         return low < high  # type: ignore[no-any-return]
+
+    def pass_rates(self, correct_from: float) -> dict[int, float | None]:
+        """Row of the dataset -> the share of its trajectories with a reward of at least `correct_from`, among those
+        with a reward; None if it has none. The rows are in the order of the shards."""
+        passed: dict[int, list[bool]] = {}
+        rows_K = _numbers(self._rows_of_dataset)[self._first_row_K]
+        for row, reward in zip(rows_K.tolist(), self.rewards_K.tolist(), strict=True):
+            of_row = passed.setdefault(row, [])
+            if not math.isnan(reward):
+                of_row.append(reward >= correct_from)
+        return {row: sum(of_row) / len(of_row) if of_row else None for row, of_row in passed.items()}
 
     def equal_group_share(self) -> float | None:
         """The share of groups with equal rewards, among those with two rewards or more. None if there is no such
@@ -253,23 +296,25 @@ def group_advantages(group_N: np.ndarray, rewards_N: Rewards, estimator: str) ->
     return advantages_N
 
 
-def batch_table(columns: dict[str, pa.Array], old_T: np.ndarray | None, reference_T: np.ndarray | None) -> pa.Table:
-    """The rows of a batch with the old and the reference logprobs. None leaves that column null: the loss does not use
-    it."""
-    schema = table_schema("batch", columns)
+def batch_table(columns: dict[str, pa.Array], **logprobs: np.ndarray | None) -> pa.Table:
+    """The rows of a batch with `old_logprobs`, `reference_logprobs` and `teacher_logprobs`, each [T]. None leaves that
+    column null, or out if it is optional: the loss does not use it."""
+    computed = {name: values_T for name, values_T in logprobs.items() if values_T is not None}
+    schema = table_schema("batch", [*columns, *computed])
     rows = len(columns["group"])
     arrays = {field.name: pa.nulls(rows, field.type) for field in schema if field.nullable}
     arrays |= columns
     offsets = _offsets(_lengths(columns["advantages"]))
-    for name, values_T in (("old_logprobs", old_T), ("reference_logprobs", reference_T)):
-        if values_T is not None:
-            arrays[name] = _lists(offsets, values_T.astype(np.float32), pa.float32())
+    for name, values_T in computed.items():
+        arrays[name] = _lists(offsets, values_T.astype(np.float32), pa.float32())
     return pa.table([arrays[name] for name in schema.names], schema=schema)
 
 
 def with_token_column(table: pa.Table, name: str, values_T: np.ndarray) -> pa.Table:
-    """Replaces the column `name` of the batch. `values_T` has one value per trained token of all rows."""
+    """Replaces the column `name` of the batch, or adds it. `values_T` has one value per trained token of all rows."""
     lists = _lists(_offsets(trained_lengths(table)), values_T.astype(np.float32), pa.float32())
+    if name not in table.column_names:
+        return table.append_column(table_schema("batch", [name]).field(name), lists)
     return table.set_column(table.column_names.index(name), table.schema.field(name), lists)
 
 

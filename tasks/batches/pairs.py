@@ -1,12 +1,14 @@
-"""Builds the batches of preferences (pairs of answers) and of ratings from dataset rows."""
+"""Builds the batches of preferences (pairs of answers, or labelled answers) and of ratings from dataset rows."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 from pydantic import JsonValue
 
 from engine.errors import BadSpec
@@ -46,14 +48,15 @@ async def prepare_preferences(  # noqa: PLR0913  the arguments of a step, and it
     lengths: LengthPlan = ANY_LENGTH,
     step: int,
 ) -> ArtifactRef:
-    """The committed `batch` table of a step on pairs of answers, or on rated conversations for a loss that is not one
-    of pairs.
+    """The committed `batch` table of a step on pairs of answers, or on rated or labelled conversations for a loss that
+    is not one of pairs.
 
     A pair is two rows of one group. A rated conversation is one row; its `returns` hold one number, `res` of the
     metadata. These rows are a unit, which is never divided. A unit that is longer than `lengths` allows is an error, or
     dropped and counted in the manifest. The rows have the logprobs of `reference` if the loss needs them.
 
-    Raises BadSpec for a rated conversation without `res` in its metadata.
+    Raises BadSpec for a rated conversation without `res` in its metadata, and for a labelled one with another `res`
+    than 1 or 0.
     """
     key = keys.step_artifact(policy.run, policy.stage, step, "batch", 0)
     return await commit_once(
@@ -91,8 +94,9 @@ async def _build_batch(  # noqa: PLR0913  as above
                 yield unit
 
     # Convert the units, add the reference logprobs and write, chunk by chunk.
+    units = await with_kl_baseline(workspace, policy, reference, loss, fitting_units())
     with TableWriter("batch") as writer:
-        for chunk in unit_chunks(fitting_units()):
+        for chunk in unit_chunks(units):
             if loss.needs_reference:
                 await add_reference_logprobs(workspace, reference, chunk)
             with timed("storage"):
@@ -136,13 +140,21 @@ def unit_rows(
     loss: LossSpec, record: Row, sequences: list[TokenSequence], group: str, renderer: Renderer, name_row: NameRow
 ) -> list[Row]:
     """The batch rows of these sequences of one dataset row. A conversation whose score the loss compares with its
-    rating has the rating as its `returns`."""
+    rating has the rating as its `returns`, and a labelled one its label as `preferred`."""
     rows = [sequence_row(renderer, sequence, group, completion=number) for number, sequence in enumerate(sequences)]
     if loss.pairwise:
         rows[0]["preferred"], rows[1]["preferred"] = True, False
     elif loss.reads == "values":
         rating = _rating_of(record, name_row)
         rows[0] |= {"returns": [rating], "reward": rating}
+    elif loss.labelled:
+        label = _rating_of(record, name_row)
+        if label not in (0, 1):
+            raise BadSpec(
+                f"{name_row(record['index'])} has the label {label}; expected true or 1 for a desirable answer, false "
+                "or 0 for another: correct the column label, or metadata.res"
+            )
+        rows[0]["preferred"] = label == 1
     return rows
 
 
@@ -206,7 +218,7 @@ def _group_names(records: Sequence[Row], row_numbers: list[int]) -> list[str]:
     return groups
 
 
-def unit_chunks(units: Iterator[list[Row]]) -> Iterator[list[Row]]:
+def unit_chunks(units: Iterable[list[Row]]) -> Iterator[list[Row]]:
     """Yields the rows of whole units, about CHUNK_TOKENS at a time."""
     chunk: list[Row] = []
     tokens = 0
@@ -224,12 +236,58 @@ async def add_reference_logprobs(workspace: Workspace, reference: PolicyRef | No
     """Adds the logprobs of the trained tokens under `reference` to the rows. Raises BadSpec without a reference."""
     if reference is None:
         raise BadSpec("the loss needs the logprobs of a reference policy, and none was given; give one")
+    for row, logprobs in zip(rows, await _logprobs(workspace, reference, rows), strict=True):
+        row["reference_logprobs"] = logprobs
+
+
+async def with_kl_baseline(
+    workspace: Workspace, policy: PolicyRef, reference: PolicyRef | None, loss: LossSpec, units: Iterable[list[Row]]
+) -> Iterable[list[Row]]:
+    """The units of a whole batch, with the KL baseline of KTO in each row if the loss reads labels.
+
+    The baseline is the mean log-ratio of `policy` to `reference`, in nats, over mismatched pairs, but at least 0
+    (arXiv:2402.01306). A mismatched pair is the prompt of a row, which ends before its first trained token, and the
+    completion of the row before it; the first row takes that of the last, as in TRL. It is cut at the end to the length
+    of the longest row, so that it fits wherever the rows do.
+
+    Raises BadSpec without a reference, and for fewer than two rows with trained tokens."""
+    if not loss.labelled:
+        return units
+    units = list(units)
+    trained = [row for (row,) in units if row["loss_mask"].any()]
+    if reference is None or len(trained) < 2:
+        raise BadSpec(
+            f"a KL baseline needs a reference policy and two rows whose completions are swapped, and was given "
+            f"{'none' if reference is None else 'one'} and {len(trained)} rows; raise samples_per_batch, or the limit "
+            "of the length"
+        )
+    longest = max(len(row["token_ids"]) for row in trained)
+    mismatched = []
+    for row, other in zip(trained, [trained[-1], *trained[:-1]], strict=True):
+        start, begin = int(row["loss_mask"].argmax()), int(other["loss_mask"].argmax())
+        token_ids = np.concatenate([row["token_ids"][:start], other["token_ids"][begin:]])[:longest]
+        loss_mask = np.concatenate([np.zeros(start, bool), other["loss_mask"][begin:]])[:longest]
+        mismatched.append({"token_ids": token_ids, "loss_mask": loss_mask, "group": "", "images": row.get("images")})
+
+    # All of one policy first, so that the engine changes the weights once.
+    sums: dict[PolicyRef, float] = {}
+    for source in dict.fromkeys((policy, reference)):
+        logprobs: list[float] = []
+        for chunk in unit_chunks([row] for row in mismatched):
+            logprobs += [math.fsum(numbers) for numbers in await _logprobs(workspace, source, chunk)]
+        sums[source] = math.fsum(logprobs)
+    baseline = max(0.0, (sums[policy] - sums[reference]) / len(mismatched))
+    for (row,) in units:
+        row["kl_baseline"] = baseline
+    return units
+
+
+async def _logprobs(workspace: Workspace, policy: PolicyRef, rows: Sequence[Row]) -> list[list[float]]:
+    """The logprobs of the trained tokens of each row under `policy`, in nats."""
     sequences = []
     for row in rows:
         images = images_from_rows(row.get("images"))
         sequences.append(TokenSequence(row["token_ids"], row["loss_mask"], row["group"], images))
     with timed("train"):
-        request = LogprobsRequest(reference, sequences, max_tokens=workspace.max_tokens)
-        logprobs = await workspace.connect().logprobs(request, epoch=workspace.epoch)
-    for row, row_logprobs in zip(rows, logprobs, strict=True):
-        row["reference_logprobs"] = row_logprobs
+        request = LogprobsRequest(policy, sequences, max_tokens=workspace.max_tokens)
+        return await workspace.connect().logprobs(request, epoch=workspace.epoch)

@@ -26,7 +26,14 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import SCHEMAS, TableWriter, commit_table, read_rows, read_tables, table_schema
-from tasks.batches.advantages import KL_OF_GAP, RewardKL, advantages_and_returns, reinforce_plus_plus, whiten
+from tasks.batches.advantages import (
+    DECOUPLED,
+    KL_OF_GAP,
+    RewardKL,
+    advantages_and_returns,
+    reinforce_plus_plus,
+    whiten,
+)
 from tasks.batches.columns import (
     Grades,
     LogprobGap,
@@ -94,11 +101,11 @@ async def _build_batch(
     """Builds the batch of an RL step from graded rollouts and commits it."""
     store = workspace.open_store()
     with timed("storage"):
-        grades = read_grades(store, graded)
+        grades = read_grades(store, graded, with_parts=plan.advantage_estimator == DECOUPLED)
         apply_rules(store, rollouts, grades, plan)
 
     # Compute the advantages now, or write zeros and replace them after the rows were scored.
-    needs_whole_batch = plan.needs_whole_batch if values is None else values.whiten_advantages
+    needs_whole_batch = plan.needs_whole_batch if values is None else values.whiten_advantages or bool(plan.selection)
     advantages_U = np.zeros(len(grades.trajectory_U), np.float32)
     if values is None and not needs_whole_batch:
         advantages_U = grades.advantages(plan.advantage_estimator, per_trajectory=plan.per_trajectory)
@@ -106,7 +113,7 @@ async def _build_batch(
     # Score the rows chunk by chunk, so that memory does not grow with the number of rollouts.
     # Advantages of a whole batch need all scored tables at once, so these are kept.
     scored: list[tuple[pa.Table, TrainedRows]] = []
-    gap = LogprobGap()
+    gap, distillation = LogprobGap(), TeacherTerm(plan)
     extra: dict[str, JsonValue] = {}
     with TableWriter("batch") as writer:
         for rows in trained_chunks(store, rollouts, graded, grades, advantages_U):
@@ -118,10 +125,13 @@ async def _build_batch(
             if needs_whole_batch:
                 scored.append((table, rows._replace(columns={})))
                 continue
+            table = distillation.add(table)
             with timed("storage"):
                 writer.write(table)
         if scored:
             table, extra = with_batch_advantages(scored, grades, plan, values)
+            table = distillation.add(table)
+            table = with_selection(table, plan, seed=workspace.seed_for("token selection", step))
             with timed("storage"):
                 writer.write(table)
         check_batch_rows(writer.rows, grades, step)
@@ -131,12 +141,9 @@ async def _build_batch(
         if values is not None:
             parents.insert(1, values.value.uri)
         with timed("storage"):
+            extra |= {"prompts": grades.prompts_in_batch(), "logprob_gap": gap.mean, **plan.rules, **distillation.extra}
             return writer.commit(
-                store,
-                key,
-                parents=tuple(dict.fromkeys(parents)),
-                provenance=workspace.provenance,
-                extra={"prompts": grades.prompts_in_batch(), "logprob_gap": gap.mean, **plan.rules, **extra},
+                store, key, parents=tuple(dict.fromkeys(parents)), provenance=workspace.provenance, extra=extra
             )
 
 
@@ -230,6 +237,46 @@ def with_batch_advantages(
     return with_token_column(table, "advantages", advantages_T), extra
 
 
+class TeacherTerm:
+    """Adds the term of the teacher of `plan` to the advantages of a batch, and measures the distance to the teacher.
+
+    The term of a token is beta * (its logprob under the teacher - under the sampler). Its expectation under the sampler
+    is -beta times the reverse KL divergence to the teacher, which a policy gradient therefore lowers (the policies of
+    MiniLLM, arXiv:2306.08543, without its credit for later tokens)."""
+
+    def __init__(self, plan: BatchPlan) -> None:
+        self.plan = plan
+        self.total, self.tokens = 0.0, 0
+
+    def add(self, table: pa.Table) -> pa.Table:
+        """Returns `table` with the term in its advantages; unchanged without a teacher."""
+        if self.plan.teacher is None or not table.num_rows:
+            return table
+        gap_T = token_values(table, "teacher_logprobs") - token_values(table, "sampler_logprobs")
+        self.total, self.tokens = self.total - float(gap_T.sum()), self.tokens + len(gap_T)
+        advantages_T = token_values(table, "advantages") + self.plan.teacher_beta * gap_T
+        return with_token_column(table, "advantages", advantages_T)
+
+    @property
+    def extra(self) -> dict[str, JsonValue]:
+        """The manifest's entry `teacher_kl`: the estimated reverse KL to the teacher, in nats per token."""
+        return {"teacher_kl": self.total / self.tokens} if self.tokens else {}
+
+
+def with_selection(table: pa.Table, plan: BatchPlan, *, seed: int) -> pa.Table:
+    """The batch with the column of the selected tokens, if the plan selects some. It is committed with the batch, so
+    that a redo trains the same tokens."""
+    if plan.selection is None or not table.num_rows:
+        return table
+    logprobs_T = token_values(table, _old_column(plan.old_logprobs))
+    selected_T = plan.selection.of(logprobs_T, token_values(table, "advantages"), seed=seed)
+    return with_token_column(table, "selected", selected_T)
+
+
+def _old_column(old_logprobs: StepOldLogprobs) -> str:
+    return "old_logprobs" if old_logprobs == "trainer" else "sampler_logprobs"
+
+
 def credited(
     table: pa.Table, grades: Grades, rows: TrainedRows, values_T: np.ndarray, plan: BatchPlan, values: ValuePlan
 ) -> pa.Table:
@@ -268,8 +315,7 @@ async def values_before(workspace: Workspace, value: PolicyRef, rows: TrainedRow
 
 def kl_per_token(table: pa.Table, reward_kl: RewardKL, old_logprobs: StepOldLogprobs) -> np.ndarray:
     """(T,) float64: the KL to the reference at each trained token, in nats, by the estimator of `reward_kl`."""
-    old_column = "old_logprobs" if old_logprobs == "trainer" else "sampler_logprobs"
-    return KL_OF_GAP[reward_kl.estimator](gap_to_reference(table, old_column))
+    return KL_OF_GAP[reward_kl.estimator](gap_to_reference(table, _old_column(old_logprobs)))
 
 
 def has_grades(store: ObjectStore, graded: list[ArtifactRef]) -> bool:
@@ -336,8 +382,10 @@ async def score_rows(
 
     # Score the rows if the loss needs the trainer's or the reference's logprobs.
     old_T = await logprobs(policy if plan.old_logprobs == "trainer" else None)
-    reference_T = await logprobs(plan.reference)
-    table = batch_table(rows.columns, old_T, reference_T)
+    reference_T, teacher_T = await logprobs(plan.reference), await logprobs(plan.teacher)
+    table = batch_table(
+        rows.columns, old_logprobs=old_T, reference_logprobs=reference_T, teacher_logprobs=teacher_T
+    )
     _check_finite(table, policy, step)
     return table
 

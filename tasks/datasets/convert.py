@@ -109,7 +109,7 @@ def check_rating(metadata: Mapping[str, Any], location: RowLocation) -> None:
             "metadata.res",
             given=_shown(rating),
             expected=f"a rating of the answer, {REWARD_RANGE}",
-            todo="Put it into metadata, or name its column: metadata_columns=('res',).",
+            todo="Put it into metadata, or name its column: metadata_columns=[res].",
         )
 
 
@@ -165,13 +165,13 @@ def _layout(values: dict[str, Any], location: RowLocation, spec: RowsDataset) ->
             None,
             given="both 'messages' and 'prompt'",
             expected="one of them",
-            todo="Choose with columns={'messages': 'messages'} or columns={'prompt': 'prompt'}.",
+            todo="Choose with columns={messages: messages} or columns={prompt: prompt}.",
         )
     raise location.bad_row(
         None,
         given=f"the columns {', '.join(values) or '(none)'}",
         expected="'messages', 'conversations' or 'prompt', and not null",
-        todo="Map the names with columns, for instance columns={'prompt': 'question'}.",
+        todo="Map the names with columns, for instance columns={prompt: question}.",
     )
 
 
@@ -190,7 +190,7 @@ def _value(values: dict[str, Any], column: str, location: RowLocation) -> Any:
         column,
         given=f"a row with {', '.join(values) or 'no columns'}",
         expected=f"the column {column!r}",
-        todo="Map the names with columns, for instance columns={'prompt': 'question'}.",
+        todo="Map the names with columns, for instance columns={prompt: question}.",
     )
 
 

@@ -25,7 +25,8 @@ from storage.store.artifacts import ArtifactRef, Provenance, find_artifact
 from storage.store.objects import ObjectStore
 from storage.store.tables import TableWriter, table_schema
 from tasks.datasets import known_files
-from tasks.datasets.errors import BadRow, EmptyDataset
+from tasks.datasets.errors import BadRow, DatasetError, EmptyDataset
+from tasks.datasets.pools import PromptPools
 from tasks.datasets.repetition_counter import RepetitionCounter
 from tasks.datasets.stored import StoredItem
 
@@ -34,7 +35,7 @@ DatasetUse = Literal["prompt", "completion", "preference", "rating"]
 preference: two threads with a common prompt, of which one is preferred. rating: a completion with a number, `res`, in
 its metadata."""
 
-RowOrder = Literal["shuffled", "file", "curriculum"]
+RowOrder = Literal["shuffled", "file", "curriculum", "pools"]
 """The order of the rows in an epoch: see OrderedDataset."""
 
 BLOCK_ROWS = 4096
@@ -56,6 +57,18 @@ def order_last(schema: dict[str, Any]) -> None:
     fields.update({name: fields.pop(name) for name in OrderedDataset.model_fields})
 
 
+class KeptRows(Frozen):
+    """Limits of a number of the rows. Rows outside of them, and rows whose number is null, are left out."""
+
+    column: str = Field(min_length=1)
+    """Column with a number per row, such as the pass rate that ostinato data grade-difficulty adds. It must be in the
+    metadata of the rows: in the object metadata, or named in metadata_columns."""
+    min: float | None = None
+    """Smallest value that is kept. None: no limit."""
+    max: float | None = None
+    """Largest value that is kept. None: no limit."""
+
+
 class OrderedDataset(Frozen):
     """The settings of the order in which a run reads the rows of a dataset. They do not change which rows it has."""
 
@@ -63,10 +76,15 @@ class OrderedDataset(Frozen):
 
     order: RowOrder = Field("shuffled", exclude_if=lambda order: order == "shuffled")
     """Order in which training reads the rows. shuffled: at random, differently in each epoch, by the run's seed. file:
-    as they are in the source. curriculum: from the smallest to the largest value of curriculum_column."""
+    as they are in the source. curriculum: from the smallest to the largest value of curriculum_column. pools: by the
+    pass rates of the prompts in the run, where completions are graded."""
     curriculum_column: str | None = Field(None, min_length=1, exclude_if=lambda column: column is None)
     """Column with a number per row, for order=curriculum. It must be in the metadata of the rows: in the object
     metadata, or named in metadata_columns. Rows with equal numbers stay in the order of the source."""
+    pools: PromptPools = Field(PromptPools(), exclude_if=lambda pools: pools == PromptPools())
+    """Shares of easy, hard and unsolved prompts, for order=pools."""
+    keep: KeptRows | None = Field(None, exclude_if=lambda keep: keep is None)
+    """Which rows are read, by a number of each row. None: all."""
 
     @model_validator(mode="after")
     def _column_of_the_curriculum(self) -> Self:
@@ -75,7 +93,15 @@ class OrderedDataset(Frozen):
                 f"given order={self.order!r} and curriculum_column={self.curriculum_column!r}; expected a "
                 "curriculum_column with order='curriculum', and with no other order"
             )
+        if self.order != "pools" and self.pools != PromptPools():
+            problem = f"pools act only with order='pools', and that is {self.order!r}"
+            raise ValueError(f"{problem}; set it, or leave pools out")
         return self
+
+    @property
+    def order_settings(self) -> dict[str, Any]:
+        """These settings by name."""
+        return {name: getattr(self, name) for name in OrderedDataset.model_fields}
 
 
 class LoadedPart(OrderedDataset):
@@ -247,9 +273,14 @@ def load_dataset(
     """
     refuse_secrets(spec.model_dump())
     data = spec.load(store, use, provenance, on_progress)
-    if isinstance(spec, OrderedDataset):
-        return data.model_copy(update={"order": spec.order, "curriculum_column": spec.curriculum_column})
-    return data
+    if not isinstance(spec, OrderedDataset):
+        return data
+    if spec.order == "pools" and use != "prompt":
+        raise DatasetError(
+            f"{spec.source}: order='pools' goes by the grades of completions, and nothing is sampled from rows of the "
+            f"use {use!r}; use it to train on graded rollouts, or take order='curriculum'"
+        )
+    return data.model_copy(update=spec.order_settings)
 
 
 def _find_known(store: ObjectStore, fingerprint: str | None) -> LoadedDataset | None:
@@ -283,7 +314,7 @@ def _read_and_commit(
         # Write the rows block by block, and add each row to the digest.
         for block in _blocks(items):
             has_images = has_images or any(map(_has_image, block))
-            rows = _table_rows(block, counter, writer.rows, table)
+            rows = table_rows(block, counter, writer.rows, table)
             content.update(_digested(rows, table))
             writer.write(rows)
             on_progress(LoadProgress(writer.rows, position.fraction))
@@ -325,7 +356,7 @@ def _blocks(items: Iterator[StoredItem]) -> Iterator[list[StoredItem]]:
         yield block
 
 
-def _table_rows(items: list[StoredItem], counter: RepetitionCounter, first_index: int, table: str) -> pa.Table:
+def table_rows(items: list[StoredItem], counter: RepetitionCounter, first_index: int, table: str) -> pa.Table:
     """The rows of the table. The n-th repetition of a row (from 1) has `#n` after its id."""
     # Seeds are derived from the id, so two equal rows need different ones.
     ids = [_item_id(item) for item in items]

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 from itertools import accumulate, islice
-from math import gcd
 
 import numpy as np
 
@@ -20,18 +19,17 @@ from storage.store.tables import read_column
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.naming import row_name
-from tasks.datasets.order import DataCursor, DataOrder, same_in_each_epoch, shuffled
-from tasks.datasets.spec import OrderedDataset
-
-WEIGHT_DECIMALS = 6
-"""Decimals of a weight that count."""
-
-
-def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Return the smallest whole numbers in the ratio of the weights, of which WEIGHT_DECIMALS decimals count."""
-    whole = [round(weight * 10**WEIGHT_DECIMALS) for weight in weights]
-    divisor = reduce(gcd, whole)
-    return [weight // divisor for weight in whole]
+from tasks.datasets.order import (
+    DataCursor,
+    DataOrder,
+    owed_of,
+    same_in_each_epoch,
+    shuffled,
+    take_turns,
+    whole_weights,
+)
+from tasks.datasets.pools import PoolOrder
+from tasks.datasets.spec import KeptRows, OrderedDataset
 
 
 class MixtureOrder:
@@ -56,29 +54,29 @@ class MixtureOrder:
     """
 
     def __init__(
-        self, parts: Sequence[DataOrder], weights: Sequence[float], first_rows: Sequence[int] | None = None
+        self, parts: Sequence[DataOrder], weights: Sequence[float]
     ) -> None:
-        """`first_rows`: the index of the first row of each part. None: each part begins where the one before ends."""
         self.parts = tuple(parts)
         self.weights = whole_weights(weights)
         self.rows = sum(part.rows for part in parts)
-        sizes = [part.rows for part in parts]
-        self.first_rows = list(first_rows or accumulate([0, *sizes[:-1]]))
+        self.sizes = [part.table_rows or part.rows for part in parts]
+        """Number of rows of each part in the table, with those that its order leaves out."""
+        self.first_rows = list(accumulate([0, *self.sizes[:-1]]))
 
     def only(self, rows: Sequence[int]) -> MixtureOrder:
-        """Return this order without the row indices that are not in `rows`. Not to be called on
-        what it returned. Raises ValueError if a part has none of the rows."""
+        """Return this order without the row indices that are not in `rows`. Raises ValueError if a part has none of
+        them."""
         kept = np.asarray(rows)
         parts = []
-        for number, (part, first) in enumerate(zip(self.parts, self.first_rows, strict=True)):
-            rows_of_part = kept[(kept >= first) & (kept < first + part.rows)] - first
-            if not len(rows_of_part):
+        for number, (part, first, size) in enumerate(zip(self.parts, self.first_rows, self.sizes, strict=True)):
+            rows_of_part = kept[(kept >= first) & (kept < first + size)] - first
+            parts.append(part.only(rows_of_part))
+            if not parts[-1].rows:
                 raise ValueError(
                     f"all rows of part {number + 1} of the mixture are left out for their length; raise "
                     "max_prompt_tokens, or leave this dataset out of the mixture"
                 )
-            parts.append(part.only(rows_of_part.tolist()))
-        return MixtureOrder(parts, self.weights, self.first_rows)
+        return MixtureOrder(parts, self.weights)
 
     def take(self, cursor: DataCursor, n: int) -> tuple[list[int], DataCursor]:
         """Return the next `n` row indices and the cursor after them. Taking n1 and then n2 rows returns the same rows
@@ -88,13 +86,8 @@ class MixtureOrder:
         # Choose the part of each row.
         numbers = cursor.model_extra or {}
         drawn = [numbers.get(f"drawn_{part}", 0) for part in range(len(self.parts))]
-        owed = self._owed(numbers)
-        chosen: list[int] = []
-        for _ in range(n):
-            owed = [behind + weight for behind, weight in zip(owed, self.weights, strict=True)]
-            part = owed.index(max(owed))
-            owed[part] -= sum(self.weights)
-            chosen.append(part)
+        owed = owed_of(numbers, range(len(self.parts)), self.weights)
+        chosen, owed = take_turns(owed, self.weights, n)
 
         # Take the rows of each part in its own order.
         rows_of_part = []
@@ -111,17 +104,11 @@ class MixtureOrder:
         after |= {f"owed_{part}": behind for part, behind in enumerate(owed)}
         return taken, DataCursor(epoch=epoch, index=index, weights=sum(self.weights), **after)
 
-    def _owed(self, numbers: dict[str, int]) -> list[int]:
-        """What the cursor says that the parts are owed. Nothing at the start, and with other weights or parts."""
-        owed = [numbers.get(f"owed_{part}", 0) for part in range(len(self.parts))]
-        # The sum is 0 for the parts of the cursor, and for others only by chance.
-        if numbers.get("weights") != sum(self.weights) or sum(owed) != 0:
-            return [0] * len(self.parts)
-        return owed
 
-
-RunOrder = DataOrder | MixtureOrder
+RunOrder = DataOrder | MixtureOrder | PoolOrder
 """The order of a dataset, or of a mixture."""
+KEPT = "keep filters"
+"""The use of a column by `keep`, in an error message."""
 MAX_VALUE_LETTERS = 60
 """Length to which a value is cut in an error message."""
 
@@ -138,35 +125,63 @@ def load_order(store: ObjectStore, data: LoadedDataset, *, seed: int) -> RunOrde
         rows = range(first, first + part.rows)
         orders.append(_order_of_rows(store, data.ref, part, rows, part=number, seed=seed))
         first = rows.stop
-    return MixtureOrder(orders, [part.weight for part in data.parts])
+    assert all(isinstance(order, DataOrder) for order in orders)  # the parts of a mixture have no pools
+    return MixtureOrder(orders, [part.weight for part in data.parts])  # type: ignore[arg-type]
 
 
 def _order_of_rows(
     store: ObjectStore, dataset: ArtifactRef, settings: OrderedDataset, rows: range, *, part: int, seed: int
-) -> DataOrder:
-    """The order of these rows of the table, counted from the first of them."""
+) -> DataOrder | PoolOrder:
+    """The order of these rows of the table, counted from the first of them. Raises DatasetError."""
+    order: DataOrder | PoolOrder
     if settings.order == "file":
-        return same_in_each_epoch(range(len(rows)))
-    if settings.curriculum_column is not None:
-        return same_in_each_epoch(_rows_by_value(store, dataset, settings.curriculum_column, rows))
-    return shuffled(len(rows), seed=seed, part=part)
-
-
-@lru_cache(maxsize=8)
-def _rows_by_value(store: ObjectStore, dataset: ArtifactRef, column: str, rows: range) -> np.ndarray:
-    """These rows by ascending value of the column, those with equal values in their order: int64, read-only. They are
-    counted from the first of them."""
-    values = np.empty(len(rows), dtype=np.float64)
-    metadata_of_rows = islice(read_column(store, dataset, "metadata"), rows.start, rows.stop)
-    for place, metadata in enumerate(metadata_of_rows):
-        values[place] = _number(store, dataset, rows[place], column, json.loads(metadata or "{}"))
-    order = np.argsort(values, kind="stable").astype(np.int64)
-    # The cache returns the same array to all callers.
-    order.flags.writeable = False
+        order = same_in_each_epoch(range(len(rows)))
+    elif settings.curriculum_column is not None:
+        values = _values(store, dataset, settings.curriculum_column, rows, "order='curriculum' sorts")
+        order = same_in_each_epoch(np.argsort(values, kind="stable").astype(np.int64))
+    else:
+        order = shuffled(len(rows), seed=seed, part=part)
+    if settings.keep is not None:
+        order = order.only(_kept_rows(store, dataset, settings.keep, rows))
+    if settings.order == "pools":
+        return PoolOrder(order, settings.pools)
     return order
 
 
-def _number(store: ObjectStore, dataset: ArtifactRef, index: int, column: str, metadata: dict[str, object]) -> float:
+def _kept_rows(store: ObjectStore, dataset: ArtifactRef, keep: KeptRows, rows: range) -> np.ndarray:
+    """Those of these rows whose value is within the limits, counted from the first of them."""
+    values = _values(store, dataset, keep.column, rows, KEPT)
+    low = -math.inf if keep.min is None else keep.min
+    high = math.inf if keep.max is None else keep.max
+    kept = np.flatnonzero((values >= low) & (values <= high))
+    if not len(kept):
+        raise DatasetError(
+            f"keep leaves out all {len(rows)} rows: the values of {keep.column!r} are from {np.nanmin(values):g} to "
+            f"{np.nanmax(values):g}, and {low:g} to {high:g} are kept; give other limits"
+        )
+    return kept
+
+
+@lru_cache(maxsize=8)
+def _values(store: ObjectStore, dataset: ArtifactRef, column: str, rows: range, purpose: str) -> np.ndarray:
+    """The value of the column in each of these rows, float64, read-only. `purpose`: what uses it, for errors."""
+    values = np.empty(len(rows), dtype=np.float64)
+    metadata_of_rows = islice(read_column(store, dataset, "metadata"), rows.start, rows.stop)
+    for place, metadata in enumerate(metadata_of_rows):
+        of_row = json.loads(metadata or "{}")
+        if purpose == KEPT and column in of_row and of_row[column] is None:
+            # a prompt whose pass rate could not be measured is not within any limits
+            values[place] = math.nan
+            continue
+        values[place] = _number(store, dataset, rows[place], column, of_row, purpose)
+    # The cache returns the same array to all callers.
+    values.flags.writeable = False
+    return values
+
+
+def _number(
+    store: ObjectStore, dataset: ArtifactRef, index: int, column: str, metadata: dict[str, object], purpose: str
+) -> float:
     """The value of the column in the metadata of a row. Raises DatasetError if there is none, or it is no number."""
     value = metadata.get(column)
     # In Python a bool is an int, but it is no number to sort by.
@@ -180,5 +195,5 @@ def _number(store: ObjectStore, dataset: ArtifactRef, index: int, column: str, m
     value_text = f"{value!r:.{MAX_VALUE_LETTERS}}" if column in metadata else f"metadata without {column!r}"
     raise DatasetError(
         f"{row_name(store, dataset, index)}: given {value_text}; expected a number in the metadata's {column!r}, by "
-        f"which order='curriculum' sorts. If it is a column of the file, name it in metadata_columns: [{column}]"
+        f"which {purpose}. If it is a column of the file, name it in metadata_columns: [{column}]"
     )

@@ -21,6 +21,8 @@ def row_name(store: ObjectStore, dataset: ArtifactRef, index: int) -> str:
     manifest = read_manifest(store, dataset.key)
     # The rows of a mixture are counted within its parts, which are its parents.
     for uri in manifest.parents:
+        if not uri.startswith(keys.datasets_prefix()):
+            break
         part = read_manifest(store, uri.partition("#")[0]).ref
         rows = part.rows or 0
         if index < rows:

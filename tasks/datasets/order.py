@@ -5,9 +5,10 @@ The cursor is two integers. They are stored in the commit records, so a resumed 
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
+from math import gcd
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -39,8 +40,13 @@ class DataOrder:
 
     rows: int
     epoch_order: EpochOrder
-    leaves_out_rows: bool = False
-    """Whether the dataset has more rows than these. The cursor then says how many an epoch has, for the audit."""
+    table_rows: int | None = None
+    """Number of rows of the dataset, if the order leaves out some of them. Else None."""
+
+    @property
+    def leaves_out_rows(self) -> bool:
+        """Whether the dataset has more rows than these. The cursor then says how many an epoch has, for the audit."""
+        return self.table_rows is not None
 
     def take(self, cursor: DataCursor, n: int) -> tuple[list[int], DataCursor]:
         """Return the next `n` row indices and the cursor after them.
@@ -71,16 +77,51 @@ class DataOrder:
         further = {"rows": self.rows} if self.leaves_out_rows else {}
         return taken, DataCursor(epoch=epoch, index=index, **further)
 
-    def only(self, rows: Sequence[int]) -> "DataOrder":
-        """Return this order without the row indices that are not in `rows`. Not to be called on what it returned."""
-        kept = np.zeros(self.rows, dtype=bool)
-        kept[list(rows)] = True
+    def only(self, rows: Sequence[int] | np.ndarray) -> "DataOrder":
+        """Return this order without the row indices that are not in `rows`."""
+        table_rows = self.table_rows or self.rows
+        kept = np.zeros(table_rows, dtype=bool)
+        kept[np.asarray(rows, dtype=np.int64)] = True
+        left = int(kept[np.asarray(self.epoch_order(0))].sum())
 
         def epoch_order(epoch: int) -> np.ndarray:
             order = np.asarray(self.epoch_order(epoch))
             return order[kept[order]]
 
-        return DataOrder(len(rows), epoch_order, leaves_out_rows=len(rows) < self.rows)
+        return DataOrder(left, epoch_order, table_rows if left < table_rows else None)
+
+
+WEIGHT_DECIMALS = 6
+"""Decimals of a weight that count."""
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """Return the smallest whole numbers in the ratio of the weights, of which WEIGHT_DECIMALS decimals count."""
+    whole = [round(weight * 10**WEIGHT_DECIMALS) for weight in weights]
+    divisor = reduce(gcd, whole)
+    return [weight // divisor for weight in whole]
+
+
+def take_turns(owed: list[int], weights: Sequence[int], n: int) -> tuple[list[int], list[int]]:
+    """Return the part from which each of the next `n` rows comes, by largest remainder, and what the parts are owed
+    after them: see tasks.datasets.load_order.MixtureOrder."""
+    chosen: list[int] = []
+    for _ in range(n):
+        owed = [behind + weight for behind, weight in zip(owed, weights, strict=True)]
+        part = owed.index(max(owed))
+        owed[part] -= sum(weights)
+        chosen.append(part)
+    return chosen, owed
+
+
+def owed_of(numbers: Mapping[str, int], names: Iterable[object], weights: Sequence[int]) -> list[int]:
+    """What the further numbers of a cursor say that the parts are owed. Nothing at the start, and with other weights or
+    parts."""
+    owed = [numbers.get(f"owed_{name}", 0) for name in names]
+    # The sum is 0 for the parts of the cursor, and for others only by chance.
+    if numbers.get("weights") != sum(weights) or sum(owed) != 0:
+        return [0] * len(weights)
+    return owed
 
 
 def shuffled(rows: int, *, seed: int, part: int = 0) -> DataOrder:

@@ -118,7 +118,7 @@ def _conversation(values: dict[str, Any], column: str, prompt: list[RawTurn], lo
             column,
             given="a text without a prompt",
             expected="a prompt, or a list of messages",
-            todo="Name the prompt's column, for instance columns={'prompt': 'question'}.",
+            todo="Name the prompt's column, for instance columns={prompt: question}.",
         )
     # Other messages are the whole conversation, which must begin with the prompt.
     if turns[: len(prompt)] != prompt:

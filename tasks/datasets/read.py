@@ -88,7 +88,7 @@ class RowsDataset(OrderedDataset, ReadDataset):
             column = self.columns["completion"]
             raise DatasetError(
                 f"{self.source}: given a completion column, {column!r}, for a dataset of prompts, "
-                f"which does not read it. To keep it for graders: metadata_columns=({column!r},)."
+                f"which does not read it. To keep it for graders: metadata_columns=[{column}]."
             )
         yielded = 0
         for location, raw in self.raw_rows(use, position):

@@ -1,4 +1,8 @@
-"""The dataset of the store that a config names by its key."""
+"""The dataset of the store that a config names by its key.
+
+Completions and preferences can be used as prompts: their prompts are a table of their own, whose version is a digest of
+the version that they are made of.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,32 @@ from pydantic import field_validator
 
 from storage.errors import CorruptArtifact
 from storage.registry.datasets import DatasetVersion, list_datasets
-from storage.serialization import canonical_json
+from storage.serialization import canonical_json, digest
 from storage.store import keys
-from storage.store.artifacts import Provenance
+from storage.store.artifacts import ArtifactRef, Provenance, find_artifact
 from storage.store.objects import ObjectStore, read_json
+from storage.store.tables import RowReader, TableWriter
 from tasks.datasets.errors import DatasetError, DatasetNotFound
-from tasks.datasets.load import DatasetUse, DeclaredDataset, LoadedDataset, OnProgress, OrderedDataset
+from tasks.datasets.load import (
+    ID_CHARACTERS,
+    THREAD_COLUMNS,
+    DatasetUse,
+    DeclaredDataset,
+    LoadedDataset,
+    OnProgress,
+    OrderedDataset,
+    table_rows,
+)
+from tasks.datasets.repetition_counter import RepetitionCounter
+from tasks.datasets.stored import prompt_item
 
 _DATASET_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._\-]{0,127}(@[0-9a-f]{1,64})?", re.ASCII)
 SHOWN_VERSION = 8
 """Characters of a version in an error message."""
 MOST_SHOWN = 5
 """Number of names or versions that an error message lists."""
+WITH_PROMPTS = ("completion", "preference")
+"""Uses of datasets whose prompts can be used without their answers."""
 
 
 class RegisteredDataset(OrderedDataset, DeclaredDataset):
@@ -74,15 +92,24 @@ class RegisteredDataset(OrderedDataset, DeclaredDataset):
         self, store: ObjectStore, use: DatasetUse, provenance: Provenance, on_progress: OnProgress
     ) -> LoadedDataset:
         version = select_version(store, self, use)
-        return LoadedDataset(ref=version.ref, rows=version.ref.rows or 0, skipped=version.skipped)
+        if version.use in (use, None):
+            return LoadedDataset(ref=version.ref, rows=version.ref.rows or 0, skipped=version.skipped)
+        name = f"{version.name[:100]}-prompts"
+        key = keys.dataset(name, digest({"layout": 1, "kind": use, "of": version.ref.sha256})[:ID_CHARACTERS])
+        known = find_artifact(store, key)
+        ref = known or _commit_prompts(store, key, version, provenance)
+        return LoadedDataset(ref=ref, rows=ref.rows or 0, new=known is None, skipped=version.skipped)
 
 
 def select_version(store: ObjectStore, source: RegisteredDataset, use: DatasetUse) -> DatasetVersion:
-    """Return the version that the key names: for a name alone, the newest one of this use.
+    """Return the version that the key names: for a name alone, the newest one of this use. For prompts, if there is
+    none: the newest one of completions or preferences.
 
     Raises as `DeclaredDataset.resolved`."""
     matching = _matching(store, source)
     of_use = [version for version in matching if version.use in (use, None)]
+    if use == "prompt" and not of_use:
+        of_use = [version for version in matching if version.use in WITH_PROMPTS]
     if not of_use:
         raise DatasetError(
             f"dataset {source.key!r} is used for {use}s, but the store has it for other uses: {_shown(matching)}. Add "
@@ -94,6 +121,29 @@ def select_version(store: ObjectStore, source: RegisteredDataset, use: DatasetUs
             "its characters"
         )
     return of_use[-1]
+
+
+def _commit_prompts(store: ObjectStore, key: str, version: DatasetVersion, provenance: Provenance) -> ArtifactRef:
+    """Write the prompts of completions or pairs into a table, one block in memory at a time. Raises DatasetError for a
+    row without a prompt."""
+    columns = THREAD_COLUMNS[version.ref.kind]
+    reader = RowReader(store, version.ref)
+    try:
+        with TableWriter("threads") as writer, RepetitionCounter() as counter:
+            for block in reader.blocks():
+                items = []
+                conversations = zip(*(block.column(name).to_pylist() for name in columns), strict=True)
+                for row, metadata in zip(conversations, block.column("metadata").to_pylist(), strict=True):
+                    try:
+                        items.append(prompt_item(row, metadata))
+                    except ValueError as error:
+                        number = writer.rows + len(items) + 1
+                        raise DatasetError(f"row {number} of {version.key} has no prompt: {error}") from error
+                writer.write(table_rows(items, counter, writer.rows, "threads"))
+            extra = {"use": "prompt", "source": version.source, "skipped": version.skipped}
+            return writer.commit(store, key, parents=[version.ref], provenance=provenance, extra=extra)
+    finally:
+        reader.close()
 
 
 def _matching(store: ObjectStore, source: RegisteredDataset) -> list[DatasetVersion]:

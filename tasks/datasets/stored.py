@@ -6,6 +6,8 @@ the time of a load. Both ways give the same bytes.
 
 from __future__ import annotations
 
+import json
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.text.images import embed_images
@@ -52,6 +54,31 @@ def stored_row(values: dict[str, Any], location: RowLocation, spec: RowsDataset,
         check_rating(conversation.metadata, location)
     metadata = canonical_text(conversation.metadata) if conversation.metadata else "{}"
     return StoredItem((_plain_thread(conversation, metadata),), metadata)
+
+
+def prompt_turns_of(conversations: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The turns of the prompt of a stored row. The prompt of a pair are the turns that both conversations begin with;
+    that of another row are the turns before the last one, if the assistant has the last turn."""
+    threads = [json.loads(conversation)["turns"] for conversation in conversations]
+    turns = threads[0]
+    if len(threads) == 2:
+        turns = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*threads, strict=False))]
+    elif turns[-1]["role"] == "assistant":
+        turns = turns[:-1]
+    return turns
+
+
+def prompt_item(conversations: tuple[str, ...], metadata: str) -> StoredItem:
+    """The prompt of a stored completion or pair, with the text of its last, or of its preferred, answer as `answer` in
+    the metadata, unless they have one. Raises ValueError for a conversation without a prompt."""
+    turns = prompt_turns_of(conversations)
+    if not turns or turns[-1]["role"] in ("assistant", "system"):
+        last = f"a thread whose turns before the answer end with the {turns[-1]['role']} turn" if turns else "an answer"
+        raise ValueError(f"given {last}; expected a user or tool turn before the answer")
+    values = json.loads(metadata)
+    values.setdefault("answer", StringThread.from_json(conversations[0]).last_content())
+    thread = canonical_text({"metadata": values, "turns": turns, "weights": None})
+    return StoredItem((thread,), canonical_text(values))
 
 
 def _is_plain(conversation: Conversation) -> bool:

@@ -23,7 +23,7 @@ from storage.serialization import Frozen, canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, find_artifact, read_manifest
 from storage.store.tables import SCHEMAS, TableWriter, commit_table, read_rows
-from tasks.batches.pairs import add_reference_logprobs, unit_chunks, unit_rows, unit_sequences
+from tasks.batches.pairs import add_reference_logprobs, unit_chunks, unit_rows, unit_sequences, with_kl_baseline
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, check_uncut, cut
 from tasks.datasets.naming import row_name
 from tasks.evaluation.validation_curve import validation_entry
@@ -42,7 +42,7 @@ class ValidationLossPlan(Frozen):
     base: ArtifactRef
     """The model whose tokenizer renders the conversations."""
     dataset: ArtifactRef
-    """Pairs for a loss of pairs, else conversations; for a loss that reads values, with their rating in
+    """Pairs for a loss of pairs, else conversations; for a loss that reads ratings or labels, with these in
     metadata["res"]."""
     loss: LossSpec
     reference: PolicyRef | None = None
@@ -58,9 +58,11 @@ class ValidationLossPlan(Frozen):
         content = self._content()
         return f"{policy.step:06d}-{_short_digest(content[0] if self.loss.reads == 'values' else content)}"
 
-    def batch_name(self) -> str:
-        """The name of the batch of the held-out rows, which is the same for all policies of a stage."""
-        return f"held-out-{_short_digest(self._content())}"
+    def batch_name(self, policy: PolicyRef) -> str:
+        """The name of the batch of the held-out rows, which is the same for all policies of a stage, unless it has a
+        baseline of the policy."""
+        name = f"held-out-{_short_digest(self._content())}"
+        return f"{name}-{policy.step:06d}" if self.loss.labelled else name
 
     def _content(self) -> list[Any]:
         reference = self.reference.state if self.reference else None
@@ -140,11 +142,11 @@ async def _held_out_batch(workspace: Workspace, policy: PolicyRef, plan: Validat
     numbers of the rows that are not in it: those that `plan.lengths` drops, and pairs of which one answer has no
     trained token."""
     store = workspace.open_store()
-    key = keys.evaluation(policy.run, policy.stage, plan.batch_name())
+    key = keys.evaluation(policy.run, policy.stage, plan.batch_name(policy))
     committed = find_artifact(store, key)
     if committed is not None:
         return committed
-    if plan.loss.reads == "values":
+    if plan.loss.reads == "values" or plan.loss.labelled:
         check_uncut(plan.lengths)
     renderer, limit = renderer_of(store, plan.base), plan.lengths.limit(workspace, plan.base)
     unmeasured: list[JsonValue] = []
@@ -167,7 +169,7 @@ async def _held_out_batch(workspace: Workspace, policy: PolicyRef, plan: Validat
     # Convert the rows, add the reference logprobs and write, chunk by chunk.
     has_trained_tokens = False
     with TableWriter("batch") as writer:
-        for chunk in unit_chunks(units()):
+        for chunk in unit_chunks(await with_kl_baseline(workspace, policy, plan.reference, plan.loss, units())):
             if plan.loss.needs_reference:
                 await add_reference_logprobs(workspace, plan.reference, chunk)
             has_trained_tokens = has_trained_tokens or any(row["loss_mask"].any() for row in chunk)

@@ -13,9 +13,11 @@ from statistics import fmean
 from typing import Any
 
 from engine.text.threads import StringThread
+from storage.chain.listing import is_auxiliary, list_runs
 from storage.serialization import Frozen
-from storage.store.artifacts import ArtifactRef
-from storage.store.objects import ObjectStore
+from storage.store import keys
+from storage.store.artifacts import ArtifactRef, map_files
+from storage.store.objects import ObjectStore, read_json
 from storage.store.tables import read_table
 from tasks.evaluation.several_answers import PASS_AT, AnswerScores, GradedAnswer
 from tasks.evaluation.statistics import PairedDifference, mean_interval, paired_difference
@@ -112,6 +114,29 @@ class SampleAnswer(Frozen):
     """None if the grade failed."""
     reason: str | None
     """Why the answer has this grade, or none, in the grader's words."""
+
+
+class StoredEvaluation(Frozen):
+    """The result of a finished run of the flow `evaluation`."""
+
+    run: str
+    comparison: Comparison
+    samples: tuple[SampleAnswer, ...] = ()
+
+
+def find_evaluations(store: ObjectStore, model: str) -> list[StoredEvaluation]:
+    """Returns the finished evaluations of a model, `name@version`. It reads the result of every run."""
+    runs = [run for run in list_runs(store) if not is_auxiliary(run)]
+    results = map_files(lambda run: read_json(store, keys.result_json(run)), runs) if runs else []
+    evaluations = []
+    for run, result in zip(runs, results, strict=True):
+        # only an evaluation has scores of models
+        scores = result.get("scores") if result else None
+        if result and isinstance(scores, list) and any(score.get("model") == model for score in scores):
+            comparison = {name: result[name] for name in Comparison.model_fields}
+            body = {"run": run, "comparison": comparison, "samples": result.get("samples", [])}
+            evaluations.append(StoredEvaluation.model_validate(body))
+    return evaluations
 
 
 def sample_answers(store: ObjectStore, cells: Iterable[Cell], prompts: int = SAMPLE_PROMPTS) -> list[SampleAnswer]:

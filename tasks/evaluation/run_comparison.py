@@ -39,6 +39,7 @@ _TABLE_NAME = re.compile(r"(\d{6,})-([0-9a-f]{12})")
 CURVES = {
     "reward_mean": "Reward",
     "kl_mean": "KL to the reference",
+    "teacher_kl": "KL to the teacher",
     "completion_length_mean": "Completion length",
     "loss": "Loss",
     "grad_norm": "Gradient norm",

@@ -17,6 +17,15 @@ from engine.text.threads import StringThread
 from storage.serialization import Frozen
 
 
+class GradePart(Frozen):
+    """A part of a grade that is computed from several, such as one of its graders."""
+
+    name: str
+    value: float
+    """Value of the part, before its weight."""
+    weight: float = Field(1.0, ge=0)
+
+
 class Grade(Frozen):
     """The grade of one thread.
 
@@ -30,6 +39,9 @@ class Grade(Frozen):
     answer: str | None = None
     """The answer that the grader extracted from the completion, by which a majority vote compares completions. None: it
     found none, or it does not extract answers."""
+    parts: tuple[GradePart, ...] = Field((), exclude_if=lambda parts: not parts)
+    """The parts that the value was computed from. They are logged by name, and advantage_estimator='gdpo' normalises
+    each of them by itself."""
 
 
 class IgnoreGradeException(Exception):

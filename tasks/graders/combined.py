@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from engine.text.threads import StringThread
-from tasks.graders.base import BaseGrader, Grade, IgnoreGradeException
+from tasks.graders.base import BaseGrader, Grade, GradePart, IgnoreGradeException
 from tasks.graders.spec import GraderSpec, build
 
 Aggregation = Literal["mean", "sum"]
@@ -84,6 +84,7 @@ class CombinedGrader(BaseGrader):
         # Collect the grades of the others, which have different weights.
         weighted_values: list[tuple[float, float]] = []
         logs: dict[str, float] = {}
+        parts: list[GradePart] = []
         reasons: list[str] = []
         for grader, weight, grade in zip(self.graders, self.weights, outcomes, strict=True):
             if not isinstance(grade, Grade):
@@ -94,12 +95,13 @@ class CombinedGrader(BaseGrader):
             # Logs accept finite numbers only.
             if math.isfinite(grade.value):
                 logs[grader.grader_key] = grade.value
+                parts.append(GradePart(name=grader.grader_key, value=grade.value, weight=weight))
 
         # Combine them.
         explanation = "; ".join(reasons)
         value = self._aggregate(weighted_values, explanation)
         self.add_log(logs)
-        return Grade(value=value, grader_key=self.grader_key, reasoning=explanation)
+        return Grade(value=value, grader_key=self.grader_key, reasoning=explanation, parts=tuple(parts))
 
     def get_logs(self) -> dict[str, float]:
         """The statistics of each grader's value as `{key}/mean` and so on, and its own logs as `{key}/{name}/mean`."""

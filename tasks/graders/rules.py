@@ -163,6 +163,11 @@ class LabelMatch(BaseGrader):
         return label.strip().casefold() if self.ignore_case else label.strip()
 
 
+def no_reward(thread: StringThread) -> float:
+    """The reward 0 of every completion, for training that needs none (distillation)."""
+    return 0.0
+
+
 def from_metadata(thread: StringThread, key: str) -> Any:
     """Return thread.metadata[key]. Raises GraderError if the row has no such value, or null."""
     value = thread.metadata.get(key)

@@ -6,7 +6,9 @@ A task never receives a live grader object.
 import inspect
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from itertools import chain
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import Field, JsonValue
 
@@ -163,6 +165,26 @@ def _check_arguments(target: Any, positional: tuple[Any, ...], spec: GraderSpec)
         raise GraderSpecError(
             f"grader {spec.path!r}: given the arguments {sorted(spec.arguments)}; expected {signature}: {error}"
         ) from error
+    for name, choices in _choices(target).items():
+        if name in spec.arguments and spec.arguments[name] not in choices:
+            raise GraderSpecError(
+                f"grader {spec.path!r}: given {name}={spec.arguments[name]!r}; expected one of {choices}"
+            )
+
+
+def _choices(target: Any) -> dict[str, list[Any]]:
+    """The values of each parameter of a class or a function that is annotated with a Literal, or with one and None."""
+    try:
+        annotations = get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except (NameError, TypeError, AttributeError):
+        return {}  # annotations of a user's code that name nothing at run time
+    choices = {}
+    for name, annotation in annotations.items():
+        parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        if all(part is NoneType or get_origin(part) is Literal for part in parts):
+            values = [get_args(part) or (None,) for part in parts]
+            choices[name] = list(chain.from_iterable(values))
+    return choices
 
 
 _in_process: dict[tuple[str, str | None], BaseGrader] = {}

@@ -126,6 +126,8 @@ def figures_of(metrics: StepMetrics) -> dict[str, float]:
             figures[f"train/{name}"] = value
     for source, mean in metrics.by_source.items():
         figures[f"reward/{source}"] = mean
+    for part, mean in metrics.reward_parts.items():
+        figures[f"reward_part/{part}"] = mean
     for part, drawn in metrics.by_part.items():
         figures[f"data/{part}/rows"] = drawn.rows
         figures[f"data/{part}/epoch"] = drawn.epoch

@@ -162,6 +162,7 @@ _MEASURES: dict[str, Callable[[StepMetrics], float | None]] = {
     "pairs ranked correctly": lambda step: step.pair_accuracy,
     "margin of the pairs": lambda step: step.pair_margin,
     "KL to the reference": lambda step: step.kl_mean,
+    "KL to the teacher": lambda step: step.teacher_kl,
     "completion length": lambda step: step.completion_length_mean,
     "loss": lambda step: step.loss,
     "gradient norm": lambda step: step.grad_norm,
@@ -186,13 +187,21 @@ def _heldout_table(heldout: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     """A Markdown table with the value of each measure on held-out rows before training and the latest one. Empty
     without measurements."""
     lines = ["| held-out rows | before training | latest | after steps | change |", "|:--|--:|--:|--:|--:|"]
+    lines += [f"| {' | '.join(cells)} |" for cells in heldout_rows(heldout)]
+    return "\n".join(lines) if heldout else ""
+
+
+def heldout_rows(heldout: Mapping[str, Sequence[tuple[int, float]]]) -> list[tuple[str, str, str, str, str]]:
+    """(measure, value before training, latest value, steps before the latest, change) of each measure on held-out rows.
+    A value that was not measured is a dash."""
+    rows = []
     for name, points in heldout.items():
         (first_step, first), (last_step, last) = points[0], points[-1]
         before = _figure(first) if first_step == 0 else "–"
         latest, steps_done = (_figure(last), str(last_step)) if last_step else ("–", "–")
         change = _figure(last - first, sign="+") if first_step == 0 < last_step else "–"
-        lines.append(f"| {name} | {before} | {latest} | {steps_done} | {change} |")
-    return "\n".join(lines) if heldout else ""
+        rows.append((name, before, latest, steps_done, change))
+    return rows
 
 
 def _figure(value: float, sign: str = "") -> str:

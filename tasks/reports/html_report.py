@@ -91,6 +91,12 @@ def render_report(data: ReportData) -> str:
     )
 
 
+def all_charts(steps: Sequence[StepMetrics], validations: Sequence[Validation]) -> list[Chart]:
+    """Every chart of a run: measurements on held-out rows, training, the time of the steps, and who worked when."""
+    charts = [*_validation_charts(validations), *_training_charts(steps)]
+    return charts + [chart for chart in (_time_split(steps), _lanes(steps)) if chart is not None]
+
+
 def text_for_page(text: str, limit: int = TEXT_SHOWN) -> str:
     """Truncates the text to `limit` characters and replaces characters that UTF-8 or HTML cannot represent."""
     missing = len(text) - limit
@@ -117,6 +123,7 @@ _MEASURES: tuple[tuple[str, str, Callable[[StepMetrics], float | None]], ...] = 
     ("Pairs ranked correctly", "share of the step's pairs", lambda step: step.pair_accuracy),
     ("Margin of the pairs", "mean", lambda step: step.pair_margin),
     ("KL to the reference", "mean per token, nats", lambda step: step.kl_mean),
+    ("KL to the teacher", "mean per token, nats", lambda step: step.teacher_kl),
     (_LENGTH, "mean, tokens", lambda step: step.completion_length_mean),
     ("Loss", "", lambda step: step.loss),
     ("Gradient norm", "L2, before clipping", lambda step: step.grad_norm),
@@ -145,13 +152,13 @@ def _training_curves(steps: Sequence[StepMetrics]) -> list[tuple[str, str, list[
     training_curves: list[tuple[str, str, list[float | None]]] = []
     for title, note, value_of in _MEASURES:
         training_curves.append((title, note, [value_of(step) for step in steps]))
-    # One more curve of the reward for each data source.
-    sources: set[str] = set()
-    for step in steps:
-        sources |= step.by_source.keys()
-    for source in sorted(sources):
-        rewards = [step.by_source.get(source) for step in steps]
-        training_curves.append((f"Reward: {source}", "of this data source", rewards))
+    # One more curve of the reward for each data source, and for each part of the rewards.
+    for field, note in (("by_source", "of this data source"), ("reward_parts", "this part of it, before its weight")):
+        names: set[str] = set()
+        for step in steps:
+            names |= getattr(step, field).keys()
+        for name in sorted(names):
+            training_curves.append((f"Reward: {name}", note, [getattr(step, field).get(name) for step in steps]))
     return training_curves
 
 

@@ -37,10 +37,15 @@ class StepMetrics(Frozen):
     reward_std: float | None = None
     by_source: dict[str, float] = {}
     """Mean reward per `data_source` of the prompts' metadata."""
+    reward_parts: dict[str, float] = Field({}, exclude_if=lambda parts: not parts)
+    """Mean value of each part of the rewards, before its weight, by the name of its grader."""
     by_part: dict[str, PartMetrics] = Field({}, exclude_if=lambda parts: not parts)
     """What the step took from each part of a mixture, by its name. Empty for a single dataset."""
     kl_mean: float | None = None
     """Mean per-token KL to the reference, nats."""
+    teacher_kl: float | None = Field(None, exclude_if=lambda kl: kl is None)
+    """Mean of the sampler's minus the teacher's logprob per token, nats: an estimate of the reverse KL to the
+    teacher."""
     pair_accuracy: float | None = None
     """Share of the step's pairs in which the model, before the update, scored the preferred answer higher."""
     pair_margin: float | None = None

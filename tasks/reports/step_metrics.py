@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow.compute as pc
 from pydantic import JsonValue
 
+from engine.specs.engine import spec_of_layout
+from storage.chain.listing import run_chains
 from storage.chain.records import CommitRecord, PolicyRef
 from storage.errors import ObjectNotFound
 from storage.store import keys
@@ -23,6 +25,8 @@ from tasks.evaluation.validation_curve import means_by_source
 from tasks.reports.clock import Lap
 from tasks.reports.metrics import LANES, PartMetrics, StepMetrics
 
+CPUS = frozenset({"x86_64", "aarch64", "arm64", "AMD64"})
+"""Names of the device of a step that was taken without a GPU: those of the machine."""
 Item = TypeVar("Item")
 T = TypeVar("T")
 
@@ -45,9 +49,8 @@ def measure_step(
     completions = sum(shard.completions for shard in shards)
     tokens = sum(shard.tokens for shard in shards) if rollouts else int(record.metrics.get("tokens", 0))
     # The batch, which may have fewer rows than were sampled.
-    batch = record.request.batch
-    extra = read_manifest(store, batch.key).extra
-    prompts, gap, dropped_rows = _batch_counts(store, batch, extra)
+    extra = read_manifest(store, record.request.batch.key).extra
+    prompts, gap, dropped_rows = _batch_counts(store, record.request.batch, extra)
     lag_mean, lag_max = _lag(record, shards, extra)
     return StepMetrics(
         step=record.request.parent.step,
@@ -55,9 +58,11 @@ def measure_step(
         reward_mean=rewards.mean,
         reward_std=rewards.deviation,
         equal_groups=rewards.equal_groups,
-        by_source=means_by_source(_in_parallel(lambda ref: _sums_by_source(store, ref), graded)),
+        by_source=means_by_source(_in_parallel(lambda ref: _graded_sums(store, ref, "by_source"), graded)),
+        reward_parts=means_by_source(_in_parallel(lambda ref: _graded_sums(store, ref, "reward_parts"), graded)),
         by_part=_rows_of_parts(record, parts),
         kl_mean=record.metrics.get("kl_mean"),
+        teacher_kl=extra.get("teacher_kl"),
         pair_accuracy=record.metrics.get("accuracy_mean"),
         pair_margin=_margin(record.metrics),
         loss=record.metrics.get("loss", math.nan),
@@ -81,12 +86,18 @@ def measure_step(
         lag_max=lag_max,
         masked_token_fraction=record.metrics.get("masked_fraction_mean"),
         effective_sample_size=_effective_sample_size(record.metrics),
-        sampler_idle=None if lag_mean is None else lap.idle("rollout"),
-        trainer_idle=None if lag_mean is None else lap.idle("train"),
-        lanes=None if lag_mean is None else {lane: lap.merged_spans(lane) for lane in LANES},
+        **_of_lanes(lap, is_asynchronous=lag_mean is not None),
         tokens_per_second=tokens / lap.wall_seconds if lap.wall_seconds else 0.0,
         seconds=lap.seconds,
     )
+
+
+def _of_lanes(lap: Lap, *, is_asynchronous: bool) -> dict[str, Any]:
+    """How sampler and trainer used the time of a step. Empty where one waits for the other."""
+    if not is_asynchronous:
+        return {}
+    lanes = {lane: lap.merged_spans(lane) for lane in LANES}
+    return {"sampler_idle": lap.idle("rollout"), "trainer_idle": lap.idle("train"), "lanes": lanes}
 
 
 class _Rewards(NamedTuple):
@@ -135,13 +146,14 @@ def _rows_of_parts(record: CommitRecord, parts: Sequence[LoadedPart]) -> dict[st
 
 
 def _margin(metrics: Mapping[str, float]) -> float | None:
-    """Mean difference between preferred and rejected answers of a step on pairs; None for other steps."""
+    """Mean difference between preferred and rejected answers of a step on preferences; None for other steps."""
     if "reward_margin_mean" in metrics:
         return metrics["reward_margin_mean"]
-    chosen, rejected = metrics.get("score_chosen_mean"), metrics.get("score_rejected_mean")
-    if chosen is None or rejected is None:
-        return None
-    return chosen - rejected
+    for name in ("score", "reward"):
+        chosen, rejected = metrics.get(f"{name}_chosen_mean"), metrics.get(f"{name}_rejected_mean")
+        if chosen is not None and rejected is not None:
+            return chosen - rejected
+    return None
 
 
 def _lag(
@@ -170,11 +182,12 @@ def _effective_sample_size(metrics: Mapping[str, float]) -> float | None:
     return mean**2 / mean_of_squares if mean_of_squares > 0 else 0.0
 
 
-def _sums_by_source(store: ObjectStore, graded: ArtifactRef) -> dict[str, list[float]]:
-    """Data source -> [sum of the rewards, number of rewards] of a shard, from its manifest. Empty for episodes."""
+def _graded_sums(store: ObjectStore, graded: ArtifactRef, entry: str) -> dict[str, list[float]]:
+    """Data source, or part of the rewards -> [sum, number of values] of a shard, from this entry of its manifest. Empty
+    for episodes."""
     if graded.kind != "graded":
         return {}
-    return read_manifest(store, graded.key).extra.get("by_source") or {}  # type: ignore[return-value]
+    return read_manifest(store, graded.key).extra.get(entry) or {}  # type: ignore[return-value]
 
 
 class _ShardCounts(NamedTuple):
@@ -255,3 +268,13 @@ def read_metrics(store: ObjectStore, run: str, stage: str, *, steps: int, first:
             return None
 
     return [metrics for metrics in _in_parallel(read, range(first, steps)) if metrics is not None]
+
+
+def trainer_gpus(store: ObjectStore, run: str, head: int) -> int:
+    """GPUs of the trainer at the last step, `head`. 0: it trained on the CPU, or no step is committed."""
+    chains = run_chains(store, run) if head else []
+    record = chains[-1].record(min(head, chains[-1].head().step)) if chains else None
+    if record is None or record.numerics.device in CPUS:
+        return 0
+    spec = spec_of_layout(record.numerics.layout)
+    return spec.ranks if spec is not None and isinstance(spec.ranks, int) else 1

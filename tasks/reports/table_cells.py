@@ -8,6 +8,9 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
+from engine.text.threads import StringThread
+from storage.inspect.step_samples import GradedSample
+
 SIZES = {"grade": (14, 6), "prompt": (28, 6), "completion": (36, 8), "episode": (64, 12)}
 """Column -> characters per line, and number of lines. A sample and its grade fit into a window of 1280 pixels."""
 OTHER_SIZE = (36, 6)
@@ -50,3 +53,11 @@ def _literal(line: str) -> str:
         return escaped
     # a digit cannot be escaped, but the dot after the number can
     return f"{escaped[: number.end()]}\\{escaped[number.end() :]}" if number[0].isdigit() else f"\\{escaped}"
+
+
+def sample_prompt(sample: GradedSample) -> str:
+    """The turn that the completion of a sample answers, or the whole conversation of an episode."""
+    turns = StringThread.from_json(sample.thread).turns
+    if sample.text is not None:
+        return turns[-1].text
+    return "\n".join(f"{turn.role}: {turn.text}" for turn in turns)

@@ -55,7 +55,10 @@ async def _grade(
 
     # Commit the grades, with the sums that the metrics of the step read.
     table = graded_table(rows, outcomes, with_answers=grading.keep_answers)
-    by_source = sums_by_source([row["thread"] for row in rows], [outcome.reward for outcome in outcomes])
+    extra = {"by_source": sums_by_source([row["thread"] for row in rows], [outcome.reward for outcome in outcomes])}
+    by_part = sums_by_part(outcomes)
+    if by_part:
+        extra["reward_parts"] = by_part
     with timed("storage"):
         return commit_table(
             store,
@@ -64,7 +67,7 @@ async def _grade(
             kind="graded",
             parents=(rollouts.uri,),
             provenance=workspace.provenance,
-            extra={"by_source": by_source},  # type: ignore[dict-item]
+            extra=extra,  # type: ignore[arg-type]
         )
 
 
@@ -104,6 +107,20 @@ def graded_table(
     for row, outcome in zip(rows, outcomes, strict=True):
         grade = {name: row[name] for name in ("prompt_index", "prompt_id", "completion")}
         grade |= {"reward": outcome.reward, "status": outcome.status, "reason": outcome.reason}
-        graded.append(grade | {"answer": outcome.answer})
+        parts = [part.model_dump() for part in outcome.parts]
+        graded.append(grade | {"answer": outcome.answer, "parts": parts or None})
     # columns that the schema lacks are left out
-    return pa.Table.from_pylist(graded, schema=table_schema("graded", ["answer"] if with_answers else []))
+    optional = {"answer"} if with_answers else set()
+    if any(outcome.parts for outcome in outcomes):
+        optional.add("parts")
+    return pa.Table.from_pylist(graded, schema=table_schema("graded", optional))
+
+
+def sums_by_part(outcomes: list[GradeOutcome]) -> dict[str, list[float]]:
+    """Name of a part of the rewards -> [sum of its values, number of values]."""
+    sums: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for part in outcome.parts:
+            total, count = sums.get(part.name, [0.0, 0])
+            sums[part.name] = [total + part.value, count + 1]
+    return sums

@@ -64,6 +64,11 @@ class RayNodes:
     def add_node(self) -> None:
         _try_to_start(lambda: self._cluster.add_node(num_cpus=self._cpus))
 
+    @property
+    def has_node(self) -> bool:
+        """Whether there is a node besides the head."""
+        return bool(self._cluster.worker_nodes)
+
     def lose_node(self) -> None:
         """Kills the raylet of the node that is not the head, and with it its workers."""
         [node] = self._cluster.worker_nodes
@@ -123,10 +128,15 @@ def _freeze(title: str) -> Callable[[World, Fault], Iterator[Pause]]:
 
 
 def lose_node(world: World, fault: Fault) -> Iterator[Pause]:
-    assert world.ray is not None
-    world.ray.lose_node()
+    ray = world.ray
+    assert ray is not None
+    # the fault before may have taken the node
+    yield lambda: world.over or ray.has_node
+    if not ray.has_node:
+        return
+    ray.lose_node()
     yield REPLACEMENT_SECONDS
-    world.ray.add_node()
+    ray.add_node()
 
 
 def lose_head(world: World, fault: Fault) -> Iterator[Pause]:

@@ -25,11 +25,13 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "entropy": (FREE | {"entropy_coef": 0.1, "terms_norm": "token_sum"}, {}),
     "dpo": ({"kind": "dpo", "beta": 0.5}, {"reference_logprobs": -5.0}),
     "simpo": ({"kind": "simpo"}, {}),
+    "orpo": ({"kind": "orpo"}, {}),
+    "kto": ({"kind": "kto"}, {"reference_logprobs": -5.0}),
     "mse": ({"kind": "mse"}, {"returns": 1.0}),
     "ranking": ({"kind": "ranking"}, {}),
 }
 SCALAR = ("mse", "ranking")
-PAIRS = ("dpo", "simpo", "ranking")
+PAIRS = ("dpo", "simpo", "orpo", "ranking")
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -37,11 +39,13 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     columns = LOSSES[name][1]
     if name not in SCALAR:
         columns = columns | {"old_logprobs": -5.1, "advantages": 1.0}
-    if name in ("dpo", "simpo"):
+    if name in ("dpo", "simpo", "orpo"):
         columns = LOSSES[name][1]
     up, down = row(*UP, group="g", **columns), row(*DOWN, group="g", **columns)
     if LOSSES[name][0]["kind"] in PAIRS:
         return [up | {"preferred": True}, down | {"preferred": False}]
+    if name == "kto":
+        return [up | {"preferred": True, "kl_baseline": 0.2}, down | {"preferred": False, "kl_baseline": 0.2}]
     if "advantages" in columns:
         down["advantages"] = [-0.5] * len(DOWN[1])
     return [up, down]

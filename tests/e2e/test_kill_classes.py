@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from engine.backends.torch.tiny import build_tiny_model
 from flows.catalogue import TRAININGS
 from storage.chain.listing import run_chains
 from storage.chain.records import CommitRecord
@@ -18,7 +19,7 @@ from storage.store.objects import open_store
 from tests.e2e.test_kill_nine import Folder
 from tests.fixtures.commands import Command
 from tests.fixtures.guessing import guess_config
-from tests.fixtures.preferences import preference_config, write_pairs
+from tests.fixtures.preferences import label_config, preference_config, write_pairs
 from tests.fixtures.toy import toy_config
 
 STEPS = 3
@@ -28,8 +29,9 @@ IN_STEP = "step.before_commit:2"
 """Of a process that goes on where the first was killed: with two chains, the value model's, over a committed policy."""
 
 FIRST = {
-    "sft": IN_DATA, "dpo": IN_DATA, "simpo": IN_DATA, "reward_model": IN_DATA, "sft_to_gspo": IN_DATA,
-    "grpo": IN_SAMPLING, "gspo": IN_SAMPLING, "ppo": IN_SAMPLING,
+    "sft": IN_DATA, "dpo": IN_DATA, "simpo": IN_DATA, "orpo": IN_DATA, "kto": IN_DATA,
+    "reward_model": IN_DATA, "rft": IN_DATA, "sft_to_gspo": IN_DATA,
+    "grpo": IN_SAMPLING, "gspo": IN_SAMPLING, "ppo": IN_SAMPLING, "distill": IN_SAMPLING,
     "env_grpo": IN_EPISODES, "env_gspo": IN_EPISODES, "env_ppo": IN_EPISODES,
 }  # fmt: skip
 """Flow -> where its first process is killed; the second is at IN_STEP, in all of them."""
@@ -47,8 +49,8 @@ class Trained(Folder):
         return ["run", self.flow, "--config", "config.yaml", "--run", "kill"]
 
     def records(self) -> dict[str, list[CommitRecord]]:
-        """Chain -> its records."""
-        chains = run_chains(open_store(str(self.path / "data")), "kill")
+        """Chain -> its records, without the chain of a frozen teacher."""
+        chains = [one for one in run_chains(open_store(str(self.path / "data")), "kill") if one.model != "teacher"]
         return {f"{one.stage}/{one.model}": list(one.records(after=0, until=one.head().step)) for one in chains}
 
     def history(self) -> dict[str, list[tuple[str, str | None]]]:
@@ -66,15 +68,26 @@ class Trained(Folder):
 
 def config_of(flow: str, path: Path, tiny_folder: Path) -> dict[str, Any]:
     """Every step moves the weights; a step of reinforcement learning has two shards."""
-    if flow in ("dpo", "simpo", "reward_model"):
-        return preference_config(path, tiny_folder, algorithm={"steps": STEPS, "samples_per_batch": 4})
+    if flow in ("dpo", "simpo", "orpo", "kto", "reward_model"):
+        make_config = label_config if flow == "kto" else preference_config
+        optimizer = {"optimizer__kind": "muon"} if flow == "simpo" else {}
+        return make_config(path, tiny_folder, algorithm={"steps": STEPS, "samples_per_batch": 4}, **optimizer)
     value = {"value_model": {"lr": 1e-3}, "credit": {"value_only_fraction": 0.3}} if flow.endswith("ppo") else {}
     if flow.startswith("env_"):
         return guess_config(path, tiny_folder, algorithm__steps=STEPS, algorithm__samples_per_mini_batch=8) | value
+    if flow == "rft":
+        rounds = {
+            "rounds": 2, "completions_per_sample": 4, "keep": "top", "keep_per_prompt": 1, "samples_per_batch": 5,
+            "prompts_per_shard": 5,
+        }  # fmt: skip
+        return toy_config(path, tiny_folder, grader__path="tests.fixtures.grading:even_share", algorithm=rounds)
     toy = toy_config(
         path, tiny_folder, grader__path="tests.fixtures.grading:even_share", algorithm__steps=STEPS,
         algorithm__samples_per_mini_batch=8,
     ) | value  # fmt: skip
+    if flow == "distill":
+        teacher = build_tiny_model(path / "teacher", seed=7, layers=2)
+        return toy | {"teacher": {"key": str(teacher)}}
     if not flow.startswith("sft"):
         return toy
     chats = {"kind": "file", "path": str(write_pairs(path / "chats.jsonl")), "columns": {"completion": "chosen"}}

@@ -1,5 +1,5 @@
 """Tests of `dpo` from end to end: the first loss, the batches, that the margin grows, and that the run resumes. The
-last two are tests of `simpo` as well, besides what differs in it."""
+last two are tests of `simpo` and `kto` as well, besides what differs in them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ import pytest
 from pydantic import ValidationError
 
 import flows.training.supervised_loop
-from engine.losses.pairs import SimPOSpec
+from engine.losses.pairs import DPOSpec, KTOSpec, ORPOSpec, SimPOSpec
 from engine.text.threads import StringThread
 from engine.workspace import connect
-from flows.catalogue import DPOConfig, SimPOConfig
+from flows.catalogue import DPOConfig, KTOConfig, SimPOConfig
 from flows.dpo import DPO, dpo
+from flows.kto import KTO, kto
+from flows.orpo import ORPO
 from flows.simpo import SimPO, simpo
-from tests.fixtures.preferences import preference_config
+from tasks.evaluation.validation_curve import read_validations
+from tests.fixtures.preferences import label_config, preference_config
 from tests.fixtures.runs.flow_runs import FlowRuns
 from tests.fixtures.runs.interruption import Interrupted, interrupt_at
 
-FLOWS: dict[str, Any] = {"dpo": (dpo, DPOConfig), "simpo": (simpo, SimPOConfig)}
+FLOWS: dict[str, Any] = {"dpo": (dpo, DPOConfig), "simpo": (simpo, SimPOConfig), "kto": (kto, KTOConfig)}
 
 
 def runs_of(request: pytest.FixtureRequest, folder: Path, tiny_folder: Path) -> FlowRuns:
     """Runs of the flow that the parameter of the fixture names: without one, of `dpo`."""
     name = getattr(request, "param", "dpo")
-    return FlowRuns(folder, tiny_folder, *FLOWS[name], stage=f"0-{name}", make_config=preference_config)
+    make_config = label_config if name == "kto" else preference_config
+    return FlowRuns(folder, tiny_folder, *FLOWS[name], stage=f"0-{name}", make_config=make_config)
 
 
 @pytest.fixture
@@ -57,6 +61,15 @@ def test_its_defaults_are_those_of_the_algorithm() -> None:
     assert (config.optimizer.lr, config.algorithm.kl_beta, config.algorithm.samples_per_batch) == (1e-6, 0.1, 32)
 
 
+def test_dpo_without_a_reference_needs_no_pass_of_it() -> None:
+    body = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p.jsonl"}}}
+    config = DPOConfig.model_validate(body | {"algorithm": {"reference_free": True, "length_normalised": True}})
+    assert (config.needs_reference, config.passes_before_gradient) == (False, 0)
+    assert config.algorithm.loss == DPOSpec(reference_free=True, length_normalised=True)
+    assert DPO([], None, rpo_alpha=0.5).loss == DPOSpec(rpo_alpha=0.5)  # type: ignore[arg-type]
+    assert ORPO([], None, beta=0.2).loss == ORPOSpec(beta=0.2)  # type: ignore[arg-type]
+
+
 def test_the_defaults_of_simpo_are_those_of_its_config() -> None:
     trainer = SimPO([], None)  # type: ignore[arg-type]
     assert (trainer.loss, trainer.samples_per_batch) == (SimPOSpec(beta=2.0, gamma=1.0), 32)
@@ -79,12 +92,45 @@ def test_simpo_has_no_reference_and_its_first_loss_is_that_of_the_mean_logprobs(
     assert trained.metrics("d")[0]["pair_margin"] == pytest.approx(margin, abs=1e-5)
 
 
+def test_the_defaults_of_kto_are_those_of_its_config() -> None:
+    assert KTO([], None, undesirable_weight=1.5).loss == KTOSpec(beta=0.1, undesirable_weight=1.5)  # type: ignore[arg-type]
+    body = {"model": {"key": "m"}, "data": {"train": {"kind": "file", "path": "p.jsonl"}}}
+    config = KTOConfig.model_validate(body | {"algorithm": {"kl_beta": 0.2, "desirable_weight": 1.3}})
+    assert config.algorithm.loss == KTOSpec(beta=0.2, desirable_weight=1.3) and config.needs_reference
+    with pytest.raises(ValidationError, match="greater than or equal to 2"):
+        KTOConfig.model_validate(body | {"algorithm": {"samples_per_batch": 1}})
+
+
+@pytest.mark.slow
+def test_the_first_loss_of_kto_is_one_half_and_held_out_answers_have_their_own_baseline(
+    prefect_server: str, tmp_path: Path, tiny_folder: Path
+) -> None:
+    """At the reference every log-ratio and the baseline are 0, and 1 - σ(0) is one half."""
+    body = label_config(tmp_path, tiny_folder, run="d", algorithm={"steps": 4, "samples_per_batch": 20})
+    body["data"]["heldout"] = body["data"]["train"]
+    runs = FlowRuns(tmp_path, tiny_folder, kto, KTOConfig, stage="0-kto", make_config=lambda *_, **__: body)
+    runs.run("d")
+    records = runs.records("d")
+    metrics = [record.metrics for record in records]
+    assert metrics[0]["loss"] == pytest.approx(0.5) and metrics[0]["kl_baseline_mean"] == 0.0
+    assert metrics[-1]["loss"] < 0.5 and max(one["kl_baseline_mean"] for one in metrics) > 0
+    batches = runs.tables("d", "batch")
+    for batch, one, line in zip(batches, metrics, runs.metrics("d"), strict=True):
+        assert batch["kl_baseline"].tolist() == pytest.approx([one["kl_baseline_mean"]] * 20)
+        assert line["pair_margin"] == one["reward_chosen_mean"] - one["reward_rejected_mean"]
+    # The batch of a step is all held-out rows: the loss before the step is the validation loss of its policy. The
+    # baseline depends on the order of the rows, so that the two are equal only at the reference.
+    validations = [one.measures["loss"] for one in read_validations(runs.store, "d", "0-kto")]
+    assert validations[0] == pytest.approx(0.5) and validations[-1] < 0.5
+
+
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
         ({"loss_variant": "cdpo"}, "label_smoothing"),
         ({"label_smoothing": 0.1}, "label_smoothing"),
         ({"kl_beta": 0}, "greater than 0"),
+        ({"rpo_alpha": -1}, "greater than or equal to 0"),
         ({"steps": 1, "epochs": 1}, "both steps=1 and epochs=1"),
     ],
 )
@@ -230,13 +276,13 @@ def test_pairs_given_in_process(prefect_server: str, tiny_folder: Path, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("runs", "starts_at_0"), [("dpo", True), ("simpo", False)], indirect=["runs"])
+@pytest.mark.parametrize(("runs", "starts_at_0"), [("dpo", True), ("simpo", False), ("kto", True)], indirect=["runs"])
 def test_the_margin_grows_until_every_pair_is_told_apart(runs: FlowRuns, starts_at_0: bool) -> None:
-    algorithm = {"steps": 40, "samples_per_batch": 10}
+    algorithm = {"steps": 40, "samples_per_batch": 10 if runs.flow is not kto else 20}
     runs.run("d", algorithm=algorithm)
     metrics = [record.metrics for record in runs.records("d")]
-    margins = [measures["reward_margin_mean"] for measures in metrics]
+    margins = [measures["reward_chosen_mean"] - measures["reward_rejected_mean"] for measures in metrics]
     assert (abs(margins[0]) < 1e-5) == starts_at_0 and margins[-1] > 1.0
     assert margins[-1] > margins[20] > margins[10] > margins[0]
-    assert metrics[-1]["accuracy_mean"] == 1.0
+    assert runs.flow is kto or metrics[-1]["accuracy_mean"] == 1.0
     assert metrics[-1]["loss"] < 0.3 < metrics[0]["loss"]

@@ -16,6 +16,7 @@ import flows.evaluation
 from engine.workspace import connect
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.evaluation import evaluation
+from flows.runs.recorded_config import read_config
 from storage.inspect.audit import audit_store
 from storage.store.objects import open_store
 from storage.store.tables import read_table
@@ -103,6 +104,10 @@ def test_models_are_compared_by_prompt_and_a_repetition_does_no_work(runs: Evalu
     assert runs.run() == result
     assert runs.keys() == before
     assert worklog.read_text() == ""  # not even a lease
+    # the record is a config, which is this evaluation again
+    recorded = read_config(runs.store, result["run"])
+    assert "'ostinato evaluate --config FILE'" in recorded.text and "retries" not in recorded.text
+    assert EvaluationFlowConfig.model_validate(recorded.values) == runs.config(run=result["run"])
 
 
 def _figures_are_those_of_the_grades(runs: EvaluationRuns, result: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from tests.fixtures.configs import with_changes
 from tests.fixtures.preferences import preference_config
 from tests.fixtures.runs.flow_runs import FlowRuns, grpo_runs
 from tests.fixtures.runs.interruption import Interrupted, interrupt_at
+from tests.fixtures.toy import write_prompts
 from tests.flows.test_sft_flow import sft_config
 
 
@@ -131,3 +132,38 @@ def test_dpo_on_a_mixture(prefect_server: str, tmp_path: Path, tiny_folder: Path
     records = runs.train("d", algorithm={"steps": 2, "samples_per_batch": 4})
     assert [record.request.cursor_out["drawn_1"] for record in records] == [1, 2]
     assert len(runs.rows(records[0].request.batch)) == 8  # two conversations per pair
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_grpo_on_pools_resumes_and_forks_in_the_same_bytes(
+    prefect_server: str, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    """Half of a step's four prompts are new, and half come from the pools once they are measured."""
+    pools = {"easy": 0.25, "hard": 0.125, "unsolved": 0.125, "correct_from": 0.5, "return_after": 1}
+    runs = grpo_runs(tmp_path, tiny_folder, algorithm__samples_per_batch=16, algorithm__steps=5)
+    train = {"kind": "file", "path": str(write_prompts(tmp_path / "prompts.jsonl")), "order": "pools", "pools": pools}
+    changes: dict[str, Any] = {"data": {"train": train}}
+    changes |= {"rules": {"max_staleness": staleness}, "regularisation": {"importance_cap": 2.0}}
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, flows.grpo, "take_gradient_step", step=3)
+        with pytest.raises(Interrupted):
+            runs.run("interrupted", **changes)
+    connect.cache_clear()
+    runs.run("interrupted", **changes)
+    connect.cache_clear()
+    runs.run("whole", **changes)
+    fork_run(runs.store, "whole", "forked", step=2, code_version="test")
+    connect.cache_clear()
+    runs.run("forked", **changes)
+    for run in ("interrupted", "forked"):
+        assert runs.states(run) == runs.states("whole")
+    drawn = []
+    for record in runs.records("whole"):
+        assert check_accounting(runs.store, record) == []
+        shards = step_inputs(runs.store, record).rollouts
+        drawn.append({row["prompt_index"] for shard in shards for row in runs.rows(shard)})
+        assert len(drawn[-1]) == 4
+    # prompts are drawn again from the step on that knows the grades of the first one, and never before
+    assert not any(drawn[0] & drawn[step] for step in range(1, 1 + staleness))
+    assert drawn[0] & (drawn[1 + staleness] | drawn[2 + staleness])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas
@@ -14,6 +15,9 @@ from engine.errors import BadSpec, SampleTooLong
 from engine.workspace import connect
 from flows.configs.common import SFTConfig
 from flows.sft import SFT, sft
+from storage.chain.checkpoint_names import named_checkpoints
+from storage.chain.fork import fork_run
+from storage.chain.listing import stored_checkpoint_steps
 from storage.inspect.accounting import step_inputs
 from storage.store.artifacts import read_manifest
 from storage.store.tables import RowReader
@@ -35,7 +39,7 @@ def sft_config(folder: Path, tiny_folder: Path, **changes: Any) -> dict[str, Any
         "data": {"train": {"kind": "file", "path": str(path)}},
         "algorithm": {"samples_per_batch": 4},
         "optimizer": {"lr": 3e-3, "schedule": "constant"},
-        "checkpoints": {"frequency": None, "recovery_steps": 2},
+        "checkpoints": {"frequency": None, "recovery_steps": 2, "max_redo_seconds": 0},
         "engine": {"deterministic": True, "threads": 1},
         "storage": {"url": str(folder / "data")},
     }
@@ -58,6 +62,18 @@ def learnt(
     """Runs with one finished run, `learnt`, of 20 steps, and its result."""
     runs = sft_runs(tmp_path_factory.mktemp("sft"), tiny_folder)
     return runs, runs.run("learnt", algorithm__steps=20)
+
+
+@pytest.mark.parametrize(
+    ("rows", "mixed", "size", "note"),
+    [(1096, False, 1096, ["1,096 rows, and samples_per_batch=2048: every step is the whole dataset"]),
+     (1096, True, 1096, []), (2048, False, 2048, []), (5000, False, 2048, [])],
+)  # fmt: skip
+def test_a_batch_has_at_most_the_rows_of_the_dataset(rows: int, mixed: bool, size: int, note: list[str]) -> None:
+    notes: list[str] = []
+    loop: Any = SimpleNamespace(samples_per_batch=2048, logger=SimpleNamespace(note=notes.append))
+    assert SFT.batch_size(loop, rows, mixed=mixed) == size
+    assert notes == note
 
 
 def test_the_loss_of_a_repeated_conversation_falls(learnt: tuple[FlowRuns, dict[str, Any]]) -> None:
@@ -191,3 +207,28 @@ def test_the_rows_are_trained_in_the_order_of_the_file(runs: FlowRuns) -> None:
 def test_steps_and_epochs_together_are_refused() -> None:
     with pytest.raises(ValueError, match="both max_steps=2 and epochs=1 were given; give one"):
         SFT([], None, epochs=1, max_steps=2)  # type: ignore[arg-type]
+
+
+def test_a_split_holds_rows_out_of_the_training(runs: FlowRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    result = runs.run("split", data__heldout={"split": 1e-3}, algorithm__steps=1)
+    # one of the two prompts is held out with its four rows
+    dataset = step_inputs(runs.store, runs.records("split")[0]).datasets[0]
+    assert dataset.key.startswith("datasets/rows-train/") and dataset.rows == 4
+    assert list(runs.store.list("datasets/rows-heldout/"))
+    assert "held out: 4 rows of rows (split: 0.001)" in capsys.readouterr().out
+    assert runs.run("split", data__heldout={"split": 1e-3}, algorithm__steps=1) == result
+
+
+def test_a_quick_run_keeps_no_checkpoint_and_is_redone_for_a_fork(runs: FlowRuns) -> None:
+    runs.run("whole", algorithm__steps=2)
+    # the last step has the name of the whole run, as it has by default
+    runs.run("quick", algorithm__steps=2, checkpoints__max_redo_seconds=600, checkpoints__frequency=0.5)
+    steps = {run: stored_checkpoint_steps(runs.chain(run)) for run in ("whole", "quick")}
+    assert steps == {"whole": [2], "quick": []}
+    # a fork at the last step continues with the same weights, which are redone
+    for run in ("whole", "quick"):
+        connect.cache_clear()
+        fork_run(runs.store, run, f"{run}-longer", step=2, code_version="test")
+        runs.run(f"{run}-longer", algorithm__steps=3)
+    assert named_checkpoints(runs.store, "quick")  # its name stays
+    assert runs.digests("quick-longer") == runs.digests("whole-longer") and len(runs.digests("quick-longer")) == 3

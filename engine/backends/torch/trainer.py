@@ -1,4 +1,4 @@
-"""The torch trainer: packed forward passes and AdamW on master weights, in one process, on the CPU or one GPU."""
+"""The torch trainer: packed forward passes, and an optimizer on master weights, in one process on the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from engine.backends.protocol import FrozenBase, Objective, UpdateReport
 from engine.backends.torch.causal_lm import CausalLM
 from engine.backends.torch.determinism import warn_only_restored
+from engine.backends.torch.optimizers import TrainerOptimizer, expected_moments, kind_of_moments
 from engine.backends.torch.packing import Packable, Packed, micro_batches, pack
 from engine.backends.torch.updates import (
     Accumulated,
     Totals,
-    adamw_groups,
     check_gives,
     check_loss_fits_head,
     check_policy_not_nan,
@@ -30,13 +30,12 @@ from engine.backends.torch.updates import (
     make_forward,
     micro_batch_loss,
     retry_on_out_of_memory,
-    set_adamw,
     split_by_sequence,
     update_metrics,
     validate_batch,
 )
 from engine.backends.weight_files.digests import digest_tensors
-from engine.backends.weight_files.pieces import moment_shapes, open_checkpoint
+from engine.backends.weight_files.pieces import open_checkpoint
 from engine.backends.weight_files.sketches import Sketch, multiply_by_noise, sketch_of_tensors
 from engine.backends.weight_files.tensor_files import check_shapes, shapes_of_tensors, write_tensors
 from engine.errors import NonFiniteGradient, OutOfMemory
@@ -48,7 +47,6 @@ from storage.chain.records import OptimizerSpec
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STAGED_FILE = "model.safetensors"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 T = TypeVar("T")
 
@@ -61,7 +59,7 @@ class TorchTrainer:
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
-        self._optimizer: torch.optim.AdamW | None = None
+        self._optimizer: TrainerOptimizer | None = None
 
     # -- what is trained --------------------------------------------------------------------------------------
 
@@ -124,8 +122,8 @@ class TorchTrainer:
         check_loss_fits_head(loss, scalar=self.model.scalar, name=type(self.model.module).__name__)
         self._check(samples)
         totals = count_totals(samples)
-        adamw = self._adamw(optimizer)
-        adamw.zero_grad(set_to_none=True)
+        torch_optimizer = self._optimizer_for(optimizer)
+        torch_optimizer.zero_grad()
         with_gradient = [sample for sample in samples if has_gradient(sample, objective)]
         validate_batch(with_gradient, objective)
 
@@ -152,10 +150,10 @@ class TorchTrainer:
 
         norm = float(nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm))
         if isfinite(norm):
-            self._step(adamw)
+            self._step(torch_optimizer)
         elif not objective.skip_nan_gradients:
             raise NonFiniteGradient(f"the gradient norm of {len(samples)} samples is {norm}")
-        adamw.zero_grad(set_to_none=True)
+        torch_optimizer.zero_grad()
         return UpdateReport(
             metrics=update_metrics(accumulated.sums, forward_samples=with_gradient, totals=totals)
             | {"grad_norm": norm},
@@ -164,18 +162,19 @@ class TorchTrainer:
             max_tokens=accumulated.max_tokens,
         )
 
-    def _step(self, adamw: torch.optim.AdamW) -> None:
+    def _step(self, optimizer: TrainerOptimizer) -> None:
         """Takes one optimizer step. The first step allocates the moments.
 
         If memory runs out, it raises OutOfMemory: smaller micro-batches do not help."""
         try:
-            adamw.step()
+            optimizer.step()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             moments = 2 * sum(parameter.nbytes for parameter in self._trained_parameters())
             raise OutOfMemory(
-                f"AdamW's moments, {moments / 2**30:.2f} GiB, do not fit {self.model.device} memory: "
+                f"the moments of {optimizer.kind}, up to {moments / 2**30:.2f} GiB, do not fit {self.model.device} "
+                f"memory: "
                 f"{str(error).splitlines()[0]}. Train a smaller model or a LoRA adapter, or use a larger device"
             ) from None
 
@@ -204,11 +203,11 @@ class TorchTrainer:
             loss.backward()
         accumulated.add(loss, sums)
 
-    def _adamw(self, spec: OptimizerSpec) -> torch.optim.AdamW:
+    def _optimizer_for(self, spec: OptimizerSpec) -> TrainerOptimizer:
         """Returns the optimizer. Creates it if there is none, and always applies `spec`."""
         if self._optimizer is None:
-            self._optimizer = torch.optim.AdamW(adamw_groups(self._trained_parameters()), fused=True)
-        set_adamw(self._optimizer.param_groups, spec)
+            self._optimizer = TrainerOptimizer(spec.kind, self.trained_parameters(), self.model.module)
+        self._optimizer.apply(spec)
         return self._optimizer
 
     # -- forward passes ---------------------------------------------------------------------------------------
@@ -281,12 +280,14 @@ class TorchTrainer:
         return files
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        """AdamW's own tensors: `step.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`. Empty before the first update."""
+        """The optimizer's own tensors: `step.NAME`, `exp_avg.NAME` and `exp_avg_sq.NAME` of AdamW, and
+        `momentum_buffer.NAME` of Muon. Empty before the first update."""
         if self._optimizer is None:
             return {}
         moments: dict[str, Tensor] = {}
+        state = self._optimizer.state
         for name, parameter in self.trained_parameters():
-            for moment, value in self._optimizer.state.get(parameter, {}).items():
+            for moment, value in state.get(parameter, {}).items():
                 moments[f"{moment}.{name}"] = value
         return moments
 
@@ -300,7 +301,8 @@ class TorchTrainer:
         check_shapes(checkpoint.weights.shapes(), shapes_of_tensors(weights.items()), "checkpoint")
         moments = checkpoint.moments if optimizer else None
         if moments is not None:
-            expected = moment_shapes(shapes_of_tensors(self.trained_parameters()), MOMENTS)
+            kind = kind_of_moments(moments.shapes())
+            expected = expected_moments(kind, self.trained_parameters(), self.model.module)
             check_shapes(moments.shapes(), expected, "optimizer's checkpoint")
 
         # Copy the weights in place, then create the moments that the checkpoint has.
@@ -308,21 +310,12 @@ class TorchTrainer:
             checkpoint.weights.read_into(name, tensor)
         self.reset_optimizer()
         if moments is not None:
+            # The learning rate has no effect: every update sets its own.
+            optimizer_of_moments = self._optimizer_for(OptimizerSpec(lr=0.0, kind=kind))
+            parameters = dict(self.trained_parameters())
             for key in moments.shapes():
-                moments.read_into(key, self._add_optimizer_tensor(key))
-
-    def _add_optimizer_tensor(self, key: str) -> Tensor:
-        """An uninitialised tensor in AdamW's state, for the moment or step count that a checkpoint names `key`."""
-        moment, name = key.split(".", 1)
-        parameter = dict(self.trained_parameters())[name]
-        weight = parameter.detach()
-        if moment in MOMENTS:
-            tensor = torch.empty_like(weight)
-        else:
-            tensor = torch.empty((), device=weight.device)
-        # The learning rate has no effect: every update sets its own.
-        self._adamw(OptimizerSpec(lr=0.0)).state[parameter][moment] = tensor
-        return tensor
+                moment, name = key.split(".", 1)
+                moments.read_into(key, optimizer_of_moments.add_tensor(parameters[name], moment))
 
     def write_config(self, folder: Path) -> None:
         module: Any = self.model.module

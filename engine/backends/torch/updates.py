@@ -25,7 +25,7 @@ from engine.losses.base import LossNorm, NormalisedLossSpec, PairLoss, TokenLoss
 from engine.losses.inputs import LossInputs, Outputs
 from engine.losses.spec import LossSpec
 from engine.models.folder import CONTEXT_SOURCE
-from engine.models.samples import PER_TOKEN, FloatArray, Sample
+from engine.models.samples import PER_SAMPLE, PER_TOKEN, FloatArray, Sample
 from storage.chain.records import OptimizerSpec
 
 Forward = Callable[[Packed], Outputs]
@@ -180,6 +180,10 @@ def _loss_inputs(outputs: Outputs, samples: Sequence[Sample], objective: Objecti
     def column(name: str) -> Tensor | None:
         return _column(samples, name, outputs.any_N)
 
+    def column_S(name: str, dtype: torch.dtype) -> Tensor | None:
+        values = [getattr(sample, name) for sample in samples]
+        return None if None in values else torch.tensor(values, dtype=dtype, device=outputs.any_N.device)
+
     # The weights do not change within an update. If the step has one update, these are the logprobs of the policy
     # before the step.
     if objective.old_logprobs == "forward":
@@ -200,7 +204,10 @@ def _loss_inputs(outputs: Outputs, samples: Sequence[Sample], objective: Objecti
         advantages_N=column("advantages"),
         returns_N=column("returns"),
         old_values_N=column("old_values"),
+        selected_N=column("selected"),
         tangents_N=column("tangents"),
+        preferred_S=column_S("preferred", torch.bool),
+        baseline_S=column_S("kl_baseline", outputs.any_N.dtype),
         preferred_P=preferred_P,
         dispreferred_P=dispreferred_P,
     )
@@ -242,10 +249,12 @@ def update_metrics(sums: Mapping[str, float], *, forward_samples: Sequence[Sampl
     TokenLoss explains the names in `sums`."""
     # The ending of a sum's name says what it is a sum over, and thus which count makes it a mean.
     counts = {"_sum": _trained_tokens(forward_samples), "_per_pair": _group_count(forward_samples)}
+    for ending, preferred in (("_per_preferred", True), ("_per_other", False)):
+        counts[ending] = sum(sample.preferred is preferred for sample in forward_samples)
     means: dict[str, float] = {}
     for name, value in sums.items():
         for ending, count in counts.items():
-            if name.endswith(ending):
+            if name.endswith(ending) and count:
                 means[name.removesuffix(ending) + "_mean"] = value / count
     return {**means, "loss": sums["loss"], "tokens": float(totals.tokens)}
 
@@ -420,7 +429,7 @@ def validate_batch(samples: Sequence[Sample], objective: Objective) -> None:
     any of them starts a pass."""
     if not samples:
         return
-    for name in PER_TOKEN:
+    for name in PER_TOKEN if objective.loss.pairwise else (*PER_TOKEN, *PER_SAMPLE):
         _check_column(samples, name)
     # Compute the loss of the shortest unit, with zeros instead of the outputs of a forward pass.
     unit = [min(samples, key=lambda sample: sample.trained)]

@@ -15,14 +15,21 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import BadModelFolder, BadSpec
-from engine.models.folder import SUFFIX, ModelFolder, folder_parameter_count
+from engine.models.folder import (
+    CONFIG_FILE,
+    SUFFIX,
+    ModelFolder,
+    dtype_of_config,
+    folder_parameter_count,
+    read_config,
+)
 from storage.errors import CorruptArtifact, StorageFull
 from storage.temporary import process_folder
 
@@ -47,6 +54,8 @@ _RANK = {name: rank for rank, name in enumerate(["I64", "F64", "F32", "I32", "BF
 """Order of the dtypes in a file: wide elements first, so that each tensor is aligned. Within a dtype, tensors are
 sorted by name."""
 
+MASTER_DTYPE = "float32"
+"""The type in which trainers keep, and export, their weights."""
 MIN_CHECKED_BYTES = 2
 """Element size in bytes from which tensors are checked. torch cannot find NaN in narrower floating-point types, which
 quantized weights use."""
@@ -185,6 +194,48 @@ def read_into(path: Path, target_of: Callable[[str], Tensor]) -> None:
     """Copies every tensor of the file into the tensor that `target_of` returns for its name."""
     for name, tensor in read_tensors(path):
         target_of(name).copy_(tensor)
+
+
+def cast_model(files: Mapping[str, Path], folder: Path, dtype: str) -> dict[str, Path]:
+    """Returns the files of a model folder, by name, with floating tensors of `dtype` and a config that says so. Files
+    that change are written into `folder`. None change if the config says so already."""
+    if dtype_of_config(read_config(files[CONFIG_FILE])) == dtype:
+        return dict(files)
+    folder.mkdir(parents=True, exist_ok=True)
+    target: torch.dtype = getattr(torch, dtype)
+    cast = dict(files)
+    nbytes = 0
+    for name, path in files.items():
+        if not name.endswith(SUFFIX):
+            continue
+        layouts = {}
+        for tensor_name, tensor in read_tensors(path):
+            tensor_dtype = target if tensor.is_floating_point() else tensor.dtype
+            layouts[tensor_name] = (tensor_dtype, tuple(tensor.shape))
+            nbytes += tensor.numel() * tensor_dtype.itemsize
+        cast[name] = folder / name
+        with TensorWriter(cast[name], layouts, metadata={"format": "pt"}) as writer, safe_open(path, "pt") as file:
+            for tensor_name in writer.order:
+                writer.write(file.get_tensor(tensor_name))
+    for name, path in files.items():
+        if name == CONFIG_FILE or name.endswith(f"{SUFFIX}.index.json"):
+            cast[name] = folder / name
+            body = json.loads(path.read_text(encoding="utf-8"))
+            cast[name].write_text(json.dumps(_with_dtype(body, dtype, nbytes), indent=2) + "\n", encoding="utf-8")
+    return cast
+
+
+def _with_dtype(body: dict[str, Any], dtype: str, nbytes: int) -> dict[str, Any]:
+    """A config, or the index of the weight files, of the same model in another type."""
+    if "weight_map" in body:
+        return body | {"metadata": body.get("metadata", {}) | {"total_size": nbytes}}
+    changed = {}
+    for name, value in body.items():
+        if isinstance(value, dict) and ("dtype" in value or name == "text_config"):
+            value = value | {"dtype": dtype}
+        changed[name] = value
+    changed.pop("torch_dtype", None)
+    return changed | {"dtype": dtype}
 
 
 def checked_parameter_count(folder: ModelFolder) -> int:

@@ -130,7 +130,8 @@ class _SamplingRequest(_RequestModel):
     """The options that both kinds of request share."""
 
     model: Annotated[str, Field(min_length=1, max_length=600)]
-    """`run`, `run@step`, `run/stage/model`, `run/stage/model@step`, or a registered `name` or `name@version`."""
+    """`run`, `run@step`, `run/stage/model`, `run/stage/model@step`, or a registered `name`, `name@version` or
+    `name@champion`."""
     temperature: Annotated[SamplingTemperature, Field(le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None

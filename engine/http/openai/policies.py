@@ -4,6 +4,7 @@
     run/stage/model              the head of that chain
     …@step                       the committed policy of that step
     name, name@version           a registered model, unless a run has that name
+    name@champion                the champion of a registered model, or the version of another alias
 
 A registered model is policy 0 of a chain that has no steps: run `served/<name>`, stage `0-<digest of the version's
 content>`. Equal requests of all clients use the same chain."""
@@ -23,6 +24,7 @@ from engine.text.stored_models import DEFAULT_CHAIN, context_length_of, served_p
 from storage.chain.leases import current_epoch
 from storage.chain.listing import SERVED, is_auxiliary, run_chains
 from storage.chain.records import Chain, PolicyRef, base_model_of
+from storage.registry.decisions import resolve_model
 from storage.registry.models import find_model
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
@@ -53,8 +55,7 @@ class ResolvedPolicy(NamedTuple):
     @property
     def model_id(self) -> str:
         """The name of this policy as a request's `model`."""
-        policy = self.policy
-        return f"{policy.run}/{policy.stage}/{policy.model}@{policy.step}"
+        return self.policy.full_name
 
 
 class PolicyResolver:
@@ -74,7 +75,7 @@ class PolicyResolver:
         resolved = self._resolved.get(model)
         if resolved is not None:
             return resolved
-        target = await asyncio.to_thread(self._look_up, model)
+        target = await asyncio.to_thread(self.look_up, model)
         if isinstance(target, PolicyRef):
             policy = target
         else:
@@ -83,7 +84,7 @@ class PolicyResolver:
 
     async def card(self, model: str) -> ModelCard:
         """Describes one model, without preparing it for requests. Raises the errors of `resolve`."""
-        target = await asyncio.to_thread(self._look_up, model)
+        target = await asyncio.to_thread(self.look_up, model)
         if isinstance(target, PolicyRef):
             return ModelCard(id=model, created=0, owned_by="run", policy=target)
         return ModelCard(id=model, created=0, owned_by="registry")
@@ -106,8 +107,8 @@ class PolicyResolver:
 
     # -- in a thread, since the store may be slow --------------------------------------------------------------
 
-    def _look_up(self, model: str) -> PolicyRef | ArtifactRef:
-        """Returns the policy or the registered model that a name stands for."""
+    def look_up(self, model: str) -> PolicyRef | ArtifactRef:
+        """Returns the policy or the registered model that a name stands for. Raises the errors of `resolve`."""
         path, separator, version = model.partition("@")
         parts = path.split("/")
         for part in parts:
@@ -132,12 +133,13 @@ class PolicyResolver:
             return chain.head()
         registered = None
         if len(parts) == 1:
-            registered = find_model(self.store, parts[0], version or None)
+            name, _, version = resolve_model(self.store, f"{parts[0]}{separator}{version}").partition("@")
+            registered = find_model(self.store, name, version or None)
         if registered is None:
             raise ApiError(
                 404,
-                f"no model {model!r}: give a run, run/stage/model, either with @step, or a registered name or "
-                "name@version; GET /v1/models lists them",
+                f"no model {model!r}: give a run, run/stage/model, either with @step, or a registered name, "
+                "name@version or name@champion; GET /v1/models lists them",
                 param="model",
                 code="model_not_found",
             )

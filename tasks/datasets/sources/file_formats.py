@@ -1,9 +1,11 @@
-"""Reads raw rows of a file in bounded memory: JSON lines one line at a time, Parquet one batch at a time.
+"""Reads raw rows of a file in bounded memory: JSON lines and CSV one row at a time, Parquet one batch at a time. A file
+with one JSON array is read whole, so it has the size limit of a row.
 
 A Parquet file of some kilobytes can hold rows of gigabytes, as indices of one large value. So few rows are read at a
 time if the values can be large, lists of texts are read as indices, and a row within MAX_LINE_BYTES is made of them.
 """
 
+import csv
 import glob
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -62,7 +64,9 @@ def _refuse_constant(constant: str) -> NoReturn:
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
-SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+SUFFIXES = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".json": "json",
+}  # fmt: skip
 
 
 def find_files(path: str) -> list[Path]:
@@ -76,33 +80,100 @@ def find_files(path: str) -> list[Path]:
     files = [match for match in matches if match.is_file()]
     if not files:
         raise DatasetNotFound(
-            f"no file at {path!r} (in the folder {Path.cwd()}); expected a JSON lines or Parquet file"
+            f"no file at {path!r} (in the folder {Path.cwd()}); expected a file of JSON lines, JSON, CSV or Parquet"
         )
     return files
 
 
 def format_of(file: Path, declared: str) -> str:
-    """'jsonl' or 'parquet': the declared format or, for 'auto', the one of the file's suffix. Raises DatasetError."""
+    """The declared format or, for 'auto', the one of the file's suffix. Raises DatasetError."""
     if declared != "auto":
         return declared
     if file.suffix not in SUFFIXES:
         raise DatasetError(
             f"{file}: given the suffix {file.suffix!r}; expected one of {', '.join(SUFFIXES)}. "
-            f"Declare the format with format='jsonl' (one JSON object per line) or format='parquet'."
+            f"Declare the format with format='jsonl' (one JSON object per line), 'json', 'csv' or 'parquet'."
         )
     return SUFFIXES[file.suffix]
 
 
 def column_names(file: Path, file_format: str) -> set[str]:
-    """The columns of a Parquet file, or of the first row of JSON lines that can be read. Raises DatasetError."""
+    """The columns of a Parquet file, or of the first row of another file that can be read. Raises DatasetError."""
     if file_format == "parquet":
         with _open_parquet(file) as parquet:
             return set(parquet.schema_arrow.names)
-    for row, line in json_lines(file):
+    for row, _, values in text_rows(file, file_format):
         # a dataset may skip rows that cannot be read
         with suppress(BadRow):
-            return set(parse_json_line(str(file), row, line))
+            return set(parse_json_line(str(file), row, values) if isinstance(values, bytes) else values)
     return set()
+
+
+def text_rows(file: Path, file_format: str) -> Iterator[tuple[int, int, Any]]:
+    """Yield (row number from 1, bytes of the file read for it, row) of a file that is not Parquet. A row is an object,
+    or a line of JSON as bytes. Raises BadRow, DatasetError."""
+    if file_format == "csv":
+        yield from _csv_rows(file)
+    elif file_format == "json" and (values := _json_array(file)) is not None:
+        size = file.stat().st_size // max(1, len(values))
+        for row, value in enumerate(values, start=1):
+            yield row, size, value
+    else:
+        for row, line in json_lines(file):
+            yield row, len(line), line
+
+
+def _csv_rows(file: Path) -> Iterator[tuple[int, int, dict[str, str | None]]]:
+    """The rows of CSV after the first line, which names the columns. A cell is a text, and an empty one is null."""
+    source, read, before = str(file), 0, 0
+
+    def lines() -> Iterator[str]:
+        nonlocal read
+        with file.open("rb") as stream:
+            while line := stream.readline(MAX_LINE_BYTES + 1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise DatasetError(f"{source}: given a line of more than {MAX_LINE_BYTES} bytes; expected CSV")
+                # the file may begin with a byte order mark
+                text = line.decode("utf-8" if read else "utf-8-sig")
+                read += len(line)
+                yield text
+
+    # the limit is one of the process, and it holds for a quoted cell of several lines, too
+    csv.field_size_limit(MAX_LINE_BYTES)
+    number = 0
+    try:
+        reader = csv.reader(lines(), strict=True)
+        names = next(reader, [])
+        if len(set(names)) < len(names) or "" in names:
+            raise DatasetError(f"{source}: given the first line {names!r:.200}; expected a name of its own per column")
+        for number, cells in enumerate(filter(None, reader), start=1):
+            if len(cells) != len(names):
+                cells_and_names = f"{len(cells)} cells, where the first line names {len(names)} columns"
+                raise BadRow(source, number, None, given=cells_and_names, expected="a cell for each column")
+            yield number, read - before, {name: cell or None for name, cell in zip(names, cells, strict=True)}
+            before = read
+    except (csv.Error, UnicodeDecodeError) as error:
+        problem = f"cannot be read as CSV after row {number} ({error})"
+        raise DatasetError(f"{source}: {problem}; expected CSV in UTF-8") from error
+
+
+def _json_array(file: Path) -> list[Any] | None:
+    """The values of a file with one JSON array. None: it does not begin like one, so it should have JSON lines."""
+    with file.open("rb") as stream:
+        if not stream.read(1 << 10).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            return None
+    size = file.stat().st_size
+    if size > MAX_LINE_BYTES:
+        raise DatasetError(
+            f"{file}: given a JSON array of {size:,} bytes; expected at most {MAX_LINE_BYTES:,}. Write one object per "
+            "line (.jsonl), which is read in pieces."
+        )
+    try:
+        values = _DECODER.decode(file.read_text("utf-8-sig"))
+    except (_NotInJSON, ValueError, RecursionError) as error:
+        raise DatasetError(f"{file}: given a text that is not JSON ({error}); expected an array of objects") from error
+    assert isinstance(values, list)
+    return values
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, bytes]]:
@@ -198,7 +269,7 @@ def checked_columns(
     if missing:
         raise DatasetError(
             f"{source}: no column {' or '.join(map(repr, missing))}; the {table} has {', '.join(present) or 'none'}. "
-            f"Map the names with columns, for instance columns={{'prompt': 'question'}}{instead}."
+            f"Map the names with columns, for instance columns={{prompt: question}}{instead}."
         )
     return [name for name in present if name in columns.read]
 

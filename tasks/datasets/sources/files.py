@@ -1,7 +1,8 @@
-"""The dataset of JSON lines and Parquet files. How their rows are read is the job of file_formats."""
+"""The dataset of files: JSON lines, JSON, CSV and Parquet. How their rows are read is the job of file_formats."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,14 +12,14 @@ from pydantic import Field
 
 from storage.store.objects import ObjectStore
 from tasks.datasets import known_files
-from tasks.datasets.convert import RowLocation
+from tasks.datasets.convert import RowLocation, column_of
 from tasks.datasets.load import DatasetUse, ReadPosition
 from tasks.datasets.read import RowsDataset, allowed_name
-from tasks.datasets.sources.file_formats import column_names, find_files, format_of, json_lines, parquet_rows
+from tasks.datasets.sources.file_formats import column_names, find_files, format_of, parquet_rows, text_rows
 
 
 class FileDataset(RowsDataset):
-    """Rows of JSON lines or Parquet files."""
+    """Rows of files: JSON lines, JSON arrays, CSV or Parquet."""
 
     location_fields: ClassVar = frozenset({"path", "further_paths", "format"})
 
@@ -27,8 +28,8 @@ class FileDataset(RowsDataset):
     """A file, or a pattern such as data/*.parquet. The files of a pattern are read in sorted order."""
     further_paths: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), exclude_if=lambda paths: not paths)
     """More files or patterns, read after the first one in this order."""
-    format: Literal["auto", "jsonl", "parquet"] = "auto"
-    """Format of the files. auto: each file's suffix decides (.jsonl, .ndjson, .parquet, .pq)."""
+    format: Literal["auto", "jsonl", "parquet", "csv", "json"] = "auto"
+    """Format of the files. auto: each file's suffix decides (.jsonl, .ndjson, .parquet, .pq, .csv, .json)."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -87,7 +88,20 @@ class FileDataset(RowsDataset):
                     position.read = start + size * row // rows
                     yield RowLocation(name, row), values
             else:
-                for row, line in json_lines(file):
-                    position.read += len(line)
-                    yield RowLocation(name, row), line
+                file_format = format_of(file, self.format)
+                for row, size_of_row, values in text_rows(file, file_format):
+                    position.read += size_of_row
+                    if file_format == "csv" and use == "rating":
+                        for column in {column_of("label", self), *self.metadata_columns} & set(values):
+                            values[column] = _number_in(values[column])
+                    yield RowLocation(name, row), values
             position.read = start + size
+
+
+def _number_in(text: str | None) -> Any:
+    """A number, or true or false, that a cell of CSV holds. Any other text stays as it is."""
+    try:
+        value = json.loads(text or "null")
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float) else text

@@ -17,7 +17,7 @@ from engine.text.threads import StringThread
 from storage.errors import TransientStorageError
 from storage.serialization import Frozen
 from tasks.batches.advantages import LARGEST_REWARD, REWARD_RANGE
-from tasks.graders.base import BaseGrader, Grade, GraderError, IgnoreGradeException, as_number
+from tasks.graders.base import BaseGrader, Grade, GradePart, GraderError, IgnoreGradeException, as_number
 
 
 def retrieve_exception(future: asyncio.Future[Any]) -> None:
@@ -42,6 +42,8 @@ class GradeOutcome(Frozen):
     reason: str = ""
     answer: str | None = None
     """The answer that the grader extracted from the completion."""
+    parts: tuple[GradePart, ...] = ()
+    """The parts that the reward was computed from."""
 
 
 async def grade_threads(
@@ -115,7 +117,8 @@ async def _grade_one(
             continue
         # False for NaN, too, which is masked like a value that is too large.
         if abs(value) <= LARGEST_REWARD:
-            return GradeOutcome(reward=value, status="ok", reason=grade.reasoning or "", answer=grade.answer)
+            reason = grade.reasoning or ""
+            return GradeOutcome(reward=value, status="ok", reason=reason, answer=grade.answer, parts=grade.parts)
         reason = f"the grader returned {value:g}; expected {REWARD_RANGE}"
     attempts = f" ({retries + 1} attempts)" if retries else ""
     return GradeOutcome(reward=None, status="masked", reason=f"{grader.grader_key}: {reason}{attempts}")

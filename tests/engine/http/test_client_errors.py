@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from functools import partial
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ from engine.errors import (
     WorkerDied,
 )
 from engine.http.app import create_app
-from engine.http.client import EngineClient
+from engine.http.client import ChatPiece, EngineClient, stream_chat
 from engine.http.errors import ERROR_CLASSES, ErrorBody, error_body, error_of_body, http_status
 from engine.http.service import ServerOptions
 from engine.http.transport import LONGEST_DELAY_SECONDS, RequestBackoff
@@ -202,3 +203,38 @@ async def test_a_token_that_no_header_holds_is_refused_without_showing_it(
     with pytest.raises(NotAuthenticated, match=r"\$ENGINE_TOKEN_OF_TEST.*one line") as refused:
         await client_over(line, store, token_env="ENGINE_TOKEN_OF_TEST").release("r")
     assert "SECRET" not in str(refused.value)
+
+
+# -- the stream of a chat ---------------------------------------------------------------------------------------
+
+PIECE = b'data: {"choices": [{"delta": {"content": "four"}}]}\n\n'
+
+
+async def chat_pieces(monkeypatch: pytest.MonkeyPatch, body: bytes) -> list[ChatPiece]:
+    """The pieces of the chat of a server that replies with this event stream."""
+    reply = httpx.MockTransport(lambda _: httpx.Response(200, content=body, headers={"x-ostinato-policy": "p"}))
+    monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, transport=reply))
+    return [piece async for piece in stream_chat("http://127.0.0.1:1", None, {})]
+
+
+async def test_comments_and_other_fields_of_a_chat_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b": keep-alive\n\nevent: chunk\nid: 1\n" + PIECE + b'data:{"choices": []}\r\n\r\ndata: [DONE]\n\n'
+    assert await chat_pieces(monkeypatch, body) == [ChatPiece("p", "four")]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (PIECE, "cut off"),
+        (b"", "cut off"),
+        (PIECE + b"data: <html>\n\n", "sent '<html>'; expected an event of a chat"),
+        (b"data: 4\n\n", "sent '4'"),
+        (b'data: {"choices": [4]}\n\n', "expected an event"),
+        (b'data: {"error": {"message": "no room"}}\n\n', "the engine refused: no room"),
+    ],
+)
+async def test_a_chat_that_is_cut_off_or_no_chat_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, message: str
+) -> None:
+    with pytest.raises(PermanentEngineError, match=message):
+        await chat_pieces(monkeypatch, body)

@@ -134,7 +134,7 @@ def test_moments_that_do_not_fit_are_permanent(tiny_folder: Path) -> None:
 
     hook = register_optimizer_step_pre_hook(fail)
     try:
-        with pytest.raises(OutOfMemory, match=r"moments, 0\.0\d GiB.*CUDA out of memory.*LoRA"):
+        with pytest.raises(OutOfMemory, match=r"moments of adamw, up to 0\.0\d GiB.*CUDA out of memory.*LoRA"):
             update(trainer, 24)
     finally:
         hook.remove()

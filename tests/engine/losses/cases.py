@@ -17,12 +17,14 @@ from engine.backends.torch.packing import Packed
 from engine.backends.torch.updates import count_totals, micro_batch_loss
 from engine.losses.inputs import Outputs
 from engine.losses.likelihood import CrossEntropySpec, TangentsSpec
-from engine.losses.pairs import DPOSpec, RankingSpec, SimPOSpec
+from engine.losses.pairs import DPOSpec, KTOSpec, ORPOSpec, RankingSpec, SimPOSpec
 from engine.losses.policy_gradient import (
     CISPOSpec,
+    ClipCovSpec,
     GMPOSpec,
     GRPOSpec,
     GSPOSpec,
+    KLCovSpec,
     ProbabilityMask,
     SAPOSpec,
     SequenceRatioMask,
@@ -78,12 +80,21 @@ VARIANTS: dict[str, dict[str, LossSpec]] = {
         "kl": SAPOSpec(kl_beta=0.3),
         "all": SAPOSpec(tau_negative=2.0, kl_beta=0.3, entropy_coef=0.5, importance_cap=2.0, norm="token_mean"),
     },
+    "clip_cov": {
+        "kl": ClipCovSpec(clip_low=0.2, clip_high=0.28, kl_beta=0.3),
+        "token_mask": ClipCovSpec(**_CLIP, importance_mask=TokenRatioMask(low=0.8, high=2.0)),
+    },
+    "kl_cov": {"": KLCovSpec(kl_beta=0.0, cov_kl=0.7), "kl": KLCovSpec(kl_beta=0.3, norm="sequence_mean")},
     "dpo": {
         "sigmoid": DPOSpec(beta=0.3),
         "ipo": DPOSpec(beta=0.3, variant="ipo"),
         "cdpo": DPOSpec(beta=0.3, variant="cdpo", label_smoothing=0.1),
+        "means": DPOSpec(beta=0.3, variant="ipo", length_normalised=True),
+        "all": DPOSpec(beta=0.3, length_normalised=True, rpo_alpha=0.7, reference_free=True),
     },
     "simpo": {"": SimPOSpec()},
+    "orpo": {"": ORPOSpec(beta=0.6)},
+    "kto": {"": KTOSpec(beta=0.3), "weights": KTOSpec(beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)},
     "ranking": {"": RankingSpec()},
     "mse": {"token_mean": MSESpec(), "sequence_mean": MSESpec(norm="sequence_mean")},
     "trust_region_mse": {"token_mean": TrustRegionMSESpec(clip=0.2)},
@@ -110,6 +121,7 @@ _FROM_REFERENCE = (0.3, -0.2, 0.1, -0.6, 0.4)
 _OLD_FROM_SAMPLER = (0.2, -0.3, 1.1)
 _ADVANTAGES = (0.7, -1.2, 2.0, -0.4, -1.0, 1.5, -0.8)
 _TANGENTS = (0.3, -0.7, 0.2, 1.1)
+_SELECTED = (0.0, 1.0, 0.0, 0.0, 1.0)
 _VALUE_FROM_OLD = (0.05, 0.5, -0.1, -0.45, 0.3)
 _VALUE_FROM_RETURN = (0.4, -0.7, 0.9, -0.2)
 
@@ -144,14 +156,16 @@ def samples_near(outputs_of: Callable[[Sample], list[float]], *, scalar: bool) -
             "sampler_logprobs": below(old, _OLD_FROM_SAMPLER),
             "advantages": away[_ADVANTAGES],
             "tangents": away[_TANGENTS],
+            "selected": away[_SELECTED],
         }  # fmt: skip
-        samples.append(sample(prompt, weights, group, preferred=group in seen, **columns))
+        samples.append(sample(prompt, weights, group, preferred=group in seen, kl_baseline=0.4, **columns))
         seen.add(group)
     return samples
 
 
 _USED = (
-    _FROM_OLD, _FROM_REFERENCE, _OLD_FROM_SAMPLER, _ADVANTAGES, _TANGENTS, _VALUE_FROM_OLD, _VALUE_FROM_RETURN,
+    _FROM_OLD, _FROM_REFERENCE, _OLD_FROM_SAMPLER, _ADVANTAGES, _TANGENTS, _SELECTED, _VALUE_FROM_OLD,
+    _VALUE_FROM_RETURN,
 )  # fmt: skip
 
 

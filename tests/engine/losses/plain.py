@@ -174,6 +174,10 @@ def _policy(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor
                 gained = s.advantages[i] * 4 / tau / (1 + torch.exp(-tau * (torch.exp(gaps[i]) - 1)))
             elif spec.kind == "grpo":
                 gained = _objective(spec, torch.exp(gaps[i]), s.advantages[i])
+            elif spec.kind == "clip_cov":
+                gained = _objective(spec, torch.exp(gaps[i]), s.advantages[i]) * (1 - s.selected[i])
+            elif spec.kind == "kl_cov":
+                gained = torch.exp(gaps[i]) * s.advantages[i] - spec.cov_kl * s.selected[i] * torch.abs(gaps[i])
             else:
                 weight = min(max(math.exp(gaps[i].item()), 1 - spec.clip_low), 1 + spec.clip_high)
                 gained = weight * s.advantages[i] * logprob
@@ -199,7 +203,10 @@ def _pairs(samples: Sequence[Sample], numbers: Sequence[Tensor]) -> list[tuple[T
 
 
 def _dpo(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
-    leads = [out.logprobs.sum() - sum(s.reference_logprobs) for s, out in zip(samples, outs, strict=True)]  # type: ignore
+    leads = []
+    for s, out in zip(samples, outs, strict=True):
+        reference = 0.0 if spec.reference_free else sum(s.reference_logprobs)  # type: ignore[arg-type]
+        leads.append((out.logprobs.sum() - reference) / (len(out.logprobs) if spec.length_normalised else 1))
     values = []
     for good, bad in _pairs(samples, leads):
         h = spec.beta * (good - bad)
@@ -208,13 +215,31 @@ def _dpo(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
         else:
             wrong = spec.label_smoothing or 0
             values.append((1 - wrong) * torch.log1p(torch.exp(-h)) + wrong * torch.log1p(torch.exp(h)))
-    return torch.stack(values).mean()
+    taught = [good for good, _ in _pairs(samples, [-out.logprobs.mean() for out in outs])]
+    return torch.stack(values).mean() + spec.rpo_alpha * torch.stack(taught).mean()
 
 
 def _simpo(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
     values = []
     for good, bad in _pairs(samples, [out.logprobs.mean() for out in outs]):
         values.append(torch.log1p(torch.exp(spec.gamma - spec.beta * (good - bad))))
+    return torch.stack(values).mean()
+
+
+def _orpo(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
+    values = []
+    for good, bad in _pairs(samples, [torch.exp(out.logprobs.mean()) for out in outs]):
+        ratio = good / (1 - good) / (bad / (1 - bad))
+        values.append(-torch.log(good) - spec.beta * torch.log(1 / (1 + 1 / ratio)))
+    return torch.stack(values).mean()
+
+
+def _kto(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
+    values = []
+    for s, out in zip(samples, outs, strict=True):
+        gain = spec.beta * (out.logprobs.sum() - sum(s.reference_logprobs) - s.kl_baseline)  # type: ignore[arg-type]
+        sign, weight = (1, spec.desirable_weight) if s.preferred else (-1, spec.undesirable_weight)
+        values.append(weight * (1 - 1 / (1 + torch.exp(-sign * gain))))
     return torch.stack(values).mean()
 
 
@@ -244,6 +269,7 @@ def _trust_region_mse(spec: Any, samples: Sequence[Sample], outs: Sequence[Out])
 
 DEFINITIONS: dict[str, Callable[[Any, Sequence[Sample], Sequence[Out]], Tensor]] = {
     "cross_entropy": _cross_entropy, "tangents": _tangents, "grpo": _policy, "gspo": _policy, "cispo": _policy,
-    "gmpo": _policy, "sapo": _policy,
-    "dpo": _dpo, "simpo": _simpo, "ranking": _ranking, "mse": _mse, "trust_region_mse": _trust_region_mse,
+    "gmpo": _policy, "sapo": _policy, "clip_cov": _policy, "kl_cov": _policy,
+    "dpo": _dpo, "simpo": _simpo, "orpo": _orpo, "kto": _kto, "ranking": _ranking, "mse": _mse,
+    "trust_region_mse": _trust_region_mse,
 }  # fmt: skip

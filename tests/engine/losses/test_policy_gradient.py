@@ -20,9 +20,11 @@ from engine.losses.base import KL_ESTIMATORS, TokenLoss
 from engine.losses.inputs import LossInputs, Outputs
 from engine.losses.policy_gradient import (
     CISPOSpec,
+    ClipCovSpec,
     GRPOSpec,
     GSPOSpec,
     ImportanceMask,
+    KLCovSpec,
     ProbabilityMask,
     SequenceRatioMask,
     TokenRatioMask,
@@ -480,6 +482,28 @@ def test_the_clip_fraction_by_hand() -> None:
     # s = e^0.06 and e^0.2625: the first is clipped, and counts for its two tokens
     narrow = GSPOSpec(clip_low=3e-4, clip_high=4e-4, kl_beta=0.0)
     assert token_loss(fixture_inputs(NEW), narrow).sums["clip_fraction_sum"] == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "value", "gradient"),
+    [
+        # the golden loss of token_mean without its third token, e^1.5 / 6
+        (ClipCovSpec(**BY_02), 0.10773200, [0, -0.150806, 0, 0, 0.166667, 0.158538]),
+        # unclipped: (-1.24607673 - 0.90483742 + 4.48168907 + 0.67032005 + 1 + 0.95122942 + 2 · 1.5) / 6
+        (KLCovSpec(kl_beta=0, cov_kl=2.0), 1.32538740, [-0.207679, -0.150806, 1.080281, 0.111720, 0.166667, 0.158538]),
+    ],
+    ids=["clip_cov", "kl_cov"],
+)
+def test_selected_tokens_by_hand(spec: ClipCovSpec | KLCovSpec, value: float, gradient: list[float]) -> None:
+    logprobs_N = NEW.clone().requires_grad_()
+    inputs = replace(fixture_inputs(logprobs_N), selected_N=f64(0, 0, 1, 0, 0, 0))
+    loss = spec.compute(inputs)
+    (loss.values_N.sum() / 6).backward()
+    assert loss.values_N.sum().item() / 6 == pytest.approx(value, abs=1e-8)
+    assert logprobs_N.grad.tolist() == pytest.approx(gradient, abs=1e-6)
+    assert loss.sums["selected_fraction_sum"] == 1
+    with pytest.raises(BadSpec, match="needs selected tokens"):
+        spec.compute(fixture_inputs(logprobs_N))
 
 
 def test_constant_norm_needs_its_constant() -> None:

@@ -45,13 +45,13 @@ def minibatches(draw: st.DrawFn, *, scalar: bool) -> list[Sample]:
             def column(trained: int = trained, around: float = 0.0) -> list[float]:
                 return [around + x for x in draw(st.lists(number, min_size=trained, max_size=trained))]
 
-            names = ("returns", "old_values") if scalar else ("advantages", "tangents")
+            names = ("returns", "old_values") if scalar else ("advantages", "tangents", "selected")
             columns = {name: column() for name in names}
             if not scalar:
                 columns |= {f"{name}_logprobs": column(around=-5.5) for name in ("old", "reference", "sampler")}
             ids = prompt + [token for token, _ in tail]
             weights = [0.0] * len(prompt) + [float(taught) for _, taught in tail]
-            samples.append(Sample(ids, weights, f"pair-{pair}", preferred=preferred, **columns))
+            samples.append(Sample(ids, weights, f"pair-{pair}", preferred=preferred, kl_baseline=0.3, **columns))
     return samples
 
 
@@ -112,7 +112,7 @@ def test_a_mask_of_zeros_teaches_nothing(spec: LossSpec, exact: CausalLM, exact_
     trainer = TorchTrainer(exact_scalar if spec.reads == "values" else exact)
     samples = samples_near(lambda bare: [-5.0] * bare.trained, scalar=trainer.model.scalar)
     columns = {name: [] for name in PER_TOKEN_COLUMNS if getattr(samples[0], name) is not None}
-    blank = Sample([1, 2, 3], [0.0] * 3, "a", **columns)
+    blank = Sample([1, 2, 3], [0.0] * 3, "a", preferred=True, kl_baseline=0.4, **columns)
     expected_loss, expected = loss_and_gradient(trainer, samples, spec, WHOLE)
     loss, gradient = loss_and_gradient(trainer, [blank, *samples], spec, WHOLE)
     share = len(samples) / (len(samples) + 1) if getattr(spec, "norm", "") in ("sequence_mean", "constant") else 1
@@ -123,7 +123,8 @@ def test_a_mask_of_zeros_teaches_nothing(spec: LossSpec, exact: CausalLM, exact_
 
 
 PER_TOKEN_COLUMNS = (
-    "advantages", "tangents", "old_logprobs", "reference_logprobs", "sampler_logprobs", "returns", "old_values",
+    "advantages", "tangents", "selected", "old_logprobs", "reference_logprobs", "sampler_logprobs", "returns",
+    "old_values",
 )  # fmt: skip
 POLICY = {name: spec for name, spec in SPECS.items() if hasattr(spec, "clip_low")}
 
@@ -166,6 +167,7 @@ def test_ratios_of_fifty_nats_stay_finite(
         reference_N=-60 - reference,
         sampler_N=-60 - old - sampler,
         advantages_N=advantages,
+        selected_N=(advantages > 1).to(dtype),
     )
     loss = spec.compute(inputs)
     assert not isinstance(loss, PairLoss)

@@ -55,6 +55,11 @@ def test_the_defaults() -> None:
     assert off == (0.0, None, False)
 
 
+def test_requests_of_before_dpo_had_more_settings_are_the_same() -> None:
+    assert DPOSpec().model_dump() == {"kind": "dpo", "beta": 0.1, "variant": "sigmoid", "label_smoothing": None}
+    assert DPOSpec(rpo_alpha=0.5, reference_free=True).model_dump().keys() >= {"rpo_alpha", "reference_free"}
+
+
 @pytest.mark.parametrize("make", [GRPOSpec, GSPOSpec, CISPOSpec])
 def test_requests_of_before_there_were_masks_and_a_kl_term_under_the_ratio_are_the_same(make: type[GRPOSpec]) -> None:
     assert "importance_mask" not in json.loads(canonical_json(make()))
@@ -67,11 +72,13 @@ def test_requests_of_before_there_were_masks_and_a_kl_term_under_the_ratio_are_t
 def test_what_a_loss_says_about_itself() -> None:
     """docs/algorithms.md: which losses read a scalar head, and which are of pairs."""
     assert {spec.kind for spec in SPECS.values() if spec.reads == "values"} == {"ranking", "mse", "trust_region_mse"}
-    assert {spec.kind for spec in SPECS.values() if spec.pairwise} == {"dpo", "simpo", "ranking"}
+    assert {spec.kind for spec in SPECS.values() if spec.pairwise} == {"dpo", "simpo", "orpo", "ranking"}
+    assert {spec.kind for spec in SPECS.values() if spec.labelled} == {"kto"}
     at_one = {spec.kind for spec in SPECS.values() if not spec.uses_sampling_temperature}
     assert at_one == {"cross_entropy", "ranking", "mse", "trust_region_mse"}
     for spec in SPECS.values():
-        assert spec.needs_reference == (spec.kind == "dpo" or getattr(spec, "kl_beta", 0) > 0)
+        always = spec.kind in ("dpo", "kto") and not getattr(spec, "reference_free", False)
+        assert spec.needs_reference == (always or getattr(spec, "kl_beta", 0) > 0)
     assert {name for name, spec in SPECS.items() if spec.needs_entropy} == {
         "grpo-entropy", "grpo-all", "gspo-all", "cispo-all", "gmpo-all", "sapo-all",
     }  # fmt: skip
@@ -99,6 +106,8 @@ def test_what_a_loss_says_about_itself() -> None:
         {"kind": "gmpo", "dual_clip": 3.0},
         {"kind": "sapo", "clip_low": 0.2},
         {"kind": "sapo", "tau_positive": 0},
+        {"kind": "kl_cov", "clip_low": 0.2},
+        {"kind": "kl_cov", "cov_kl": 0},
         {"kind": "gspo", "entropy_coef": -0.1},
         {"kind": "gspo", "importance_cap": 0},
         {"kind": "grpo", "kl_beta": float("nan")},
@@ -109,6 +118,10 @@ def test_what_a_loss_says_about_itself() -> None:
         {"kind": "dpo", "label_smoothing": 0.1},
         {"kind": "dpo", "variant": "ipo", "label_smoothing": 0.1},
         {"kind": "dpo", "variant": "cdpo", "label_smoothing": 0.5},
+        {"kind": "dpo", "rpo_alpha": -1},
+        {"kind": "orpo", "beta": -0.1},
+        {"kind": "kto", "beta": 0},
+        {"kind": "kto", "desirable_weight": -1},
         {"kind": "ranking", "norm": "token_mean"},
         {"kind": "mse", "clip": 0.2},
         {"kind": "trust_region_mse", "clip": 0},

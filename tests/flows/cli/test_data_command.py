@@ -24,6 +24,7 @@ from storage.store.objects import open_store
 from tasks.datasets.load import LoadProgress
 from tasks.datasets.registered import select_version
 from tasks.datasets.spec import FileDataset, RegisteredDataset
+from tasks.datasets.votes import Vote, VotedAnswer, commit_vote
 from tests.fixtures.toy import write_prompts
 
 
@@ -160,3 +161,17 @@ def test_the_words_and_the_bar_of_a_load() -> None:
         bar(LoadProgress(412_000, 0.4))
         bar._bar.refresh()
     assert "412,000 rows, 40 %" in terminal.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_votes_of_the_chat_are_a_dataset(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "data")
+    command = ["data", "votes", "--storage", str(tmp_path / "data")]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2 and "no vote prefers an answer yet" in refused.output
+    answers = [VotedAnswer(model=f"m@{number}", policy="policy:p", text=str(number)) for number in (4, 5)]
+    commit_vote(store, Vote(
+        id="a", messages=(("user", "2+2?"),), left=answers[0], right=answers[1], choice="left", blind=True,
+        created="2026-11-28T19:00:00+00:00",
+    ))  # fmt: skip
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and re.fullmatch(r"votes@[0-9a-f]{32}: 1 rows, new\n", done.output)

@@ -11,9 +11,14 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from flows.cli.main import app
+from flows.promotion import hand_decisions
+from flows.promotion.model_card import find_card
 from storage.chain.deletion import delete_model
+from storage.chain.listing import stored_checkpoint_steps
 from storage.chain.records import Chain
+from storage.errors import AliasMoved
 from storage.inspect.audit import audit_store
+from storage.registry.decisions import Decision
 from storage.registry.models import find_model, list_models, list_versions, resolve_alias
 from storage.store import keys
 from tests.fixtures.runs.toy_run import ToyRun
@@ -87,9 +92,10 @@ def test_promote_promote_rollback(toy: ToyRun, version: str, second: str) -> Non
         ("rollback", "Bo", ["it repeats itself"], True),
     ]
     assert "no previous champion" in refused(toy, "rollback", "toy")
+    assert "made at entry 2 of its log, but the champion has changed" in refused(toy, "rollback", "toy", "--over", "2")
     assert audit_store(toy.store).problems == ()
     shown = done(toy, "show", "toy")
-    assert "it repeats itself" in shown and "champion" in shown
+    assert "it repeats itself" in shown and "champion (entry 3)" in shown
 
 
 def test_the_champion_again_is_no_decision(toy: ToyRun, version: str) -> None:
@@ -97,6 +103,29 @@ def test_the_champion_again_is_no_decision(toy: ToyRun, version: str) -> None:
     before = {info.key for info in toy.store.list()}
     assert "is the champion already" in done(toy, "promote", "toy@champion")
     assert {info.key for info in toy.store.list()} == before
+
+
+def test_a_promotion_is_refused_after_another_one_and_completed_after_a_kill(
+    toy: ToyRun, version: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def promote(version: str, over: int | None = None) -> Decision | None:
+        return hand_decisions.promote_by_hand(toy.store, "toy", version, why="better", who="Ada", over=over)
+
+    def kill(*arguments: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(hand_decisions, "commit_card", kill)
+        promote(version, over=0)
+    announced: list[Decision] = []
+    monkeypatch.setattr(hand_decisions, "_announce", announced.append)
+    # the retry writes the card, and tells of the promotion, once
+    assert promote(version, over=0) is None and promote(version, over=0) is None
+    (decision,) = announced
+    assert find_card(toy.store, decision) is not None
+    with pytest.raises(AliasMoved, match="made at entry 0 of its log, but the champion has changed since"):
+        promote("again", over=0)
+    assert promote("again", over=1) is not None
 
 
 def test_what_is_not_there_is_refused(toy: ToyRun, version: str) -> None:
@@ -247,3 +276,46 @@ def test_a_champion_and_the_base_of_a_run_are_not_deleted(toy: ToyRun, version: 
     assert refused.exit_code == 1 and f"toy began at {name}@{base_version}" in " ".join(refused.output.split())
     assert ostinato(toy, "delete", "toy", "--yes").exit_code == 2
     assert list_versions(toy.store, name) == [base_version] and second in list_versions(toy.store, "toy")
+
+
+def test_the_average_of_the_last_checkpoints_is_published(toy: ToyRun, tmp_path: Path) -> None:
+    """By hand: the mean of the tensors of the two policies, each of which is exported from its checkpoint."""
+    from safetensors.torch import load_file
+
+    from engine.local.redo import PolicyRebuilder, clean_backend
+    from engine.local.verify import verify_run
+    from storage.store.artifacts import read_manifest
+    from storage.store.download import materialise_files
+
+    policies = [toy.chain.policy(step) for step in stored_checkpoint_steps(toy.chain) if step][-2:]
+    assert len(policies) == 2
+    numerics = toy.chain.committed_record(policies[-1].step).numerics
+    with clean_backend(numerics) as backend:
+        rebuilder = PolicyRebuilder(toy.store, backend)
+        weights = []
+        for policy in policies:
+            rebuilder.from_checkpoint(toy.chain, policy.step).export_merged(tmp_path / str(policy.step))
+            weights.append(load_file(tmp_path / str(policy.step) / "model.safetensors"))
+    steps = ", ".join(str(policy.step) for policy in policies)
+    printed = done(toy, "average", "toy", "--last", "2")
+    (version,) = list_versions(toy.store, "toy-mean")
+    assert printed.strip() == f"published toy-mean@{version}, the average of the policies after steps {steps}"
+    files = materialise_files(toy.store, keys.model_version("toy-mean", version), tmp_path / "mean")
+    assert "tokenizer.json" in files and "config.json" in files
+    for name, tensor in load_file(files["model.safetensors"]).items():
+        expected = (weights[0][name].double() + weights[1][name].double()) / 2
+        assert (tensor == expected.to(tensor.dtype)).all()
+    manifest = read_manifest(toy.store, keys.model_version("toy-mean", version))
+    assert list(manifest.parents) == [policies[1].uri, policies[0].uri]
+    # it is published once, it is no policy for verify to compare with, and nothing is wrong with the store
+    assert done(toy, "average", "toy", "--last", "2") == printed
+    assert verify_run(toy.store, "toy").problems == []
+    assert "the average of 9 was asked for; give a smaller --last" in refused(toy, "average", "toy", "--last", "9")
+
+
+def test_a_version_is_exported(toy: ToyRun, version: str, tmp_path: Path) -> None:
+    said = done(toy, "export", "toy", str(tmp_path / "half"), "--format", "float16")
+    assert said.strip() == f"wrote toy@{version} as float16 to {tmp_path / 'half'}"
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "float16"
+    refused = ostinato(toy, "export", "toy", str(tmp_path / "lora"), "--format", "adapter")
+    assert refused.exit_code == 1 and "has no adapter" in refused.output

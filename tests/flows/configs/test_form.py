@@ -87,7 +87,7 @@ def test_a_form_opens_with_few_fields(name: str) -> None:
 def test_the_open_fields_of_sft() -> None:
     schema = schema_of("sft")
     assert shown_fields(schema, schema["properties"]["config"]) == [
-        "Run", "Seed", "Key", "Path", "Samples per batch", "Learning rate",
+        "Run", "Seed", "Key", "Path", "Samples per batch", "Kind", "Learning rate",
     ]  # fmt: skip
 
 
@@ -190,12 +190,16 @@ GOOD: dict[str, dict[str, Any]] = {
     "grpo": GRPO,
     "gspo": GRPO,
     "ppo": GRPO,
+    "distill": GRPO | {"teacher": {"key": "t"}},
+    "rft": {name: group for name, group in GRPO.items() if name != "algorithm"},
     "env_grpo": EPISODES,
     "env_gspo": EPISODES,
     "env_ppo": EPISODES,
     "sft": SFT,
     "dpo": PAIRS,
     "simpo": PAIRS,
+    "orpo": PAIRS,
+    "kto": PAIRS,
     "reward_model": PAIRS,
     "sft_to_gspo": STAGES | {"gspo": {"algorithm": {"steps": 3}}},
     "evaluation": {"models": ["m"], "suite": SUITE},

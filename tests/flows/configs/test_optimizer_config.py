@@ -80,9 +80,10 @@ def test_the_defaults_make_the_request_they_made_before() -> None:
 @pytest.mark.parametrize(("make", "body"), [(SFTConfig, SFT), (GRPOConfig, ENDS), (PPOConfig, ENDS)])
 def test_every_setting_of_the_optimizer_decides_the_result(make: type[SFTConfig], body: dict[str, Any]) -> None:
     plain = make(**body).semantic()["optimizer"]
-    assert set(plain) == set(OptimizerConfig.model_fields)
-    changed = make(**body, optimizer={"beta2": 0.95, "warmup_steps": 3}).semantic()["optimizer"]
-    assert changed == plain | {"beta2": 0.95, "warmup_steps": 3}
+    assert set(plain) == set(OptimizerConfig.model_fields) - {"kind"}  # absent from older configs
+    changed = make(**body, optimizer={"beta2": 0.95, "warmup_steps": 3, "kind": "muon"}).semantic()["optimizer"]
+    assert changed == plain | {"beta2": 0.95, "warmup_steps": 3, "kind": "muon"}
+    assert AdamW.of(OptimizerConfig(lr=1.0, kind="muon")).at(0, 1, schedule_of(OptimizerConfig())).kind == "muon"
 
 
 @pytest.mark.parametrize(

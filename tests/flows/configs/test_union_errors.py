@@ -50,7 +50,13 @@ CASES: list[tuple[dict[str, Any], str]] = [
     # a dataset of the hub has a split, and a file has none
     (
         {"data__heldout": {"kind": "file", "path": "a", "split": "test"}},
-        "data.heldout.split: unknown key of kind file; leave it out, or use a kind that has it: hub, reasoning_gym",
+        "data.heldout.split: unknown key of kind file; leave it out, or use a kind that has it: hub, reasoning_gym, "
+        "split",
+    ),
+    ({"data__heldout": {"split": 2}}, "data.heldout.split: Input should be less than 1 (given: 2)"),
+    (
+        {"data__heldout": {"path": "a"}},
+        f"data.heldout: given no kind; expected a group of keys, with kind: one of {OF_SUITES}, split",
     ),
     (
         {"data__heldout": {"kind": "hub", "path": "a/b", "splitt": "test"}},
@@ -59,7 +65,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"kind": "htp"}}, "engine: given kind='htp'; give one of local, http"),
     ({"engine": {"sampler": {"kind": "vlm"}}}, "engine.sampler: given kind='vlm'; give one of torch, vllm"),
     ({"engine": 5}, "engine: given 5; expected a group of keys, with kind: one of local, http"),
-    ({"model": "m"}, "model: given 'm'; expected a group of keys (key, name, publish_as, publish_unchanged, adapter)"),
+    (
+        {"model": "m"},
+        "model: given 'm'; expected a group of keys (key, name, publish_as, publish_dtype, publish_unchanged, adapter)",
+    ),
     ({"storage": 5}, "storage: given 5; expected a group of keys (url)"),
     ({"storage": {"folder": "a"}}, "storage.folder: unknown key; leave it out, or use one of url"),
     ({"model__adapter": {"rank": 0}}, "model.adapter.rank: Input should be greater than or equal to 1 (given: 0)"),

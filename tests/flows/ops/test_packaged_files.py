@@ -38,6 +38,7 @@ def test_the_wheel_has_the_packages_and_what_they_read(tmp_path: Path) -> None:
     assert {
         "flows/packaged/examples/demo.yaml", "flows/packaged/examples/data/sums-train.jsonl",
         "tasks/reports/report.html.j2", "tasks/evaluation/comparison.html.j2", "flows/verl/keys.toml",
+        "flows/page/templates/base.html", "flows/page/static/htmx.min.js", "flows/page/static/htmx.LICENSE",
     } <= names  # fmt: skip
 
 

@@ -97,7 +97,8 @@ def test_a_deployment_is_complete(entry: dict[str, Any]) -> None:
     [
         ("grpo", "demo"), ("sft", "sft"), ("recurring", "recurring"),
         ("env_grpo", "env_grpo"), ("env_gspo", "env_grpo"),
-        *((name, name) for name in ("gspo", "ppo", "env_ppo", "dpo", "simpo", "reward_model", "sft_to_gspo")),
+        *((name, name) for name in ("gspo", "ppo", "distill", "env_ppo", "rft", "dpo", "simpo", "orpo", "kto")),
+        ("reward_model", "reward_model"), ("sft_to_gspo", "sft_to_gspo"),
     ],
 )  # fmt: skip
 def test_the_example_config_is_a_valid_parameter(name: str, config: str) -> None:

@@ -15,7 +15,9 @@ import pytest
 
 from flows.ops import processes
 from flows.ops.processes import UP_ID_ENV, ProcessIdentity, processes_of_up, reap, spawn, terminate_all
+from flows.ops.services import services
 from flows.ops.state import (
+    TOKEN_FILE_ENV,
     Ports,
     UpError,
     UpOptions,
@@ -137,3 +139,8 @@ def test_status_says_who_lives() -> None:
         "supervisor": {"pid": os.getpid(), "alive": True, "restarts": 0},
         "engine": {"pid": gone.pid, "alive": False, "restarts": 2},
     }
+
+
+def test_only_the_worker_of_the_services_has_the_path_of_the_token(tmp_path: Path) -> None:
+    with_path = {each.name: each.environment.get(TOKEN_FILE_ENV) for each in services(some_state(), tmp_path)}
+    assert with_path == {"server": None, "engine": None, "worker": str(tmp_path / "engine-token"), "page": None}

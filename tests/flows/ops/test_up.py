@@ -115,7 +115,7 @@ def test_a_deployed_run_survives_kill_nine_of_engine_server_and_worker(place: Up
     assert place.state.services == before
     checks = json.loads(place.cli("doctor", "--json").stdout)["checks"]
     assert {(check["area"], check["name"]): check["verdict"] for check in checks if check["area"] != "versions"} == {
-        **{("up", name): "ok" for name in ("supervisor", "server", "engine", "worker")},
+        **{("up", name): "ok" for name in ("supervisor", "server", "engine", "worker", "page")},
         **{("storage", name): "ok" for name in ("writable", "put-if-absent", "clock", "space")},
         **{("engine", name): "ok" for name in ("health", "ready", "calls")},
         ("prefect", "server"): "ok",
@@ -214,4 +214,4 @@ def test_postgres_and_s3_by_a_setting_each(postgres: str, tmp_path: Path, tiny_f
         assert place.state.ports.engine == place.port + 1
         assert not (place.folder / "ostinato-data").exists()
         assert list((place.home / "prefect").glob("*.db")) == []
-        assert set(place.state.services) == {"s3", "server", "engine", "worker"}
+        assert set(place.state.services) == {"s3", "server", "engine", "worker", "page"}

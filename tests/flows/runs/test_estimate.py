@@ -14,7 +14,8 @@ from engine.memory_plan.shape import read_shape
 from engine.models.folder import base_nbytes, parameter_count
 from engine.protocol import EngineInfo
 from engine.specs.engine import LocalEngineSpec
-from flows.catalogue import SFTToGSPOConfig
+from engine.text.threads import StringThread
+from flows.catalogue import DPOConfig, SFTToGSPOConfig
 from flows.configs.common import GRPOConfig
 from flows.configs.overrides import parse_config
 from flows.configs.ppo import PPOConfig, ValueModelConfig
@@ -26,10 +27,11 @@ from storage.chain.records import Numerics
 from storage.store.artifacts import ArtifactRef, Provenance
 from storage.store.objects import ObjectStore, open_store
 from tasks.datasets.load import LoadedDataset, load_dataset
+from tasks.datasets.spec import InlinePairs
 from tests.fixtures.toy import toy_config, write_prompts
 
-PROMPT_TOKENS = 18
-"""A prompt of the toy task has 72 characters as a stored row, and a token is counted as four characters."""
+PROMPT_TOKENS = 5
+"""A prompt of the toy task has one turn of one character: 1/4 and 5 tokens of the chat template, rounded down."""
 HEAD = 259 * 128
 """Weights of the tiny model's head, which is its embedding: 259 tokens, 128 hidden features."""
 PACKED = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 512) + HEAD
@@ -262,19 +264,44 @@ def test_a_store_is_measured_and_nothing_stays(tmp_path: Path) -> None:
     assert list(store.list("")) == []
 
 
-async def test_disk_counts_only_the_named_checkpoints_that_are_kept(world: Any) -> None:
+async def test_a_pair_counts_the_texts_of_both_conversations_and_no_metadata(world: Any, tiny_folder: Path) -> None:
+    store, base, _, _ = world
+    prompt = StringThread([("user", "What is the capital of Peru?")], {"vote": "x" * 4000})
+    pairs = InlinePairs.of([(prompt.assistant("Lima"), prompt.assistant("It is Cusco."))])
+    data = load_dataset(store, pairs, use="preference", provenance=PROVENANCE)
+    config = DPOConfig.model_validate({
+        "model": {"key": str(tiny_folder)}, "data": {"train": {"kind": "registered", "key": "pairs"}},
+        "algorithm": {"steps": 10, "samples_per_batch": 4},
+    })  # fmt: skip
+    durations = estimate(store, config, base, [data], info()).durations
+    assert durations is not None
+    # 28 and 4, 28 and 12 characters in four turns of 5 tokens more; one pair a step, though 4 are asked for
+    tokens = (28 + 4 + 28 + 12) / 4 + 4 * 5
+    # the reference reads each token (2P), and the policy is trained on it (6P)
+    assert durations.steps == pytest.approx(10 * tokens * 8 * parameter_count(store, base) / (EFFICIENCY * 1e9))
+
+
+async def test_disk_counts_the_checkpoints_that_are_held_at_one_time(world: Any) -> None:
     store, base, data, config = world
     config["algorithm"]["steps"] = 10
+    parameters = parameter_count(store, base)
+    tokens = 10 * (4 * PROMPT_TOKENS + 16 * 6)
 
-    def disk(**checkpoints: Any) -> int:
-        config["checkpoints"] = {"every_steps": 1} | checkpoints
-        disk_bytes = estimate(store, GRPOConfig.model_validate(config), base, [data], info()).disk_bytes
+    def held(operations_per_second: float = 1e9, **checkpoints: Any) -> float:
+        config["checkpoints"] = checkpoints
+        there = info(operations_per_second=operations_per_second)
+        disk_bytes = estimate(store, GRPOConfig.model_validate(config), base, [data], there).disk_bytes
         assert disk_bytes is not None
-        return disk_bytes
+        # without the published model and the tables of the steps
+        return (disk_bytes - 4 * parameters - tokens * BYTES_PER_STORED_TOKEN) / (12 * parameters)
 
-    a_checkpoint = disk(keep_last=3) - disk(keep_last=2)
-    assert disk() - disk(keep_named=4) == 6 * a_checkpoint
-    assert disk(keep_named=99) == disk()
+    # ten named ones, and no other is written; of four, two of the recovery and one that is being written at most
+    assert held(every_steps=1) == held(every_steps=1, keep_named=99) == 10
+    assert held(every_steps=1, keep_named=4) == 4 + 2 + 1
+    # a run of seconds writes the last one only; a slow one five named ones, and keeps some of the recovery
+    assert held(1e30) == 1
+    assert held(1.0) == 5 + 2 + 1
+    assert held(1.0, keep_last=3) == 5 + 3 + 1
 
 
 @pytest.mark.parametrize(

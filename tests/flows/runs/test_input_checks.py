@@ -135,7 +135,7 @@ async def test_a_flow_says_it_at_once_and_writes_nothing(
     state = await flow(config, return_state=True)
     seconds = time.monotonic() - begun
     assert state.is_failed()
-    assert state.message.endswith("expected a JSON lines or Parquet file")
+    assert state.message.endswith("expected a file of JSON lines, JSON, CSV or Parquet")
     assert "no file at 'none.jsonl'" in state.message
     assert "\n" not in state.message
     assert list((tmp_path / "data").rglob("*.parquet")) == []

@@ -1,4 +1,5 @@
-"""Tests of the lease of a recipe: it is released at the end of a flow, and of a script that opened its run itself."""
+"""Tests of the lease of a recipe: it is released at the end of a flow, and of a script that opened its run itself. And
+of the name of its flow run."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prefect.runtime import flow_run
 
 from flows.configs.common import StorageConfig
 from flows.recipe import InputConfig, RecipeContext, recipe_main
@@ -50,6 +52,21 @@ def test_a_recipe_releases_its_lease_whether_it_ends_or_fails(tmp_path: Path, pr
     with pytest.raises(KeyError):
         asyncio.run(fails(config("fails")))
     assert summarize_run(store, "fails").state == "stopped"
+
+
+@recipe_main
+async def named(config: InputConfig, ctx: RecipeContext) -> list[str]:
+    return [str(flow_run.name), ctx.workspace.run]
+
+
+def test_the_flow_run_of_a_recipe_is_named_after_its_run(tmp_path: Path, prefect_server: str) -> None:
+    config = InputConfig(engine=DETERMINISTIC, storage=StorageConfig(url=str(tmp_path)))
+    assert asyncio.run(named(config.model_copy(update={"run": "mine/1"}))) == ["mine/1", "mine/1"]
+    name, run = asyncio.run(named(config))
+    assert name == run and name.startswith("named-")
+    # a name that a person gave is kept
+    by_hand = named.with_options(flow_run_name="by hand")
+    assert asyncio.run(by_hand(config))[0] == "by hand"
 
 
 @pytest.mark.parametrize("error", [[], ["no"]])

@@ -97,7 +97,7 @@ def test_a_run_of_an_earlier_version_has_what_was_recorded(toy_run: ToyRun, tmp_
     recorded = read_config(toy.store, "toy")
     assert (recorded.flow, recorded.is_complete) == ("grpo", False)
     assert "did not record model.publish_as" in recorded.text
-    left_out = {"publish_as": None, "publish_unchanged": False}
+    left_out = {"publish_as": None, "publish_dtype": "base", "publish_unchanged": False}
     unpublished = config.model_copy(update={"model": config.model.model_copy(update=left_out)})
     assert GRPOConfig.model_validate(recorded.values) == unpublished
 

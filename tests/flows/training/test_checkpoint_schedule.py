@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.workspace import Workspace
-from flows.configs.common import CheckpointConfig
-from flows.training.checkpointing import CheckpointSchedule, CheckpointWriter
+from flows.configs.common import CheckpointConfig, GRPOConfig
+from flows.display.terminal import TerminalProgress
+from flows.runs.session import workspace_of
+from flows.training.checkpointing import CheckpointSchedule, CheckpointWriter, Due
+from flows.training.endings import Ending
+from flows.training.finish import finish_recipe
+from flows.training.step_reporter import TimeLeft
+from flows.training.training_steps import _checkpoint_saved
+from storage.chain.listing import stored_checkpoint_steps
 from storage.chain.records import PolicyRef
 from storage.errors import StorageUnavailable
+from storage.store import keys
 from storage.store.artifacts import Provenance
+from tests.fixtures.runs.toy_run import ToyRun
 
 
 def named(total: int | None, steps: int | None = None, **config: Any) -> dict[int, str]:
@@ -185,6 +196,25 @@ class SlowSaves:
         monkeypatch.setattr("flows.training.checkpointing.begin_checkpoint", begin)
         monkeypatch.setattr("flows.training.checkpointing.save_checkpoint", save)
 
+    def saves_at_the_end(self, *models: str) -> list[tuple[str, int]]:
+        """The checkpoints that are reported, of a run whose last step has a named checkpoint."""
+        reported: list[tuple[str, int]] = []
+
+        async def end() -> None:
+            def saved(policy: PolicyRef, seconds: float) -> None:
+                reported.append((policy.model, policy.step))
+
+            policies = [policy_at(6).model_copy(update={"model": model}) for model in models]
+            async with CheckpointWriter(WORKSPACE, CheckpointSchedule(), on_saved=saved) as writer:
+                await writer.write(policies, Due("policy-1"))
+                await writer.write_last(policies)
+
+        try:
+            self.loop.run_until_complete(end())
+        finally:
+            self.loop.close()
+        return reported
+
     def run(
         self, config: CheckpointConfig, steps: int, *, step_seconds: float, models: int = 1
     ) -> tuple[float, float]:
@@ -257,9 +287,41 @@ def test_named_checkpoints_at_intervals_of_steps_are_all_saved_in_their_order(mo
     assert ended == 20.0 + 1.0 + 3 * 100.0
 
 
+def test_the_checkpoint_of_the_last_step_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SlowSaves(monkeypatch, copy=1.0, upload=10.0)
+    assert world.saves_at_the_end("policy", "value") == [("policy", 6), ("value", 6)]
+    assert world.begun == [6, 6, 6, 6], "named, and again with what a finished run keeps"
+
+
+@pytest.mark.parametrize(
+    ("step", "total", "ending", "is_last"),
+    [(5, 6, None, False), (5, None, None, False), (6, 6, None, True),
+     (5, 6, Ending(step=5, rule="patience", reason="no better", limit=2), True)],
+)  # fmt: skip
+def test_the_line_of_a_checkpoint_says_what_a_kill_costs_until_the_next_one(
+    step: int, total: int | None, ending: Ending | None, is_last: bool
+) -> None:
+    lines: list[str] = []
+    logger = SimpleNamespace(note=lines.append)
+    loop: Any = SimpleNamespace(logger=logger, ending=ending, checkpoints=CheckpointSchedule())
+    _checkpoint_saved(loop, TimeLeft(total, {}), total, policy_at(step), 2.0)
+    line = f"checkpoint of step {step} of policy saved in 2s"
+    more = "; until the next one, a kill repeats up to about 5m00s of training"
+    assert lines == [line if is_last else line + more]
+
+
 def test_a_checkpoint_that_fails_ends_the_loop_at_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SlowSaves(monkeypatch, copy=1.0, upload=10.0)
     world.fails_at = 2
     with pytest.raises(StorageUnavailable):
         world.run(CheckpointConfig(every_steps=2, recovery_seconds=1e6), 60, step_seconds=10.0)
     assert world.begun == [2], "the next one, which was due after step 4, did not begin"
+
+
+def test_a_finished_recipe_keeps_the_checkpoints_that_its_loops_wrote(toy_run: ToyRun, tmp_path: Path) -> None:
+    toy = toy_run.copied(tmp_path / "copy")
+    toy.store.delete(keys.result_json("toy"))
+    workspace = workspace_of(GRPOConfig.model_validate(toy.config), "toy")
+    steps = stored_checkpoint_steps(toy.chain)
+    asyncio.run(finish_recipe(workspace, {"run": "toy"}, TerminalProgress()))
+    assert stored_checkpoint_steps(toy.chain) == steps == [2, 4]

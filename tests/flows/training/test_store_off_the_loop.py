@@ -11,6 +11,7 @@ import pytest
 
 import flows.training.finish as finish
 import flows.training.step_reporter as step_reporter
+from flows.configs.common import CheckpointConfig
 from flows.training.checkpointing import CheckpointSchedule, CheckpointWriter, Due
 from storage.chain.records import Chain, CommitRecord, Numerics, OptimizerSpec, PolicyRef, Root, StepRequest
 from storage.chain.retention import Retention
@@ -108,7 +109,8 @@ async def test_the_end_of_a_run(store: GuardedStore, policy: PolicyRef, monkeypa
     monkeypatch.setattr(finish, "show_finished_run", shown)
     monkeypatch.setattr(finish, "has_learnt", lambda store, policy: store.exists("a"))
     monkeypatch.setattr(finish, "write_report", lambda workspace, *_, **__: str(workspace.open_store().exists("a")))
-    session: Any = SimpleNamespace(workspace=workspace_of(store), run="r")
+    config = SimpleNamespace(checkpoints=CheckpointConfig())
+    session: Any = SimpleNamespace(workspace=workspace_of(store), run="r", config=config)
     model: Any = SimpleNamespace(publish_unchanged=False)
     result = await finish.publish_and_report(session, SimpleNamespace(note=lambda _: None), model, policy)  # type: ignore[arg-type]
     assert result["report"] == "False"

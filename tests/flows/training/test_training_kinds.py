@@ -30,8 +30,10 @@ EPISODES = {"data": {"train": GYM}, "environment": ENVIRONMENT, "algorithm": {"s
 GRADED = {"data": {"train": GYM}, "grader": GRADER, "algorithm": {"steps": 3}}
 STAGES = {"data": {"train": FILE, "prompts": GYM}, "grader": GRADER, "gspo": {"algorithm": {"steps": 3}}}
 BODIES: dict[str, dict[str, Any]] = {
-    **{kind: {"data": {"train": FILE}} for kind in ("sft", "dpo", "simpo", "reward_model")},
+    **{kind: {"data": {"train": FILE}} for kind in ("sft", "dpo", "simpo", "orpo", "kto", "reward_model")},
     "grpo": GRADED, "gspo": GRADED, "ppo": GRADED, "sft_to_gspo": STAGES,
+    "distill": GRADED | {"teacher": {"key": "t"}},
+    "rft": GRADED | {"algorithm": {}},
     "env_grpo": EPISODES, "env_gspo": EPISODES, "env_ppo": EPISODES,
 }  # fmt: skip
 SUITE = {"datasets": [{"source": GYM}], "graders": [GRADER]}
@@ -88,7 +90,8 @@ def test_what_no_flow_takes_is_refused() -> None:
     ("kind", "expected"),
     [
         ("sft", {"dataset": "completion"}), ("dpo", {"dataset": "preference"}), ("env_ppo", {"dataset": "prompt"}),
-        ("reward_model", {"dataset": "preference"}), ("sft_to_gspo", {"dataset": "completion", "prompts": "prompt"}),
+        ("reward_model", {"dataset": "preference"}), ("kto", {"dataset": "rating"}),
+        ("sft_to_gspo", {"dataset": "completion", "prompts": "prompt"}),
     ],
 )  # fmt: skip
 def test_what_a_flow_trains_on(kind: str, expected: dict[str, str]) -> None:

@@ -11,21 +11,25 @@ from pathlib import Path
 import pytest
 
 import storage.chain.deletion
-from storage.chain.deletion import delete_runs, plan_deletion
+from engine.text.stored_models import served_policy
+from storage.chain.deletion import delete_model, delete_runs, plan_deletion
 from storage.chain.fork import fork_run
 from storage.chain.leases import acquire_lease, is_held, release_lease
 from storage.chain.listing import list_runs
-from storage.chain.records import Chain, Root
+from storage.chain.records import Chain, Root, used_by_root
 from storage.chain.run_record import create_or_check_run
-from storage.errors import InvalidKey, ObjectNotFound, RunBeingDeleted, RunInUse
+from storage.errors import InvalidKey, ModelBeingDeleted, ModelInUse, ObjectNotFound, RunBeingDeleted, RunInUse
 from storage.inspect.audit import audit_store
 from storage.inspect.disk_usage import measure_usage
 from storage.inspect.run_details import describe_run, summarize_run
-from storage.registry.decisions import commit_decision
+from storage.registry.decisions import Decision, champion_of, commit_decision
+from storage.registry.models import list_versions, publish_model
+from storage.serialization import canonical_json
 from storage.store import keys
-from storage.store.artifacts import Provenance, commit_bytes, find_artifact
+from storage.store.artifacts import ArtifactRef, Provenance, commit_bytes, find_artifact
 from storage.store.backends.memory import MemoryBackend, folder_of
 from storage.store.backends.protocol import Folder, ObjectInfo, PutResult
+from storage.store.index import record_uses
 from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.runs.toy_run import ToyRun
 
@@ -320,3 +324,89 @@ def test_the_models_of_a_deleted_run_are_no_run(toy: ToyRun) -> None:
     assert usage.runs == ()
     assert usage.models_of_deleted_runs == models > 0
     assert usage.total == sum(info.size for info in toy.store.list())
+
+
+def published(tmp_path: Path) -> tuple[ObjectStore, ArtifactRef]:
+    """A store with the version 1 of a model."""
+    store = open_store(tmp_path / "store")
+    (tmp_path / "weights").write_text("weights")
+    provenance = Provenance(code_version="a", config_digest="0" * 64, seed=0)
+    return store, publish_model(store, "m", "1", {"config.json": tmp_path / "weights"}, provenance=provenance)
+
+
+def test_a_chain_and_a_deletion_of_its_model_notice_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, model = published(tmp_path)
+    root = Root(base=model, base_digest=model.sha256)
+
+    def begin_at_it(name: str) -> None:
+        # the deletion has marked the version, and looks for chains again after this
+        if name == "deletion.marked":
+            with pytest.raises(ModelBeingDeleted, match="ostinato models delete m@1 --yes"):
+                Chain(store, "late", "0-sft", "policy").create_root(root)
+            store.put(keys.chain_root("early", "0-sft", "policy"), canonical_json(root.model_dump(mode="json")))
+
+    record_uses(store, keys.chain_root("early", "0-sft", "policy"), used_by_root(root))
+    monkeypatch.setattr(storage.chain.deletion, "failpoint", begin_at_it)
+    with pytest.raises(ModelInUse, match="nothing was deleted: early began at m@1"):
+        delete_model(store, "m", "1")
+    monkeypatch.undo()
+    # the version is as usable as before
+    assert list_versions(store, "m") == ["1"]
+    assert Chain(store, "late", "0-sft", "policy").create_root(root) == root
+
+
+def test_a_promotion_that_has_not_moved_the_champion_yet_keeps_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = published(tmp_path)
+    provenance = Provenance(code_version="a", config_digest="0" * 64, seed=0)
+
+    def promote() -> Decision:
+        return commit_decision(store, "m", "1", "promote", over=None, reasons=["r"], who="ada", provenance=provenance)
+
+    # the promotion has read that the version is not marked, and a deletion begins before it moves the champion
+    def delete(_: ObjectStore, decision: Decision) -> None:
+        with pytest.raises(ModelInUse, match=f"the decision {decision.id} of ada makes m@1 the champion"):
+            delete_model(store, "m", "1")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("storage.registry.decisions.apply_decision", delete)
+        promote()
+    assert list_versions(store, "m") == ["1"]
+    # a retry moves the champion; overtaken by another version, it keeps nothing
+    promote()
+    (tmp_path / "other").write_text("other")
+    publish_model(store, "m", "2", {"config.json": tmp_path / "other"}, provenance=provenance)
+    champion = champion_of(store, "m")
+    commit_decision(store, "m", "2", "promote", over=champion, reasons=["r"], who="ada", provenance=provenance)
+    assert delete_model(store, "m", "1") > 0
+
+
+def test_a_version_that_is_being_deleted_begins_nothing_and_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, model = published(tmp_path)
+
+    def kill(name: str) -> None:
+        if name == "deletion.marked":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(storage.chain.deletion, "failpoint", kill)
+        delete_model(store, "m", "1")
+    with pytest.raises(ModelBeingDeleted):
+        published(tmp_path)
+    with pytest.raises(ModelBeingDeleted):
+        Chain(store, "r", "0-sft", "policy").create_root(Root(base=model, base_digest=model.sha256))
+    assert delete_model(store, "m", "1") > 0
+    # the name is free again
+    assert published(tmp_path)[1].sha256 == model.sha256
+
+
+def test_a_version_that_was_only_served_is_deleted_with_its_chain(tmp_path: Path) -> None:
+    store, model = published(tmp_path)
+    spec = served_policy(model)
+    chain = Chain(store, spec.run, spec.stage, spec.model)
+    chain.create_root(spec.root)
+    delete_model(store, "m", "1")
+    assert chain.root() is None and audit_store(store).problems == ()

@@ -50,6 +50,7 @@ def chain(store: ObjectStore) -> Chain:
     """Three steps under TORCH, with a checkpoint at step 2."""
     chain = Chain(store, *CHAIN)
     base = checkpoint(chain, keys.model_version("m", "1"), "base")
+    store.put(keys.model_claim("m", "1"), b"{}")
     chain.create_root(Root(base=base, base_digest="0"))
     for _ in range(3):
         take(chain)

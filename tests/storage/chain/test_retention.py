@@ -12,7 +12,7 @@ from engine.local.engine import LocalEngine
 from storage.chain.checkpoint_names import named_checkpoints
 from storage.chain.fork import ForkInfo
 from storage.chain.records import Chain, CommitRecord, Numerics, OptimizerSpec, PolicyRef, Root, StepRequest
-from storage.chain.retention import Retention, prune_checkpoints
+from storage.chain.retention import Retention, drop_final_checkpoint, prune_checkpoints
 from storage.errors import ObjectNotFound
 from storage.inspect.gc import collect_garbage
 from storage.registry.decisions import commit_decision
@@ -218,6 +218,24 @@ def test_a_finished_run_keeps_what_a_person_named_or_a_fork_refers_to(tmp_path: 
     store.put(keys.fork_json("fork"), canonical_json(fork))
     prune_checkpoints(store, POLICY, Retention(keep_last=2, finished=True))
     assert kept(store, written) == [1, 3, 4, 5, 8]
+
+
+def test_the_last_checkpoint_of_a_finished_run_can_go(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    written = {step: write(store, tmp_path, step, name) for step, name in ((2, "mine"), (4, None), (6, "policy-0.75"))}
+    Chain.of(store, POLICY).create_root(Root(base_digest="b"))
+    for step in range(1, 7):
+        record(store, step)
+    # a rule keeps it
+    assert not drop_final_checkpoint(store, POLICY, Retention(keep_every=3))
+    # that of a share of the run leaves its name, and no other checkpoint goes with it
+    assert drop_final_checkpoint(store, POLICY, Retention())
+    assert kept(store, written) == [2, 4]
+    assert [named.name for named in named_checkpoints(store, "r")] == ["mine", "policy-0.75"]
+    assert drop_final_checkpoint(store, POLICY, Retention())
+    # what a person named stays
+    assert not drop_final_checkpoint(store, POLICY, Retention())
+    assert kept(store, written) == [2]
 
 
 async def test_after_pruning_everything_the_policy_is_rebuilt(tmp_path: Path, tiny_folder: Path) -> None:

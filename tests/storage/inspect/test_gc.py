@@ -41,6 +41,7 @@ def store(clock: Clock) -> ObjectStore:
     [
         (keys.store_json(), "standalone", None),
         (keys.run_json("r"), "standalone", None),
+        (keys.vote("a1"), "standalone", None),
         (keys.run_json("deployment/2026-01-01"), "standalone", None),
         (keys.report("r"), "standalone", None),
         (keys.index_complete(), "standalone", None),

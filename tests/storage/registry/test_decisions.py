@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import pytest
 
+from storage.chain.deletion import delete_model
 from storage.errors import AliasMoved, CorruptArtifact, InvalidKey, ObjectNotFound
 from storage.inspect.audit import audit_store
 from storage.inspect.gc import collect_garbage
@@ -25,6 +26,7 @@ from storage.registry.decisions import (
     is_in_force,
     previous_champion,
     resolve_model,
+    roll_back,
 )
 from storage.registry.models import list_versions, publish_model, resolve_alias
 from storage.store import key_patterns, keys
@@ -153,6 +155,25 @@ def test_a_rollback_is_the_next_number(store: ObjectStore) -> None:
     move(store, "v1", "rollback")
     assert versions(store) == ["v1", "v2", "v1"]
     assert previous_champion(alias_log(store, "m")) is None
+
+
+def test_a_rollback_passes_over_versions_that_were_deleted(store: ObjectStore) -> None:
+    for version in ("v1", "v2", "v3"):
+        move(store, version)
+    delete_model(store, "m", "v2")
+    decision = roll_back(store, "m", reasons=["because"], who="ada", provenance=PROVENANCE)
+    assert (decision.version, decision.champion, versions(store)) == ("v1", "v3", ["v1", "v2", "v3", "v1"])
+    with pytest.raises(ObjectNotFound, match="no earlier champion than v1 is published"):
+        roll_back(store, "m", reasons=["because"], who="ada", provenance=PROVENANCE)
+
+
+def test_two_persons_who_saw_the_same_champion_roll_back_once(store: ObjectStore) -> None:
+    for version in ("v1", "v2", "v3"):
+        move(store, version)
+    roll_back(store, "m", reasons=["because"], who="ada", provenance=PROVENANCE, over=3)
+    with pytest.raises(AliasMoved, match="made at entry 3 of its log, but the champion has changed since"):
+        roll_back(store, "m", reasons=["because"], who="bo", provenance=PROVENANCE, over=3)
+    assert versions(store) == ["v1", "v2", "v3", "v2"]
 
 
 def test_a_version_that_is_not_published_is_refused(store: ObjectStore) -> None:

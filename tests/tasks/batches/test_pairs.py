@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.errors import BadSpec
 from engine.handles import TrainingModel
+from engine.losses.pairs import KTOSpec
 from engine.text.threads import StringThread
+from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef, read_manifest
 from tasks.batches import pairs
 from tasks.datasets.spec import DatasetUse, InlineDataset, InlinePairs
@@ -109,3 +112,49 @@ async def test_a_conversation_without_a_rating_is_named(batches: BatchWorkspace)
     unrated = [RATED[0], RATED[1].with_metadata({"res": "high"})]
     with pytest.raises(BadSpec, match=r"row 2 of inline has metadata res='high'; expected a number"):
         await ratings_of(batches, unrated, use="completion")
+
+
+async def test_labelled_answers_have_the_kl_baseline_of_mismatched_pairs(
+    batches: BatchWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt of each row with the completion of the row before it, at most as long as the longest row. A mean
+    below 0 counts as 0."""
+    answers = ["yes", "never", "no"]
+    threads = []
+    for number, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
+        threads.append(prompt.assistant(answer).with_metadata({"res": number % 2}))
+    dataset = batches.load(InlineDataset.of(threads), "rating")
+    plain = batches.rows(await batches.labels(dataset, [0, 1, 2]))
+    assert [row["preferred"] for row in plain] == [False, True, False]
+    assert [row["kl_baseline"] for row in plain] == [0.0] * 3  # the policy is the reference
+    assert all(len(row["reference_logprobs"]) == len(a) + 1 for row, a in zip(plain, answers, strict=True))
+
+    rows = [{"token_ids": np.array(row["token_ids"]), "loss_mask": np.array(row["loss_mask"])} for row in plain]
+    longest = max(len(row["token_ids"]) for row in rows)
+    mismatched: list[dict[str, Any]] = []
+    of_reference = [-4.0, -9.0]
+    reference = batches.policy.model_copy(update={"step": 7})
+
+    async def scored(_: object, policy: PolicyRef, chunk: list[dict[str, Any]]) -> list[list[float]]:
+        mismatched.extend(chunk)
+        return [of_reference if policy == reference else [-1.0, -9.0]] * len(chunk)
+
+    monkeypatch.setattr(pairs, "_logprobs", scored)
+    for second, baseline in ((-9.0, 3.0), (-90.0, 84.0), (-6.0, 0.0), (-2.0, 0.0)):
+        of_reference[1] = second
+        units = [[dict(row)] for row in rows]
+        done = await pairs.with_kl_baseline(batches.workspace, batches.policy, reference, KTOSpec(), units)
+        assert [row["kl_baseline"] for (row,) in done] == [baseline] * 3
+    for number, (row, other) in enumerate(zip(rows, [rows[2], *rows[:2]], strict=True)):
+        start, begin = int(row["loss_mask"].argmax()), int(other["loss_mask"].argmax())
+        expected = [*row["token_ids"][:start], *other["token_ids"][begin:]][:longest]
+        assert mismatched[number]["token_ids"].tolist() == expected
+        mask = [False] * start + other["loss_mask"][begin:].tolist()
+        assert mismatched[number]["loss_mask"].tolist() == mask[:longest]
+
+
+async def test_what_has_no_label_or_no_mismatched_pair_is_refused(batches: BatchWorkspace) -> None:
+    with pytest.raises(BadSpec, match=r"row 2 of inline has the label 0.5; expected true or 1"):
+        await batches.labels(batches.load(InlineDataset.of(RATED), "rating"), [0, 1])
+    with pytest.raises(BadSpec, match="two rows whose completions are swapped, and was given one and 1 rows"):
+        await batches.labels(batches.load(InlineDataset.of(RATED[:1]), "rating"), [0])

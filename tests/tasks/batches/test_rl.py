@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from pydantic import ValidationError
 
 from engine.errors import BadSpec, SampleTooLong
 from engine.losses.policy_gradient import GRPOSpec
@@ -19,11 +20,16 @@ from storage.errors import ArtifactConflict
 from storage.store import keys
 from storage.store.artifacts import read_manifest
 from storage.store.tables import commit_table, read_table, table_schema
-from tasks.batches.columns import group_advantages
+from tasks.batches.advantages import Overlong, TokenSelection
+from tasks.batches.columns import Grades, group_advantages
 from tasks.batches.rl import prepare_batch
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.spec import FileDataset
-from tasks.plans import BatchPlan, TooManyMasked, ValuePlan
+from tasks.graders.base import GradePart
+from tasks.graders.running.grade_threads import GradeOutcome
+from tasks.graders.spec import GraderSpec
+from tasks.plans import BatchPlan, Grading, TooManyMasked, ValuePlan
+from tasks.sampling.grading import grade_rollouts, graded_table
 from tasks.sampling.shards import rows_that_fit
 from tasks.task_runs import work_of
 from tests.fixtures.runs.batch_workspace import STAGE, BatchWorkspace, prompt_ids, sampled_ids
@@ -72,6 +78,95 @@ async def test_a_masked_row_leaves_the_loss(batches: BatchWorkspace) -> None:
     )  # fmt: skip
     record = await batches.workspace.connect().take_gradient_step(request, epoch=1)
     assert record.metrics["tokens"] == 7 * 6
+
+
+@pytest.mark.parametrize(("kind", "low"), [("kl_cov", 1.0), ("clip_cov", -100.0)])
+async def test_the_selected_tokens_are_chosen_over_the_whole_batch_and_committed(
+    batches: BatchWorkspace, kind: Any, low: float
+) -> None:
+    rollouts = await batches.sample()
+    graded = batches.commit_grades(rollouts, [0.0, 1.0, 1.0, 2.0, 1.0, 1.0, 3.0, 3.0])
+    selection = TokenSelection(kind=kind, fraction=0.1, low=low, high=100.0)
+    plan = BatchPlan(reference=None, selection=selection)
+    batch = await work_of(prepare_batch)(batches.workspace, batches.policy, [rollouts], [graded], plan, step=0)
+    rows = batches.rows(batch)
+    logprobs = np.concatenate([row["old_logprobs"] for row in rows])
+    advantages = np.concatenate([row["advantages"] for row in rows])
+    selected = np.concatenate([row["selected"] for row in rows])
+    assert selected.sum() == 4  # of 48 tokens
+    covariances = (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+    if kind == "kl_cov":
+        assert covariances[selected == 1].min() >= covariances[selected == 0].max()
+    # the step trains them, and reads nothing but the batch
+    loss = {"kind": kind, "kl_beta": 0.0}
+    request = StepRequest(parent=batches.policy, batch=batch, loss=loss, optimizer=OptimizerSpec(lr=1e-3))
+    record = await batches.workspace.connect().take_gradient_step(request, epoch=1)
+    trained = [row for row in rows if kind == "kl_cov" or any(row["advantages"])]
+    expected = sum(sum(row["selected"]) for row in trained) / sum(len(row["selected"]) for row in trained)
+    assert record.metrics["selected_fraction_mean"] == pytest.approx(expected)
+
+
+# -- parts of rewards --------------------------------------------------------------------------------------------
+
+
+def outcome(**parts: float | None) -> GradeOutcome:
+    """A grade with these parts; `b` has weight 0.5."""
+    given = [(name, value) for name, value in parts.items() if value is not None]
+    graded = tuple(GradePart(name=name, value=value, weight=0.5 if name == "b" else 1.0) for name, value in given)
+    return GradeOutcome(reward=sum(value for _, value in given), status="ok", parts=graded)
+
+
+def grades_of(outcomes: dict[str, list[GradeOutcome]]) -> Grades:
+    """The grades of a step, by prompt."""
+    rows = []
+    for number, (prompt, members) in enumerate(outcomes.items()):
+        rows += [{"prompt_index": number, "prompt_id": prompt, "completion": n} for n in range(len(members))]
+    return Grades(graded_table(rows, [one for members in outcomes.values() for one in members]))
+
+
+def test_gdpo_normalises_the_parts_by_hand() -> None:
+    """The sums of the first two completions are 2 and 0, and those of the last two are equal, which GRPO cannot tell
+    apart. Normalised parts (1, -1, -1, 1) and 0.5 (1, -1, 1, -1), sum (1.5, -1.5, -0.5, 0.5); the other prompt has 0.
+    Over all eight, the mean is 0 and the variance 0.625."""
+    first = [outcome(a=1.0, b=1.0), outcome(a=0.0, b=0.0), outcome(a=0.0, b=1.0), outcome(a=1.0, b=0.0)]
+    equal = [outcome(a=1.0, b=1.0)] * 4
+    grades = grades_of({"x": first, "y": equal})
+    expected = [1.897367, -1.897367, -0.632456, 0.632456, 0, 0, 0, 0]
+    assert grades.advantages("gdpo").tolist() == pytest.approx(expected, abs=1e-6)
+    assert grades.advantages("group")[2:4].tolist() == [0.0, 0.0]
+    # a part that is missing leaves the statistics of its part: (1, -1) for b, and 0 in its place
+    missing = [outcome(a=1.0, b=None), outcome(a=0.0, b=0.0), outcome(a=0.0, b=1.0), outcome(a=1.0, b=None)]
+    sums = np.array([1.0, -1.5, -0.5, 1.0])
+    assert grades_of({"x": missing}).advantages("gdpo") == pytest.approx(sums / np.sqrt(sums.var()), abs=1e-6)
+
+
+def test_a_masked_completion_is_outside_the_statistics_of_gdpo_and_grades_without_parts_are_refused() -> None:
+    masked = GradeOutcome(reward=None, status="masked", reason="late")
+    grades = grades_of({"x": [outcome(a=1.0), masked, outcome(a=0.0)]})
+    assert grades.advantages("gdpo").tolist() == pytest.approx([1.0, 0.0, -1.0], abs=1e-6)
+    with pytest.raises(BadSpec, match="no grade of the step has parts; give a tasks.graders.CombinedGrader"):
+        grades_of({"x": [GradeOutcome(reward=1.0, status="ok")] * 2}).advantages("gdpo")
+    with pytest.raises(ValidationError, match=r"\['overlong'\] is a penalty on their sum"):
+        BatchPlan(reference=None, advantage_estimator="gdpo", overlong=Overlong(limit=8, buffer=2))
+
+
+async def test_the_parts_of_a_combined_grader_are_in_the_grades_and_in_the_batch(batches: BatchWorkspace) -> None:
+    rollouts = await batches.sample()
+    graders = [{"path": "tests.fixtures.toy:digit_share"}, {"path": "tests.fixtures.grading:even_share"}]
+    arguments = {"grader_key": "both", "graders": graders, "weights": [2.0, 1.0]}
+    grading = Grading(grader=GraderSpec(path="tasks.graders:CombinedGrader", arguments=arguments), retries=0)
+    graded = await work_of(grade_rollouts)(batches.workspace, rollouts, grading, stage=STAGE, step=0, shard=0)
+    rows = batches.rows(graded)
+    names = [part["name"] for part in rows[0]["parts"]]
+    for row in rows:
+        weighed = [part["weight"] * part["value"] for part in row["parts"]]
+        assert row["reward"] == pytest.approx(sum(weighed) / 3)
+    sums = read_manifest(batches.store, graded.key).extra["reward_parts"]
+    assert sums == {name: [pytest.approx(sum(r["parts"][n]["value"] for r in rows)), 8] for n, name in enumerate(names)}
+    plan = BatchPlan(reference=None, advantage_estimator="gdpo")
+    batch = await work_of(prepare_batch)(batches.workspace, batches.policy, [rollouts], [graded], plan, step=0)
+    trained = np.array(advantages(batches.rows(batch)))
+    assert trained.mean() == pytest.approx(0, abs=1e-6) and trained.std() == pytest.approx(1, abs=1e-4)
 
 
 async def test_a_grader_that_fails_on_one_prompt_masks_only_that_prompt(batches: BatchWorkspace) -> None:

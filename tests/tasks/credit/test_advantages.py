@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from tasks.batches.advantages import BATCH_ESTIMATORS, ESTIMATORS, centred, group, group_sample_std, leave_one_out, raw
+from tasks.batches.advantages import (
+    BATCH_ESTIMATORS,
+    DECOUPLED,
+    ESTIMATORS,
+    TokenSelection,
+    centred,
+    group,
+    group_sample_std,
+    leave_one_out,
+    max_rl,
+    raw,
+)
 from tasks.plans import AdvantageEstimator
 
 
@@ -15,6 +27,7 @@ from tasks.plans import AdvantageEstimator
         (group_sample_std, 1.5, -0.5),
         (leave_one_out, 1.0, -0.333333),
         (centred, 0.75, -0.25),
+        (max_rl, 3.0, -1.0),
     ],
 )
 def test_one_winner_of_four(estimator, winner: float, loser: float) -> None:
@@ -23,10 +36,18 @@ def test_one_winner_of_four(estimator, winner: float, loser: float) -> None:
 
 @pytest.mark.parametrize(
     ("estimator", "winner"),
-    [(group, 1.0), (group_sample_std, 0.866025), (leave_one_out, 0.666667), (centred, 0.5)],
+    [(group, 1.0), (group_sample_std, 0.866025), (leave_one_out, 0.666667), (centred, 0.5), (max_rl, 1.0)],
 )
 def test_two_winners_of_four(estimator, winner: float) -> None:
     assert estimator([1.0, 0.0, 0.0, 1.0]) == pytest.approx([winner, -winner, -winner, winner], abs=1e-6)
+
+
+def test_max_rl_needs_a_mean_above_0() -> None:
+    # by hand: the mean of 0.2, 0.6 and 0.1 is 0.3
+    assert max_rl([0.2, None, 0.6, 0.1]) == pytest.approx([-1 / 3, None, 1.0, -2 / 3], abs=1e-6)
+    assert max_rl([0.0, 0.0]) == [0.0, 0.0]
+    with pytest.raises(ValueError, match="divides by the mean reward of a prompt, and that is -0.5"):
+        max_rl([-1.0, 0.0])
 
 
 COMPARING = {name: estimator for name, estimator in ESTIMATORS.items() if name != "raw"}
@@ -75,4 +96,20 @@ def test_the_population_std_is_scale_free_and_centred_is_not() -> None:
 
 
 def test_every_estimator_can_be_configured() -> None:
-    assert set(ESTIMATORS) | set(BATCH_ESTIMATORS) == set(AdvantageEstimator.__args__)
+    assert {*ESTIMATORS, *BATCH_ESTIMATORS, DECOUPLED} == set(AdvantageEstimator.__args__)
+
+
+def test_the_tokens_of_a_large_covariance_by_hand() -> None:
+    """Means -2 and 0: (l + 2)·A is 1, -0.5, -2, 0, 2, -1.5 for these six tokens."""
+    logprobs, advantages = np.array([-1.0, -1.5, -4.0, -2.0, -4.0, 0.5]), np.array([1.0, -1.0, 1.0, 0.6, -1.0, -0.6])
+    selection = TokenSelection(kind="kl_cov", fraction=0.35)
+    assert np.flatnonzero(selection.of(logprobs, advantages, seed=0)).tolist() == [0, 4]  # 0.35 · 6, rounded down
+    assert selection.model_copy(update={"fraction": 0.01}).of(logprobs, advantages, seed=0).tolist() == [
+        False, False, False, False, True, False,
+    ]  # fmt: skip
+    # at random within the bounds, which only the first and the fifth token are, the same for the same seed
+    selection = TokenSelection(kind="clip_cov", fraction=0.2, low=0.5, high=5.0)
+    chosen = {int(np.flatnonzero(selection.of(logprobs, advantages, seed=seed))[0]) for seed in range(20)}
+    assert chosen == {0, 4}
+    assert all(selection.of(logprobs, advantages, seed=3) == selection.of(logprobs, advantages, seed=3))
+    assert not selection.model_copy(update={"low": 2.5}).of(logprobs, advantages, seed=0).any()

@@ -269,3 +269,53 @@ def test_a_row_group_of_a_parquet_file_is_not_read_as_a_whole(tmp_path: Path) ->
     for _ in read_threads(FileDataset(path=path)):
         most = max(most, pa.total_allocated_bytes() - before)
     assert 0 < most < 50 * 10**6
+
+
+def text_file(tmp_path: Path, name: str, text: str) -> str:
+    (tmp_path / name).write_text(text)
+    return str(tmp_path / name)
+
+
+def test_csv_has_the_columns_of_its_first_line_and_cells_of_several_lines(tmp_path: Path) -> None:
+    path = text_file(tmp_path, "sums.csv", '\ufeffquestion,answer,note\n"1 + 1?\nSay, \"\"it\"\"",2,\n\n2+2,4,x\n')
+    spec = FileDataset(path=path, columns={"prompt": "question"}, metadata_columns=("answer", "note"))
+    assert turns(spec) == [[("user", '1 + 1?\nSay, "it"')], [("user", "2+2")]]
+    assert [dict(thread.metadata) for thread in read_threads(spec)] == [
+        {"answer": "2", "note": None}, {"answer": "4", "note": "x"}
+    ]  # fmt: skip
+    assert FileDataset(path=path, columns={"prompt": "question"}).unread_columns("prompt") == ["answer", "note"]
+
+
+def test_a_rating_in_csv_is_a_number(tmp_path: Path) -> None:
+    path = text_file(tmp_path, "ratings.csv", "prompt,completion,label\n1,007,0.5\na,b,true\n")
+    threads = list(read_threads(FileDataset(path=path, metadata_columns=()), use="rating"))
+    assert [thread.metadata["res"] for thread in threads] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1\n", "row 1: given 1 cells, where the first line names 2 columns"),
+        ("a,a\n1,2\n", "expected a name of its own per column"),
+        ('prompt\n"never closed\n', "cannot be read as CSV after row 0"),
+        ("prompt\n" + "x" * 200 + "\n", "a line of more than 100 bytes"),
+    ],
+)
+def test_a_bad_csv_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
+    monkeypatch.setattr(file_formats, "MAX_LINE_BYTES", 100)
+    with pytest.raises(DatasetError, match=message):
+        turns(FileDataset(path=text_file(tmp_path, "bad.csv", text)))
+
+
+def test_json_is_an_array_of_objects_or_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": "1+1"}, {"prompt": "2+2"}]
+    array = text_file(tmp_path, "array.json", json.dumps(rows, indent=1))
+    lines = text_file(tmp_path, "lines.json", "\n".join(map(json.dumps, rows)))
+    assert turns(FileDataset(path=array)) == turns(FileDataset(path=lines)) == [[("user", "1+1")], [("user", "2+2")]]
+    with pytest.raises(BadRow, match="row 2: given a int; expected a dict of columns"):
+        turns(FileDataset(path=text_file(tmp_path, "bad.json", '[{"prompt": "a"}, 3]')))
+    with pytest.raises(DatasetError, match="a text that is not JSON"):
+        turns(FileDataset(path=text_file(tmp_path, "bad.json", '[{"prompt": NaN}]')))
+    monkeypatch.setattr(file_formats, "MAX_LINE_BYTES", 10)
+    with pytest.raises(DatasetError, match="expected at most 10"):
+        turns(FileDataset(path=array))

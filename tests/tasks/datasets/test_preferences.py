@@ -94,7 +94,7 @@ def test_columns_metadata_and_system_prompt(tmp_path: Path) -> None:
         ({"prompt": "q", "chosen": "good"}, "rejected", ["the column 'rejected'"]),
         ({"prompt": "q", "chosen": "good", "rejected": None}, "rejected", ["given null", "a text, or a list"]),
         ({"prompt": "", "chosen": "good", "rejected": "bad"}, "prompt", ["not empty"]),
-        ({"chosen": "good", "rejected": "bad"}, "chosen", ["without a prompt", "columns={'prompt': 'question'}"]),
+        ({"chosen": "good", "rejected": "bad"}, "chosen", ["without a prompt", "columns={prompt: question}"]),
         (TEXTS | {"rejected": "good"}, None, ["two equal conversations"]),
         (
             {"chosen": messages((U, "p"), (A, "x")), "rejected": messages((U, "q"), (A, "y"))},

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from engine.text.threads import StringThread
 from engine.workspace import Workspace
 from storage.chain.run_record import create_or_check_run
 from storage.registry.datasets import list_datasets
 from storage.store import key_patterns, keys
 from storage.store.artifacts import Provenance
 from storage.store.objects import ObjectStore, open_store
+from storage.store.tables import read_table
 from tasks.datasets.errors import DatasetError, DatasetNotFound
 from tasks.datasets.load import LoadedDataset, load_dataset
-from tasks.datasets.spec import FileDataset, RegisteredDataset
+from tasks.datasets.spec import FileDataset, InlinePairs, RegisteredDataset
 from tasks.load import load_prompts
 
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
@@ -73,6 +75,68 @@ def test_what_a_wrong_key_is_told(store: ObjectStore, tmp_path: Path) -> None:
         load(store, f"big@{other}")
     with pytest.raises(DatasetError, match="used for completions.*--use completion"):
         load(store, f"big@{version[:4]}", use="completion")
+
+
+def test_completions_are_used_as_prompts(store: ObjectStore, tmp_path: Path) -> None:
+    answers = add(store, tmp_path, 3, use="completion")
+    data = load(store, f"big@{version_of(answers)[:8]}")
+    assert (data.rows, data.new, data.ref.parents) == (3, True, (f"{answers.ref.key}#{answers.ref.sha256}",))
+    # the rows are those of a dataset of prompts with the answers as metadata
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"q{i}", "answer": f"a{i}"}) + "\n" for i in range(3)))
+    same = load_dataset(store, FileDataset(path=str(file), metadata_columns=("answer",)), provenance=PROVENANCE)
+    assert read_table(store, data.ref) == read_table(store, same.ref)
+    # loading them again returns the same table
+    again = load(store, "big")
+    assert (again.ref, again.new) == (data.ref, False)
+    # a version of prompts is preferred to it
+    prompts = add(store, tmp_path, 4)
+    assert load(store, "big").ref == prompts.ref
+
+
+def test_an_answer_in_the_metadata_is_kept_and_earlier_answers_stay_in_the_prompt(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    turns = [("user", "2+3?"), ("assistant", "5"), ("user", "And 4+5?"), ("assistant", "It is 9.")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    file = tmp_path / "sums.jsonl"
+    file.write_text(json.dumps({"messages": messages, "metadata": {"answer": 9}}))
+    load_dataset(store, FileDataset(path=str(file)), use="completion", provenance=PROVENANCE)
+    (row,) = read_table(store, load(store, "sums").ref).to_pylist()
+    thread = StringThread.from_json(row["thread"])
+    assert thread == StringThread(turns[:3], {"answer": 9})
+    assert json.loads(row["metadata"]) == {"answer": 9}
+
+
+def test_the_prompts_of_pairs_come_with_the_preferred_answer(store: ObjectStore) -> None:
+    prompt = StringThread([("user", "Capital of Peru?")])
+    pairs = InlinePairs.of([(prompt.assistant("Lima"), prompt.assistant("Cusco"))])
+    data = load_dataset(store, pairs, use="preference", provenance=PROVENANCE)
+    name, version = keys.dataset_of(data.ref.key)
+    (row,) = read_table(store, load(store, f"{name}@{version}").ref).to_pylist()
+    assert StringThread.from_json(row["thread"]) == StringThread(prompt.turns, {"answer": "Lima"})
+
+
+def test_a_completion_without_a_prompt_is_no_prompt(store: ObjectStore, tmp_path: Path) -> None:
+    file = tmp_path / "talk.jsonl"
+    rows = [["user", "assistant"], ["assistant"]]
+    file.write_text(
+        "".join(json.dumps({"messages": [{"role": role, "content": "x"} for role in row]}) + "\n" for row in rows)
+    )
+    load_dataset(store, FileDataset(path=str(file)), use="completion", provenance=PROVENANCE)
+    with pytest.raises(DatasetError, match=r"row 2 of talk@\w+ has no prompt: given an answer; expected a user"):
+        load(store, "talk")
+
+
+def test_a_run_keeps_the_version_whose_prompts_it_uses(store: ObjectStore, tmp_path: Path) -> None:
+    add(store, tmp_path, 3, use="completion")
+    workspace = Workspace(store=store.url, run="a", seed=0, provenance=PROVENANCE)
+    create_or_check_run(store, "a", semantic={}, other={}, code_version="test")
+    first = load_prompts(workspace, RegisteredDataset(key="big"), "prompt")
+    add(store, tmp_path, 4, use="completion")
+    assert load_prompts(workspace, RegisteredDataset(key="big"), "prompt").ref == first.ref
+    other = workspace.model_copy(update={"run": "b"})
+    assert load_prompts(other, RegisteredDataset(key="big"), "prompt").rows == 4
 
 
 def test_a_beginning_of_two_versions_is_refused(store: ObjectStore, tmp_path: Path) -> None:

@@ -64,6 +64,14 @@ async def test_the_reason_of_each_grader_is_kept() -> None:
     assert grade.reasoning == "tone: no grade (nothing to say); facts: 0.5"
 
 
+async def test_the_grades_are_the_parts_of_the_value() -> None:
+    graders = [says("a", 1.0), says("b", SILENT), says("n", math.nan), says("d", 0.5)]
+    grader = CombinedGrader("c", graders, [2, 1, 0, 0.5])
+    parts = [(part.name, part.value, part.weight) for part in (await grader.grade(THREAD)).parts]
+    assert parts == [("a", 1.0, 2.0), ("d", 0.5, 0.5)]
+    assert "parts" not in Grade(value=1.0, grader_key="a").model_dump()
+
+
 async def test_a_grader_that_fails_masks_the_whole_grade() -> None:
     combined = CombinedGrader("c", [says("a", 1.0), says("b", ZeroDivisionError("oh"))])
     (outcome,) = await grade_threads(combined, [THREAD], retries=0)

@@ -27,6 +27,7 @@ THREAD = StringThread(turns=[("user", "q"), ("assistant", "abc")], metadata={"an
 
 MODULE = """
 from functools import partial
+from typing import Literal
 from tasks.graders.base import BaseGrader, Grade
 
 def length(thread, factor: float = 1.0):
@@ -34,6 +35,12 @@ def length(thread, factor: float = 1.0):
 
 async def alength(thread, *, factor):
     return factor * len(thread.last_content())
+
+def sized(thread, unit: Literal["word", "letter"] | None = None, factor: "Unknown" = 1.0):
+    return len(thread.last_content())
+
+def measured(thread, unit: Literal["word", "letter"] | None = None, factor: float = 1.0):
+    return len(thread.last_content())
 
 class Mine(BaseGrader):
     def __init__(self, grader_key="mine", *, value):
@@ -78,6 +85,13 @@ async def test_functions_and_classes(module: Path) -> None:
     assert isinstance(build(grader_spec("tasks.graders.rules:LastNumber", {"tolerance": 0.5})), LastNumber)
 
 
+async def test_arguments_of_an_allowed_value_or_of_unknown_annotations_pass(module: Path) -> None:
+    for unit in ("word", None):
+        assert await score(grader_spec("my_graders:measured", {"unit": unit})) == ("measured", 3.0)
+    assert await score(grader_spec("my_graders:sized", {"unit": "byte"})) == ("sized", 3.0)
+    assert await score(grader_spec("tasks.graders.rules:ExactMatch", {"answer_from": "whole"})) == ("exact_match", 0.0)
+
+
 async def test_a_spec_survives_json(module: Path) -> None:
     spec = grader_spec("my_graders:Mine", {"value": 0.5}, version="1")
     again = GraderSpec.model_validate_json(spec.model_dump_json())
@@ -103,9 +117,12 @@ async def test_a_spec_survives_json(module: Path) -> None:
         ("broken_graders:f", {}, "no module 'nonexistent_package_xyz'"),
         ("raising_graders:f", {}, "importing raising_graders raised .*boom"),
         ("__main__:f", {}, "running script"),
+        ("tasks.graders.rules:ExactMatch", {"answer_from": "text"},
+         r"given answer_from='text'; expected one of \['last_number', 'whole', 'answer_tag'\]"),
+        ("my_graders:measured", {"unit": "byte"}, r"unit='byte'; expected one of \['word', 'letter', None\]"),
         ("tasks.graders.rules:RegexMatch", {"pattern": "("}, "refused its arguments"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_built_is_refused(module: Path, path: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(GraderSpecError, match=message):
         grader_spec(path, arguments)

@@ -82,6 +82,8 @@ def test_figures_are_the_finite_ones() -> None:
     assert figures["train/loss"] == 0.5 and figures["train/learning_rate"] == 0.1 and figures["seconds/train"] == 2.0
     assert "train/grad_norm" not in figures and "train/reward_mean" not in figures and "train/step" not in figures
     assert figures_of(metrics(1).model_copy(update={"reward_mean": 0.0}))["train/reward_mean"] == 0.0
+    parts = metrics(1).model_copy(update={"reward_parts": {"form": 0.25}})
+    assert figures_of(parts)["reward_part/form"] == 0.25 and "reward_parts" not in metrics(1).model_dump()
 
 
 def test_wandb_goes_on_with_the_run_it_knows(

@@ -10,6 +10,9 @@ import pytest
 from engine.protocol import PolicySpec
 from storage.chain import leases
 from storage.chain.records import Root
+from storage.registry.decisions import commit_decision
+from storage.registry.models import list_versions
+from storage.store.artifacts import Provenance
 from tests.fixtures.engines import (
     commit_batch,
     new_policy,
@@ -54,6 +57,20 @@ def test_a_registered_model_is_served_from_a_chain_of_its_own(client: openai.Ope
     assert answer.policy["run"] == "served/tiny" and answer.policy["step"] == 0
     assert chat(client, model=f"tiny@{version}").policy == answer.policy == chat(client, model="served/tiny").policy
     assert answer.choices == chat(client).choices  # policy 0 of the run has the same weights
+
+
+def test_the_champion_of_a_model_is_served_by_that_name(fresh_run: OpenAIRun) -> None:
+    (version,) = list_versions(fresh_run.store, "tiny")
+    with running_openai_server(fresh_run.local, fresh_run.store) as url, client_of(url) as client:
+        with pytest.raises(openai.NotFoundError, match="name@champion"):
+            chat(client, model="tiny@champion", max_tokens=1)
+        provenance = Provenance(code_version="a", config_digest="0" * 64, seed=0)
+        commit_decision(
+            fresh_run.store, "tiny", version, "promote", over=None, reasons=["a start"], who="ada",
+            provenance=provenance,
+        )  # fmt: skip
+        served = chat(client, model="tiny@champion", max_tokens=1).policy
+        assert served == chat(client, model=f"tiny@{version}", max_tokens=1).policy
 
 
 def test_models_are_listed_and_described(client: openai.OpenAI, openai_run: OpenAIRun) -> None:

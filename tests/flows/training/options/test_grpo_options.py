@@ -12,13 +12,15 @@ import pytest
 
 import flows.grpo
 from engine.local.verify import verify_run
+from engine.losses.policy_gradient import POLICY_LOSSES, ClipCovSpec, KLCovSpec
 from engine.workspace import connect
-from flows.configs.common import GRPOConfig
-from flows.configs.reinforcement import Regularisation
+from flows.configs.common import GRPOAlgorithm, GRPOConfig
+from flows.configs.reinforcement import CovarianceSettings, Regularisation, old_logprobs_of_step
 from flows.training.rollout_collection import BatchNotFilled
-from flows.training.rollout_loop import kl_controller
+from flows.training.rollout_loop import kl_controller, policy_loss
 from storage.inspect.accounting import check_accounting
 from storage.store.artifacts import read_manifest
+from tasks.batches.advantages import TokenSelection
 from tests.fixtures.runs.flow_runs import FlowRuns, grpo_runs
 from tests.fixtures.runs.interruption import Killed, interrupt_at
 from tests.fixtures.toy import toy_config
@@ -106,6 +108,27 @@ def test_advantages_over_the_whole_batch_have_mean_0_and_variance_1_over_its_tok
     if estimator == "reinforce_plus_plus":  # no baseline: the better the reward, the larger the advantage
         advantages = [row["advantages"][0] for row in by_reward]
         assert advantages == sorted(advantages) and len(set(advantages)) > 1
+
+
+@pytest.mark.slow
+def test_selected_tokens_and_parts_of_rewards_are_the_same_after_a_crash_and_in_a_redo(
+    runs: FlowRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two graders' parts are normalised apart; a tenth of the tokens has no gradient, chosen when the batch is made."""
+    graders = [{"path": "tests.fixtures.toy:digit_share"}, {"path": "tests.fixtures.grading:even_share"}]
+    changes = {
+        "grader": {"path": "tasks.graders:CombinedGrader", "arguments": {"grader_key": "both", "graders": graders}},
+        "regularisation": {"policy_loss": "clip_cov", "covariance": {"fraction": 0.1, "low": 0.0, "high": 100.0}},
+        "algorithm__advantage_estimator": "gdpo",
+    }
+    records = runs.train("whole", **changes)
+    for record, line in zip(records, runs.metrics("whole"), strict=True):
+        assert 0 < record.metrics["selected_fraction_mean"] <= 0.11
+        assert line["reward_mean"] == pytest.approx(sum(line["reward_parts"].values()) / 2)
+    run_killed_and_resumed(runs, monkeypatch, **changes)
+    assert runs.digests("interrupted") == [record.weights_digest for record in records]
+    (chain,) = verify_run(runs.store, "whole").chains
+    assert (chain.redone, chain.problems) == (3, ())
 
 
 @pytest.mark.slow
@@ -241,11 +264,27 @@ def test_whatever_the_rules_leave_out_every_prompt_is_accounted_for(runs: FlowRu
         ({"rules": {"overlong_penalty": 2.0}}, "overlong_buffer"),
         ({"regularisation": {"kl_target": 0.2}}, "adaptive"),
         ({"regularisation": {"policy_loss": "ppo"}}, "policy_loss"),
+        ({"regularisation": {"covariance": {"fraction": 0.1}}}, "covariance has no effect with policy_loss='clip'"),
+        ({"regularisation": {"policy_loss": "clip_cov", "covariance": {"low": 6.0}}}, "low=6.0 is above high=5.0"),
+        ({"regularisation": {"policy_loss": "kl_cov"}, "algorithm": {"clip_range": 0.3}}, "which does not clip"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GRPOConfig.model_validate(toy_config(tmp_path, tmp_path, **changes))
+
+
+def test_the_losses_by_covariance_have_their_tokens_chosen_before_the_step() -> None:
+    algorithm = GRPOAlgorithm(steps=1)
+    assert old_logprobs_of_step(algorithm, Regularisation()) == "forward"
+    settings = CovarianceSettings(fraction=0.01, kl=0.5)
+    for name, loss in (("clip_cov", ClipCovSpec()), ("kl_cov", KLCovSpec(cov_kl=0.5))):
+        regularisation = Regularisation(policy_loss=name, covariance=settings)  # type: ignore[arg-type]
+        assert old_logprobs_of_step(algorithm, regularisation) == "trainer"
+        assert regularisation.selection == TokenSelection(kind=name, fraction=0.01, low=1.0, high=5.0)  # type: ignore
+        assert policy_loss(POLICY_LOSSES, algorithm, regularisation) == loss
+    assert Regularisation(policy_loss="clip_cov").selection == TokenSelection(kind="clip_cov")
+    assert Regularisation().selection is None
 
 
 def test_an_adaptive_coefficient_of_zero_is_refused() -> None:

@@ -10,20 +10,25 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from flows.catalogue import DPOAlgorithm, PreferenceAlgorithm, SimPOAlgorithm
+from flows.catalogue import DPOAlgorithm, KTOAlgorithm, ORPOAlgorithm, PreferenceAlgorithm, SimPOAlgorithm
 from flows.configs.common import GRPOAlgorithm, SFTAlgorithm
 from flows.configs.environments import EnvironmentConfig
 from flows.configs.optimizer import SFTOptimizer
 from flows.configs.ppo import CreditConfig
-from flows.configs.reinforcement import BatchRules, Regularisation, RunRules
+from flows.configs.reinforcement import BatchRules, Regularisation, RunRules, SamplingRules
+from flows.configs.rejection import RFTAlgorithm
+from flows.distill import Distillation
 from flows.dpo import DPO, DPOOptions
 from flows.env_grpo import ENVGRPO
 from flows.env_gspo import ENVGSPO
 from flows.env_ppo import ENVPPO
 from flows.grpo import GRPO
 from flows.gspo import GSPO
+from flows.kto import KTO, KTOOptions
+from flows.orpo import ORPO, ORPOOptions
 from flows.ppo import PPO
 from flows.reward_model import RewardModelling
+from flows.rft import RFT
 from flows.sft import SFT
 from flows.simpo import SimPO, SimPOOptions
 from flows.training import options
@@ -51,12 +56,16 @@ CRITIC = (POLICY_GRADIENT - {"lr"}) | {
 }  # fmt: skip
 KEYWORDS: dict[type, set[str]] = {
     SFT: SUPERVISED,
-    DPO: SUPERVISED | {"kl_beta", "loss_variant", "label_smoothing"},
+    DPO: SUPERVISED | {"kl_beta", "loss_variant", "label_smoothing", "rpo_alpha", "reference_free"},
     SimPO: SUPERVISED | {"beta", "simpo_gamma"},
+    ORPO: SUPERVISED | {"beta"},
+    KTO: SUPERVISED | {"kl_beta", "desirable_weight", "undesirable_weight"},
     RewardModelling: SUPERVISED,
+    RFT: {"dataset", "model", "grader", "rounds", "keep", "start_from", "lr"},
     PPO: CRITIC | {"grader"},
     GRPO: POLICY_GRADIENT | {"grader", "max_num_grpo_steps"},
     GSPO: POLICY_GRADIENT | {"grader", "max_num_gspo_steps"},
+    Distillation: POLICY_GRADIENT | {"grader", "teacher", "teacher_beta", "max_num_distill_steps"},
     ENVGRPO: POLICY_GRADIENT | {"environment_factory", "max_num_grpo_steps", "max_turns"},
     ENVGSPO: POLICY_GRADIENT | {"environment_factory", "max_num_gspo_steps", "max_turns"},
     ENVPPO: CRITIC | {"environment_factory", "max_turns"},
@@ -86,10 +95,14 @@ def test_a_constructor_lists_its_keywords(kind: type, expected: set[str]) -> Non
     [
         (GRPOAlgorithm, Frozen, options.AlgorithmOptions),
         (Regularisation, Frozen, options.RegularisationOptions),
-        (BatchRules, RunRules, options.BatchOptions),
+        (BatchRules, SamplingRules, options.BatchOptions),
+        (SamplingRules, RunRules, options.SamplingOptions),
+        (RFTAlgorithm, Frozen, options.RFTOptions),
         (RunRules, Frozen, options.LoopOptions),
         (SFTAlgorithm, Frozen, options.SupervisedOptions),
         (DPOAlgorithm, PreferenceAlgorithm, DPOOptions),
+        (ORPOAlgorithm, PreferenceAlgorithm, ORPOOptions),
+        (KTOAlgorithm, PreferenceAlgorithm, KTOOptions),
         (SimPOAlgorithm, PreferenceAlgorithm, SimPOOptions),
         (CreditConfig, Frozen, options.CriticOptions),
         (EnvironmentConfig, Frozen, options.EpisodeLimits),
@@ -141,9 +154,12 @@ CASES = [
     ("sft", "SFT", "dataset, model", "samples_per_batch=8", "sample_per_batch=8"),
     ("dpo", "DPO", "dataset, model", "loss_variant='ipo'", "loss_variant='ppo'"),
     ("simpo", "SimPO", "dataset, model", "simpo_gamma=0.5", "simpo_gamma='0.5'"),
+    ("orpo", "ORPO", "dataset, model", "beta=0.2", "kl_beta=0.2"),
+    ("kto", "KTO", "dataset, model", "desirable_weight=2.0", "desirable_weights=2.0"),
     ("reward_model", "RewardModelling", "dataset, model", "lr=1e-6", "learning_rate=1e-6"),
     ("grpo", "GRPO", "dataset, model, grader", "kl_beta=0.1", "kl_betta=0.1"),
     ("gspo", "GSPO", "dataset, model, grader", "max_num_gspo_steps=1", "max_num_grpo_steps=1"),
+    ("distill", "Distillation", "dataset, model, teacher", "teacher_beta=0.5", "beta=0.5"),
     ("ppo", "PPO", "dataset, model, value_model, grader", "lr_policy=1e-6", "lr=1e-6"),
     ("env_grpo", "ENVGRPO", "dataset, model, factory", "max_turns=2", "max_turn=2"),
     ("env_gspo", "ENVGSPO", "dataset, model, factory", "max_turns=2", "max_turn=2"),

@@ -1,0 +1,109 @@
+"""The optimizer of the torch trainer: AdamW, or Muon for the hidden matrices with AdamW for everything else.
+
+A matrix is hidden if it is neither an embedding nor an output head. Both optimizers are torch's. The update of Muon
+(kellerjordan.github.io/posts/muon) is the momentum with all singular values near 1. It is scaled to the size of AdamW's
+updates, 0.2·sqrt(max(rows, columns)) (arXiv:2502.16982), so that both take the same learning rate and weight decay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.backends.torch.scalar_lm import HEAD_NAME
+from engine.backends.torch.updates import adamw_groups, set_adamw
+from engine.backends.weight_files.pieces import moment_shapes
+from engine.errors import BadSpec
+from storage.chain.records import OptimizerKind, OptimizerSpec
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"
+"""The only state of Muon."""
+HEADS = ("lm_head", "embed_out", HEAD_NAME)
+"""Names of the output heads in models of transformers."""
+
+
+class TrainerOptimizer:
+    """One or two of torch's optimizers, which step together."""
+
+    def __init__(self, kind: OptimizerKind, trained: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> None:
+        self.kind = kind
+        hidden = hidden_matrices(trained, module) if kind == "muon" else set()
+        matrices = [parameter for name, parameter in trained if name in hidden]
+        others = [parameter for name, parameter in trained if name not in hidden]
+        self._adamw = torch.optim.AdamW(adamw_groups(others), fused=True) if others else None
+        self._muon = torch.optim.Muon(matrices, momentum=0.95, adjust_lr_fn="match_rms_adamw") if matrices else None
+        self._parts: list[torch.optim.Optimizer] = [part for part in (self._adamw, self._muon) if part is not None]
+
+    def apply(self, spec: OptimizerSpec) -> None:
+        """Applies the settings of one step. Raises BadSpec for another kind of optimizer, whose moments these are not.
+        """
+        if spec.kind != self.kind:
+            raise BadSpec(
+                f"the step is one of {spec.kind}, and the moments of its policy are those of {self.kind}; set "
+                f"optimizer.kind={self.kind!r}, or begin a new stage or run from the policy's weights"
+            )
+        if self._adamw is not None:
+            set_adamw(self._adamw.param_groups, spec)
+        if self._muon is not None:
+            for group in self._muon.param_groups:
+                group.update(lr=spec.lr, weight_decay=spec.weight_decay)
+
+    def step(self) -> None:
+        for part in self._parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self._parts:
+            part.zero_grad(set_to_none=True)
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:
+        """The tensors of each parameter that has some."""
+        states: dict[Tensor, dict[str, Tensor]] = {}
+        for part in self._parts:
+            states |= part.state
+        return states
+
+    def add_tensor(self, parameter: nn.Parameter, moment: str) -> Tensor:
+        """An uninitialised tensor in the state of a parameter: a moment, or a count of steps."""
+        part: Any = self._muon if moment == MOMENTUM else self._adamw
+        weight = parameter.detach()
+        is_moment = moment in (*MOMENTS, MOMENTUM)
+        tensor = torch.empty_like(weight) if is_moment else torch.empty((), device=weight.device)
+        part.state[parameter][moment] = tensor
+        return tensor
+
+
+def hidden_matrices(trained: Iterable[tuple[str, nn.Parameter]], module: nn.Module) -> set[str]:
+    """The names of the trained matrices that Muon steps. Adapters' matrices are hidden ones. Parameters of three axes,
+    such as the experts of some mixtures, are none."""
+    excluded = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
+    # an output head may be nested, such as language_model.lm_head
+    heads = [layer for name, layer in module.named_modules() if name.rpartition(".")[2] in HEADS]
+    excluded |= {id(layer.weight) for layer in heads if hasattr(layer, "weight")}
+    hidden = set()
+    for name, parameter in trained:
+        # the head of a scalar adapter is not in the module
+        in_head = id(parameter) in excluded or name.startswith(f"{HEAD_NAME}.")
+        if parameter.ndim == 2 and not in_head:
+            hidden.add(name)
+    return hidden
+
+
+def kind_of_moments(names: Iterable[str]) -> OptimizerKind:
+    """The kind of optimizer that a checkpoint with tensors of these names has the moments of."""
+    return "muon" if any(name.startswith(f"{MOMENTUM}.") for name in names) else "adamw"
+
+
+def expected_moments(
+    kind: OptimizerKind, trained: Sequence[tuple[str, nn.Parameter]], module: nn.Module
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a checkpoint of such an optimizer."""
+    hidden = hidden_matrices(trained, module) if kind == "muon" else set()
+    shapes = {name: tuple(parameter.shape) for name, parameter in trained}
+    others = {name: shape for name, shape in shapes.items() if name not in hidden}
+    return moment_shapes(others, MOMENTS) | {f"{MOMENTUM}.{name}": shapes[name] for name in sorted(hidden)}

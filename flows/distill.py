@@ -1,0 +1,117 @@
+"""On-policy distillation (arXiv:2306.13649, arXiv:2306.08543): a model learns from a teacher on its own completions.
+
+The model samples completions, and a frozen teacher gives the log-probability of each of their tokens. Tokens that the
+teacher finds more probable than the model does become more probable, the others less, which lowers the reverse KL
+divergence to the teacher. So every token carries a signal, where a grader gives one number per completion, and the
+model learns from the mistakes that it makes itself, where fine-tuning on the teacher's answers shows it none. Choose it
+when a better model with the same tokenizer exists. With a grader, its advantages and the teacher's term add.
+
+The term of a token is its own log-ratio alone (a discount factor of 0), clipped and corrected as GRPO's advantages are.
+The teacher's log-probabilities are committed with the batch. The loop is GRPO's.
+
+    ostinato run distill --config examples/distill.yaml
+"""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from engine.errors import BadSpec
+from engine.handles import InferenceModel, TrainingModel
+from engine.text.stored_models import context_length_of, tokenizer_of
+from engine.text.threads import StringThread
+from flows.configs.distill import DistillAlgorithm, DistillConfig, check_sampling
+from flows.grpo import GRPO
+from flows.runs.checked_flow import checked_flow
+from flows.training.arguments import accept_aliases
+from flows.training.options import DistillOptions
+from flows.training.rollout_flow import train_on_rollouts
+from flows.training.rollout_sources import RolloutSource
+from storage.chain.records import PolicyRef
+from tasks.datasets.load import LoadedDataset
+from tasks.graders.base import BaseGrader
+from tasks.graders.rules import no_reward
+from tasks.graders.spec import GraderSpec, grader_spec
+from tasks.plans import BatchPlan, Grading
+
+
+@accept_aliases()
+class Distillation(GRPO):
+    """Trains `model` in place on its completions of `dataset`, scored by `teacher`; its other arguments are GRPO's.
+
+    `teacher`: a frozen model with the same tokens (`builder.spawn_inference("teacher")`). Without a grader, every
+    reward is 0. The defaults are in flows.configs.distill.DistillAlgorithm.
+    """
+
+    stage = "distill"
+    length = "max_num_distill_steps"
+    algorithm_type = DistillAlgorithm
+    options_type = DistillOptions
+
+    def __init__(
+        self,
+        dataset: list[StringThread] | LoadedDataset,
+        model: TrainingModel,
+        teacher: InferenceModel,
+        grader: BaseGrader | GraderSpec | Grading | RolloutSource | None = None,
+        *,
+        max_num_distill_steps: int | None = None,
+        **options: Unpack[DistillOptions],
+    ) -> None:
+        if grader is None:
+            grader = grader_spec(f"{no_reward.__module__}:{no_reward.__name__}")
+        # GRPO's constructor does not know teacher_beta
+        super(GRPO, self).__init__(
+            dataset, model, grader, options, max_steps=max_num_distill_steps, lr=options.get("lr")
+        )
+        check_sampling(model.sampling)
+        assert isinstance(self.algorithm, DistillAlgorithm)
+        self.teacher_beta = self.algorithm.teacher_beta
+        self.teacher = teacher
+        self._teacher_policy: PolicyRef | None = None
+
+    async def run(self) -> PolicyRef:
+        check_teacher(self.model, self.teacher, prompt_tokens=self.max_prompt_tokens)
+        self._teacher_policy = await self.teacher.policy()
+        return await super().run()
+
+    def batch_plan(self, start: PolicyRef, kl_beta: float) -> BatchPlan:
+        plan = super().batch_plan(start, kl_beta)
+        return plan.model_copy(update={"teacher": self._teacher_policy, "teacher_beta": self.teacher_beta})
+
+
+def check_teacher(model: TrainingModel, teacher: InferenceModel, *, prompt_tokens: int | None) -> None:
+    """Raises BadSpec, with the first id that differs, if the tokens of the teacher are not those of the model; also if
+    its context is shorter than the longest completion with its prompt."""
+    store = model.workspace.open_store()
+    student_tokens, teacher_tokens = (tokenizer_of(store, base).token_bytes for base in (model.base, teacher.base))
+    for token_id, (ours, theirs) in enumerate(zip(student_tokens, teacher_tokens, strict=False)):
+        if ours != theirs:
+            raise BadSpec(
+                f"the teacher {teacher.base.key} has other tokens than {model.base.key}: token {token_id} is "
+                f"{theirs!r} there and {ours!r} here; give a teacher with the same tokenizer"
+            )
+    if len(teacher_tokens) < len(student_tokens):
+        raise BadSpec(
+            f"the teacher {teacher.base.key} has {len(teacher_tokens)} tokens, and {model.base.key} has "
+            f"{len(student_tokens)}; give a teacher with the same tokenizer"
+        )
+    context = context_length_of(store, teacher.base)
+    longest = (prompt_tokens or 1) + model.sampling.max_new_tokens
+    if context is not None and longest > context:
+        raise BadSpec(
+            f"the teacher {teacher.base.key} reads {context} tokens, and a prompt with its completion may have "
+            f"{longest}; lower sampling.max_new_tokens and data.max_prompt_tokens, or give a teacher with a longer "
+            "context"
+        )
+
+
+@checked_flow()
+async def distill(config: DistillConfig) -> dict[str, Any]:
+    """Trains a model on its own completions with a teacher, evaluates it before and after on held-out prompts,
+    publishes it and reports.
+
+    Args:
+        config: what to train, on which prompts, by which teacher.
+    """
+    return await train_on_rollouts(config, Distillation)

@@ -1,0 +1,136 @@
+"""Votes between two answers of a chat, and the dataset of preferences that is made of them.
+
+Each vote is one object of the store, which is put once and never changes. `register_votes` commits a version of a
+dataset, which a config names as `{kind: registered, key: votes}`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from pydantic import JsonValue, ValidationError
+
+from engine.errors import ThreadError
+from engine.text.threads import StringThread
+from storage.errors import CorruptArtifact
+from storage.registry.decisions import resolve_model
+from storage.registry.models import find_model
+from storage.serialization import Frozen, canonical_json, digest
+from storage.store import keys
+from storage.store.artifacts import Provenance, map_files
+from storage.store.objects import ObjectStore
+from tasks.datasets.convert import RowLocation
+from tasks.datasets.errors import BadRow
+from tasks.datasets.load import DatasetUse, LoadedDataset, ReadDataset, ReadPosition, SkippedRows, load_dataset
+from tasks.datasets.preferences import checked_pair
+from tasks.datasets.stored import StoredItem, stored_item
+
+VOTES = "votes"
+"""Name of the dataset of the votes of a store."""
+
+
+class VotedAnswer(Frozen):
+    """One of the two answers."""
+
+    model: str
+    """Name by which the user chose the model."""
+    policy: str
+    """URI of the policy that answered."""
+    text: str
+
+
+class Vote(Frozen):
+    """A person's choice between two answers to the same conversation."""
+
+    schema_version: int = 1
+    id: str
+    """Id of the comparison. A second vote on it is not stored."""
+    messages: tuple[tuple[str, str], ...]
+    """(role, text) of the conversation before the answers."""
+    left: VotedAnswer
+    right: VotedAnswer
+    choice: Literal["left", "right", "tie"]
+    blind: bool
+    """Whether the names of the models were hidden until the vote."""
+    created: str
+    """ISO time of the vote, UTC."""
+
+
+def commit_vote(store: ObjectStore, vote: Vote) -> Vote:
+    """Stores the vote if its comparison has none, and returns the stored one. Raises CorruptArtifact."""
+    key = keys.vote(vote.id)
+    return _parse(store.put_if_absent(key, canonical_json(vote.model_dump(mode="json"))).data, key)
+
+
+def list_votes(store: ObjectStore) -> list[Vote]:
+    """Returns all votes, oldest first. Raises CorruptArtifact."""
+    vote_keys = [info.key for info in store.list(keys.votes_prefix())]
+    votes = map_files(lambda key: _parse(store.get(key), key), vote_keys) if vote_keys else []
+    return sorted(votes, key=lambda vote: (vote.created, vote.id))
+
+
+class VoteDataset(ReadDataset):
+    """The preferences that are expressed by votes. Ties are left out."""
+
+    location_fields: ClassVar = frozenset({"votes"})
+    store_name: ClassVar = VOTES  # type: ignore[assignment]
+    title: ClassVar = VOTES  # type: ignore[assignment]
+
+    kind: Literal["votes"] = "votes"
+    votes: tuple[Vote, ...]
+
+    def items(self, use: DatasetUse, skipped: SkippedRows, position: ReadPosition) -> Iterator[StoredItem]:
+        for row, vote in enumerate(self.votes, start=1):
+            if vote.choice == "tie":
+                continue
+            answers = (vote.left, vote.right) if vote.choice == "left" else (vote.right, vote.left)
+            location = RowLocation(VOTES, row)
+            metadata: dict[str, JsonValue] = {
+                "vote": vote.id, "voted": vote.created, "blind": vote.blind,
+                "chosen_model": answers[0].model, "chosen_policy": answers[0].policy,
+                "rejected_model": answers[1].model, "rejected_policy": answers[1].policy,
+            }  # fmt: skip
+            # two equal answers, between which no model can learn
+            try:
+                chosen, rejected = (
+                    StringThread(turns=[*vote.messages, ("assistant", answer.text)], metadata=metadata)
+                    for answer in answers
+                )
+                yield stored_item(checked_pair(chosen, rejected, location))
+            except BadRow as error:
+                skipped.add(error)
+            except ThreadError as error:
+                skipped.add(location.bad_row(None, given="a vote", expected="a conversation", todo=str(error)))
+
+
+def register_votes(store: ObjectStore, *, code_version: str) -> LoadedDataset:
+    """Commits all votes of the store as a version of the dataset `votes`. The same votes are the same version.
+
+    Raises EmptyDataset if no vote prefers an answer, CorruptArtifact.
+    """
+    votes = VoteDataset(votes=tuple(list_votes(store)))
+    provenance = Provenance(code_version=code_version, config_digest=digest(canonical_json(VOTES)), seed=0)
+    return load_dataset(store, votes, use="preference", provenance=provenance)
+
+
+def preferred_model(store: ObjectStore) -> str | None:
+    """Returns `name@version` of the registered model that won the most votes: of several, the one that won last. None:
+    no registered model won. Raises CorruptArtifact."""
+    wins: Counter[str] = Counter()
+    # newest first, because Counter keeps the order of equal counts
+    for vote in reversed(list_votes(store)):
+        winner = (vote.left if vote.choice == "left" else vote.right).model
+        # a name without a version is that of a run
+        if vote.choice != "tie" and "@" in winner:
+            wins[resolve_model(store, winner)] += 1
+    registered = [model for model, _ in wins.most_common() if find_model(store, *model.split("@", 1)) is not None]
+    return registered[0] if registered else None
+
+
+def _parse(data: bytes, key: str) -> Vote:
+    try:
+        return Vote.model_validate_json(data)
+    except ValidationError as error:
+        raise CorruptArtifact(f"{key} is not a readable vote (or of a newer version): {error}") from error

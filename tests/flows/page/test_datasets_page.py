@@ -1,0 +1,134 @@
+"""The section Datasets: uploads of every format, refusals, previews, and the runs that used a dataset."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from storage.chain.run_record import create_or_check_run
+from storage.registry.datasets import list_datasets
+from storage.store.objects import ObjectStore, open_store
+from tests.fixtures.page import HOSTILE, PageClient
+
+ROWS = [{"question": f"{n}+{n}?", "answer": str(2 * n)} for n in range(30)]
+COLUMNS = {"columns": "{prompt: question}", "metadata_columns": "[answer]"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return open_store(tmp_path / "store")
+
+
+@pytest.fixture
+def page(store: ObjectStore) -> PageClient:
+    return PageClient(store.url)
+
+
+def parquet(rows: list[dict[str, str]]) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
+FORMATS = {
+    "sums.jsonl": "\n".join(map(json.dumps, ROWS)).encode(),
+    "sums.json": json.dumps(ROWS).encode(),
+    "sums.csv": b"question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in ROWS).encode(),
+    "sums.PARQUET": parquet(ROWS),
+}
+
+
+def test_every_format_is_the_same_version_and_its_rows_are_shown(page: PageClient, store: ObjectStore) -> None:
+    places = {page.done("/datasets", {"file": (name, data)}, use="prompt", **COLUMNS) for name, data in FORMATS.items()}
+    assert len(places) == 1 and len(list_datasets(store)) == 1
+    (place,) = places
+    text = page.text(place)
+    assert "Rows 1 to 20" in text and "19+19?" in text and "20+20?" not in text and "{&#34;answer&#34;" in text
+    assert "Rows 21 to 30" in page.text(f"{place}?start=20") and page.get(f"{place}?start=-5").status_code == 200
+    assert page.get(f"{place}?start=9999999999").status_code == 200
+    assert "sums" in page.text("/datasets") and "/tmp" not in text and "ostinato-upload" not in text
+
+
+def test_a_training_is_offered_with_the_dataset_filled_in(page: PageClient) -> None:
+    place = page.done("/datasets", {"file": ("sums.jsonl", FORMATS["sums.jsonl"])}, use="prompt", **COLUMNS)
+    trainings = re.findall(r">Train (\w+)<", page.text(place))
+    assert trainings == ["grpo", "gspo", "ppo", "distill", "env_grpo", "env_gspo", "env_ppo", "rft"]
+    link = page.text(place).partition('href="/start?training=grpo')[2].partition('"')[0].replace("&amp;", "&")
+    key = place.removeprefix("/datasets/").replace("/", "@")
+    value = f"{{kind: registered, key: {key}}}"
+    assert parse_qs(link.lstrip("&"))["data.train"] == [value]
+    assert f'value="{value}"' in page.text(f"/start?training=grpo{link}")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("sums.exe", b"MZ", "expected one of .jsonl"),
+        ("sums.parquet", b"PAR1 cut off", "is not Parquet, or is cut off"),
+        ("sums.parquet", b"PAR1" + b"\xff" * 50 + b"PAR1", "not Parquet, or is damaged"),
+        ("sums.jsonl", FORMATS["sums.PARQUET"], "a Parquet file; expected what its suffix"),
+        ("sums.jsonl", b"{", "sums.jsonl, row 1: given"),
+        ("sums.jsonl", b'{"other": 1}', "row 1"),
+        ("sums.jsonl", b"", "given no rows"),
+        ("sums.csv", b"\xff\xfe", "cannot be read as CSV"),
+    ],
+)
+def test_a_bad_file_is_refused_and_what_was_typed_stays(
+    page: PageClient, store: ObjectStore, name: str, data: bytes, message: str
+) -> None:
+    refused = page.post("/datasets", {"file": (name, data)}, use="completion", columns="{prompt: question}")
+    assert refused.status_code == 422 and message in refused.text, refused.text
+    assert 'value="{prompt: question}"' in refused.text and '<option value="completion" selected>' in refused.text
+    assert "ostinato-upload" not in refused.text and list_datasets(store) == []
+
+
+@pytest.mark.parametrize("fields", [
+    {"use": "prompt"}, {"use": "nonsense", "path": "a/b"}, {"use": "prompt", "path": "../no/hub"},
+    {"use": "prompt", "path": "a/b", "columns": "{nonsense: x}"}, {"use": "prompt", "path": "a/b", "columns": "{"},
+])  # fmt: skip
+def test_wrong_settings_are_said_before_anything_is_read(page: PageClient, fields: dict[str, str]) -> None:
+    refused = page.post("/datasets", {}, **fields)
+    assert refused.status_code == 422 and "Nothing was added" in refused.text
+
+
+@pytest.mark.parametrize("name", ['a"b.jsonl', "x/../y.jsonl", "smörgås.jsonl", "数据.jsonl", "...jsonl", "a\\b.jsonl"])
+def test_odd_file_names_are_names_of_datasets(page: PageClient, store: ObjectStore, name: str) -> None:
+    page.done("/datasets", {"file": (name, b'{"prompt": "1+1"}')}, use="prompt")
+    (dataset,) = list_datasets(store)
+    assert page.get(f"/datasets/{dataset.name}/{dataset.version}").status_code == 200
+
+
+def test_bad_rows_are_left_out_if_asked_and_hostile_rows_are_text(page: PageClient, store: ObjectStore) -> None:
+    data = json.dumps({"prompt": HOSTILE}).encode() + b"\n{}\n" + json.dumps({"prompt": "x" * 1_000_000}).encode()
+    place = page.done("/datasets", {"file": ("odd.jsonl", data)}, use="prompt", skip="yes")
+    text = page.text(place)
+    assert "&lt;script&gt;document" in text and "<script>document" not in text
+    assert "Why rows were skipped" in text and len(text) < 100_000
+
+
+def test_pairs_stand_next_to_each_other_and_runs_are_named(page: PageClient, store: ObjectStore) -> None:
+    pair = json.dumps({"prompt": "2+2?", "chosen": "4", "rejected": "5"}).encode()
+    place = page.done("/datasets", {"file": ("pairs.jsonl", pair)}, use="preference")
+    assert "None in this store" in page.text(place)
+    (dataset,) = list_datasets(store)
+    create_or_check_run(
+        store, "tuned", semantic={"inputs": {"dataset": dataset.ref.sha256}}, other={}, code_version="test"
+    )
+    evaluated = {"inputs": {"models": {"m@1": "a" * 64}, "datasets": {"heldout": dataset.ref.sha256}, "answers": []}}
+    create_or_check_run(store, "evaluated", semantic=evaluated, other={}, code_version="test")
+    text = page.text(place)
+    assert 'href="/runs/evaluated"' in text
+    assert "<b>chosen</b>" in text and "<b>rejected</b>" in text and 'href="/runs/tuned"' in text
+
+
+@pytest.mark.parametrize("name", ["ä", "..%2F..", "%22", "<script>", "absent"])
+def test_unknown_datasets_are_refused_in_words(page: PageClient, name: str) -> None:
+    for path in (f"/datasets/{name}/1", f"/datasets/absent/{name}"):
+        assert page.get(path).status_code == 404

@@ -139,7 +139,7 @@ class CheckpointConfig(Frozen):
     recovery_seconds: float = Field(300.0, gt=0)
     """Age of the last checkpoint, in seconds, above which a recovery checkpoint is written. With the duration of a
     save, it bounds the time that a resume needs to recompute steps. Training stops while the engine copies the
-    weights: the time between checkpoints grows where that is more than 5 % of it."""
+    weights: the time between checkpoints grows where that is more than 2 % of it."""
     recovery_steps: int | None = Field(None, ge=1)
     """Number of steps after which a recovery checkpoint is written, however fast they are, but not before the last
     checkpoint is saved. None: by time alone."""

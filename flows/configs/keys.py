@@ -41,8 +41,13 @@ grpo optimizer` those of one group, and `ostinato config grpo rules.max_stalenes
 A config is a YAML, TOML or JSON file, and `--set optimizer.lr=1e-5` sets one key of it. A key that is left out has its
 default. Values are written in JSON, which YAML reads as well: `null` is no value (None in the meanings), and `{}` is a
 group whose keys have their defaults. The key `kind` says which of several groups is meant.
+
+Groups that differ in few keys are written once: a later group refers by a link to an earlier one for the keys, or the
+meanings, that are the same.
 """
 """The beginning of the page."""
+MIN_SHARED = 3
+"""Least number of equal keys for which a section refers to an earlier one. Fewer are printed again."""
 
 
 @dataclass(frozen=True)
@@ -125,21 +130,46 @@ def configs_page(configs: Mapping[str, Group]) -> str:
             titles.setdefault(key.group, class_title(key.group.__name__))
     contents = ["| config | what the flow does |", "|---|---|"]
     contents += [f"| {_link(titles[config])} | {_escaped(group_meaning(config))} |" for config in configs.values()]
-    flows = [_section(group, titles, "##") for group in configs.values()]
-    groups = [_section(group, titles, "###") for group in titles if group not in configs.values()]
+    homes: dict[tuple[str, ...], str] = {}
+    flows = [_section(group, titles, "##", homes) for group in configs.values()]
+    groups = [_section(group, titles, "###", homes) for group in titles if group not in configs.values()]
     return "\n".join([PAGE, *contents, "", *flows, "## Groups\n", *groups])
 
 
-def _section(group: Group, titles: Mapping[Group, str], level: str) -> str:
-    """The section of a flow or a group: its meaning, its class and the table of its keys."""
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for key in keys_of_group(group):
-        default = "required" if key.default is None else f"`{key.default}`"
-        # the meaning of a kind is that of the section
-        last = ["", ""] if key.chooses_group else [default, _escaped(key.meaning)]
-        rows.append(" | ".join([f"| `{key.name}`", key.type_text(lambda inner: _link(titles[inner])), *last]) + " |")
+def _section(group: Group, titles: Mapping[Group, str], level: str, homes: dict[tuple[str, ...], str]) -> str:
+    """The section of a flow or a group: its meaning, its class and the table of its keys.
+
+    `homes` has the title of the section in which a row, or a key's meaning, was printed first. It is updated.
+    """
+    title = titles[group]
+    rows = [_cells(key, titles) for key in keys_of_group(group)]
+    shared: dict[str, list[str]] = {}
+    for row in rows:
+        shared.setdefault(homes.setdefault(row, title), []).append(row[0])
+    table = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for row in rows:
+        home = homes[row]
+        if home == title or len(shared[home]) < MIN_SHARED:
+            *cells, meaning = row
+            first = homes.setdefault((row[0], meaning), title)
+            if first != title:
+                meaning = min(meaning, f"As in {_link(first)}.", key=len)
+            table.append(f"| {' | '.join([*cells, meaning])} |")
+    others = [
+        f"As in {_link(home)}: {', '.join(names)}.\n"
+        for home, names in shared.items()
+        if home != title and len(names) >= MIN_SHARED
+    ]
     about = f"{_escaped(group_meaning(group))} Class: `{group.__module__}.{group.__qualname__}`."
-    return "\n".join([f"{level} {titles[group]}", "", about, "", *rows, ""])
+    return "\n".join([f"{level} {title}", "", about, "", *table, "", *others])
+
+
+def _cells(key: ConfigKey, titles: Mapping[Group, str]) -> tuple[str, ...]:
+    """The cells of a key's row: name, type, default and meaning."""
+    default = "required" if key.default is None else f"`{key.default}`"
+    # the meaning of a kind is that of the section
+    last = ("", "") if key.chooses_group else (default, _escaped(key.meaning))
+    return (f"`{key.name}`", key.type_text(lambda inner: _link(titles[inner])), *last)
 
 
 def _link(title: str) -> str:

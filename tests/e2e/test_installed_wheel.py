@@ -88,4 +88,5 @@ def test_the_wheel_runs_the_demo_and_a_deployment_in_an_empty_folder(installed: 
 
     checks = json.loads(installed.cli("doctor", "--json"))["checks"]
     assert [check for check in checks if check["verdict"] == "fail"] == []
-    assert {check["name"] for check in checks if check["area"] == "up"} == {"supervisor", "server", "engine", "worker"}
+    services = {"supervisor", "server", "engine", "worker", "page"}
+    assert {check["name"] for check in checks if check["area"] == "up"} == services

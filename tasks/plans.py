@@ -11,13 +11,13 @@ from engine.protocol import SamplingParams
 from storage.chain.records import PolicyRef, StepOldLogprobs
 from storage.serialization import Frozen, canonical_json, digest
 from storage.store.artifacts import ArtifactRef
-from tasks.batches.advantages import BATCH_ESTIMATORS, DECOUPLED, Overlong, RewardKL, TokenSelection
+from tasks.batches.advantages import BATCH_ESTIMATORS, DECOUPLED, PASS_AT_K, Overlong, RewardKL, TokenSelection
 from tasks.environments.spec import EnvironmentSpec
 from tasks.graders.spec import GraderSpec
 
 Truncation = Literal["error", "left", "right", "drop"]
 AdvantageEstimator = Literal[
-    "group", "group_sample_std", "centred", "leave_one_out", "max_rl", "gdpo", "raw",
+    "group", "group_sample_std", "centred", "leave_one_out", "max_rl", "pass_at_k", "gdpo", "raw",
     "reinforce_plus_plus", "reinforce_plus_plus_baseline",
 ]  # fmt: skip
 Returns = Literal["rewards", "advantages"]
@@ -98,12 +98,23 @@ class EpisodePlan(Frozen):
     """The run fails if a larger fraction of a shard's episodes could not be played."""
 
 
+def check_pass_k(estimator: str, pass_k: int | None) -> None:
+    """Raises ValueError for pass_at_k without k, and for k with another estimator."""
+    if (estimator == PASS_AT_K) != (pass_k is not None):
+        raise ValueError(
+            f"advantage_estimator={estimator!r} and pass_k={pass_k}: pass_at_k needs pass_k, and no other estimator "
+            "has it; give both, or neither"
+        )
+
+
 class BatchPlan(Frozen):
     """Settings of an RL batch: how rewards become advantages, and which logprobs its rows have."""
 
     reference: PolicyRef | None
     """The policy whose logprobs the KL term compares with; None if the coefficient of the KL term is 0."""
     advantage_estimator: AdvantageEstimator = "group"
+    pass_k: int | None = Field(None, ge=2, exclude_if=lambda k: k is None)
+    """The k of "pass_at_k". No other estimator has it."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount factor of later rewards, per token. Only "reinforce_plus_plus" reads it."""
     old_logprobs: StepOldLogprobs = "trainer"
@@ -127,6 +138,11 @@ class BatchPlan(Frozen):
     per_trajectory: bool = False
     """Gives every token of an episode the advantage of its one grade; otherwise each turn has an advantage of its
     own."""
+
+    @model_validator(mode="after")
+    def _k_goes_with_its_estimator(self) -> Self:
+        check_pass_k(self.advantage_estimator, self.pass_k)
+        return self
 
     @model_validator(mode="after")
     def _penalty_has_logprobs(self) -> Self:

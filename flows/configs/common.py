@@ -32,7 +32,7 @@ from tasks.datasets.spec import (
     MixtureDataset,
     TrainingSource,
 )
-from tasks.plans import AdvantageEstimator, BatchPlan
+from tasks.plans import AdvantageEstimator, BatchPlan, check_pass_k
 
 if TYPE_CHECKING:
     from flows.configs.ppo import ValueModelConfig
@@ -78,9 +78,13 @@ class GRPOAlgorithm(Frozen):
     """How the advantages follow from the rewards of one prompt's completions. group: reward minus the mean, divided by
     the standard deviation (group_sample_std: the sample standard deviation). centred: reward minus the mean.
     leave_one_out: reward minus the mean of the others. max_rl: reward minus the mean, divided by the mean (MaxRL,
-    arXiv:2602.02710). gdpo: each part of the reward by itself, as group, then their weighted sum, whitened over the
+    arXiv:2602.02710). pass_at_k: the estimate of the gradient of the highest reward of pass_k completions
+    (arXiv:2505.15201). gdpo: each part of the reward by itself, as group, then their weighted sum, whitened over the
     batch (arXiv:2601.05242); the grader gives the parts, as CombinedGrader does. raw: reward. reinforce_plus_plus:
     reward whitened over the batch (with _baseline: after subtracting the group's mean)."""
+    pass_k: int | None = Field(None, ge=2, exclude_if=lambda k: k is None)
+    """Number of completions per prompt of which the best counts, with advantage_estimator=pass_at_k. At most
+    completions_per_sample."""
     old_logprobs: OldLogprobs = default_of(BatchPlan, "old_logprobs")
     """Source of the old policy's log-probabilities, which the clip ranges refer to. trainer: those of the policy before
     the step, computed by the trainer. sampler: those of the policy that sampled, as the sampler reported them."""
@@ -93,6 +97,12 @@ class GRPOAlgorithm(Frozen):
             raise ValueError(
                 f"samples_per_batch={self.samples_per_batch} splits a group; use a multiple of "
                 f"completions_per_sample={self.completions_per_sample}"
+            )
+        check_pass_k(self.advantage_estimator, self.pass_k)
+        if self.pass_k is not None and self.pass_k > self.completions_per_sample:
+            raise ValueError(
+                f"pass_k={self.pass_k} is more than completions_per_sample={self.completions_per_sample}: a prompt has "
+                "no such number of completions; lower it, or sample more"
             )
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"both steps={self.steps} and epochs={self.epochs} were given; give one of them")

@@ -111,6 +111,7 @@ class AlgorithmOptions(TypedDict, total=False):
     kl_estimator: KLEstimator
     loss_norm: LossNorm
     advantage_estimator: AdvantageEstimator
+    pass_k: int | None
     old_logprobs: OldLogprobs
     prompts_per_shard: int
 

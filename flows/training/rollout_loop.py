@@ -210,6 +210,7 @@ class RolloutLoop(TrainingLoop):
         return BatchPlan(
             reference=start if self.loss.needs_reference or self.reward_kl else None,
             advantage_estimator=estimator,
+            pass_k=self.algorithm.pass_k,
             gamma=self.regularisation.gamma,
             old_logprobs=old_logprobs_of_step(self.algorithm, self.regularisation),
             temperature=self.model.sampling.temperature,

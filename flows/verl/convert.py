@@ -33,7 +33,10 @@ REWARD_MODEL_GRADER = "tasks.graders.reward_model:RewardModelGrader"
 # -- which flow ------------------------------------------------------------------------------------------------
 
 
-LOSS_MODES = {"vanilla": "clip", "cispo": "cispo", "gpg": "cispo", "geo_mean": "gmpo", "sapo": "sapo"}
+LOSS_MODES = {
+    "vanilla": "clip", "cispo": "cispo", "gpg": "cispo", "geo_mean": "gmpo", "sapo": "sapo", "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+}  # fmt: skip
 NO_RATIO = 1e-12
 """Clip range of cispo that leaves every ratio at 1: the gradient is the advantage times that of the log-probability, as
 of verl's gpg (trainer/ppo/core_algos.py, compute_policy_loss_gpg)."""
@@ -52,7 +55,16 @@ def _loss_mode(verl: Verl, key: str, value: Any) -> Any:
     if value == "gpg":
         clips = {"algorithm.clip_range": NO_RATIO, "algorithm.clip_range_high": NO_RATIO}
         return PathValues({"regularisation.policy_loss": LOSS_MODES[value]} | clips)
+    if value in COVARIANCES:
+        return Approximate(LOSS_MODES[value], COVARIANCES[value])
     return LOSS_MODES[value]
+
+
+SELECTED = (
+    "the tokens are selected once a step, among those of the whole batch, by the log-probabilities before the step; "
+    "verl selects among the tokens of each micro-batch, by the current log-probabilities"
+)
+COVARIANCES = {"clip_cov": SELECTED + ", without those that the clip acts on", "kl_cov": SELECTED}
 
 
 ESTIMATORS = {
@@ -78,8 +90,13 @@ def _estimator(verl: Verl, key: str, value: Any) -> Any:
     # GAE selects the flow ppo, and needs no estimator of groups
     if value == "gae":
         return Unused()
+    if value == "grpo_passk":
+        return _best_of_a_group(verl)
+    if value == "gdpo":
+        return _estimator_of_parts(verl)
     if value not in ESTIMATORS:
-        raise NoCounterpart(f"there is no estimator {value!r:.200} here; expected gae, {', '.join(sorted(ESTIMATORS))}")
+        expected = ", ".join(sorted([*ESTIMATORS, "grpo_passk", "gdpo"]))
+        raise NoCounterpart(f"there is no estimator {value!r:.200} here; expected gae, {expected}")
     if verl.get(ROLLOUT + "n") == 1 and value in SINGLE_ESTIMATORS:
         if value == "reinforce_plus_plus_baseline" and verl.get("algorithm.use_kl_in_reward"):
             raise NoCounterpart("with rollout.n=1 it has no baseline; use reinforce_plus_plus")
@@ -89,6 +106,63 @@ def _estimator(verl: Verl, key: str, value: Any) -> Any:
     if value == "gpg":
         return Approximate(advantages, GPG_FACTOR)
     return advantages or Unused("norm_adv_by_std_in_grpo decides")
+
+
+STD_OF_THE_BEST = (
+    "verl divides the advantage by the standard deviation of the prompt's rewards. With rewards of 0 and 1, of which "
+    "only a single 1 has an advantage, that is the same factor for every prompt, on which AdamW's steps do not depend; "
+    "with other rewards it differs by prompt. algorithm.norm_adv_by_std_in_grpo=false is exact"
+)
+WHITENED_BY_COMPLETION = (
+    "the sums of the parts are whitened over the completions of a step; verl whitens over their tokens, so that long "
+    "completions count more in the mean and the variance"
+)
+
+
+def _best_of_a_group(verl: Verl) -> Any:
+    """The best completion of a group has its reward minus the second best (core_algos.py,
+    compute_grpo_passk_outcome_advantage): pass_at_k, if k is the size of the group."""
+    completions = verl.get(ROLLOUT + "n")
+    if completions == 1:
+        raise NoCounterpart("it compares the completions of a prompt, and verl refuses it, too; use rollout.n above 1")
+    values = PathValues({"algorithm.advantage_estimator": "pass_at_k", "algorithm.pass_k": completions})
+    if verl.get("algorithm.norm_adv_by_std_in_grpo"):
+        return Approximate(values, STD_OF_THE_BEST)
+    return values
+
+
+def _estimator_of_parts(verl: Verl) -> Any:
+    """Each part of the reward normalised apart, then their weighted sum (core_algos.py,
+    compute_gdpo_outcome_advantage, August 2026)."""
+    if not verl.get("algorithm.norm_adv_by_std_in_grpo"):
+        raise NoCounterpart("each part is divided by its standard deviation here; remove norm_adv_by_std_in_grpo=false")
+    if verl.get(ROLLOUT + "n") == 1:
+        raise NoCounterpart("each part is compared within the completions of a prompt here; use rollout.n above 1")
+    if verl.get("algorithm.use_kl_in_reward"):
+        raise NoCounterpart("verl's gdpo does not read the KL term in the reward; use actor.use_kl_loss instead")
+    return Approximate(PathValues({"algorithm.advantage_estimator": "gdpo"}), WHITENED_BY_COMPLETION)
+
+
+def _reward_parts(verl: Verl, key: str, value: Any) -> Any:
+    """Weights of the parts of the reward function's dict, by name."""
+    if verl.get("algorithm.adv_estimator") != "gdpo":
+        return Unused("only adv_estimator=gdpo reads it")
+    if any(verl.given.get(path) for path in REWARD_MODELS.values()):
+        raise NoCounterpart("a reward model gives no parts of a reward; give a reward function that returns them")
+    if not any(verl.get(path) for path in FUNCTIONS):
+        return Unused("the grader that you name gives the parts itself")
+    weights = verl.get("algorithm.gdpo_reward_weights")
+    if not isinstance(value, list) or not value:
+        raise NoCounterpart("adv_estimator=gdpo needs the names of the parts of the reward; give a list of them")
+    if weights is None:
+        weights = [1.0] * len(value)
+    if not isinstance(weights, list) or len(weights) != len(value):
+        raise NoCounterpart(f"it has {len(value)} names, and gdpo_reward_weights is {weights!r:.200}; give as many")
+    return dict(zip(value, weights, strict=True))
+
+
+def _reward_weights(verl: Verl, key: str, value: Any) -> Any:
+    return Unused("gdpo_reward_keys decides, if verl reads it")
 
 
 def _gamma(verl: Verl, key: str, value: Any) -> Any:
@@ -101,7 +175,10 @@ def _gamma(verl: Verl, key: str, value: Any) -> Any:
 
 
 def _scale_by_std(verl: Verl, key: str, value: Any) -> Any:
-    if verl.get("algorithm.adv_estimator") not in ("grpo", "grpo_vectorized"):
+    estimator = verl.get("algorithm.adv_estimator")
+    if estimator in ("grpo_passk", "gdpo"):
+        return Unused("adv_estimator decides")
+    if estimator not in ("grpo", "grpo_vectorized"):
         return Unused("only adv_estimator=grpo reads it")
     if verl.get(ROLLOUT + "n") == 1:
         return Unused("with rollout.n=1 the advantage is the reward")
@@ -402,6 +479,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "names": _names, "only_true": _only_true, "overlong": _overlong, "overlong_part": _overlong_part,
     "positive": _positive, "refill_rounds": _refill_rounds, "reward_file": _reward_file,
     "reward_model": _reward_model, "reward_model_switch": _reward_model_switch, "reward_name": _reward_name,
+    "reward_parts": _reward_parts, "reward_weights": _reward_weights,
     "router_replay": _router_replay,
     "scale_by_std": _scale_by_std, "sft_micro_batch": _sft_micro_batch, "when_set": _when_set,
 }  # fmt: skip

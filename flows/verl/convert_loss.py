@@ -46,7 +46,11 @@ def _clip_side(verl: Verl, key: str, value: Any) -> Any:
     return value
 
 
-UNCLIPPED = {"gpg": "the loss gpg has no ratio to clip", "sapo": "the loss sapo has a smooth gate in place of clips"}
+UNCLIPPED = {
+    "gpg": "the loss gpg has no ratio to clip",
+    "sapo": "the loss sapo has a smooth gate in place of clips",
+    "kl_cov": "the loss kl_cov has a penalty in place of clips",
+}
 
 
 def _loss_mode(verl: Verl) -> str:

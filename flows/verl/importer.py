@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from flows.catalogue import TRAININGS
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.overrides import describe_validation, load_config
-from flows.verl.convert import CONVERSIONS
+from flows.verl.convert import CONVERSIONS, LOSS_MODES
 from flows.verl.convert_loss import VALUE_LOSS_FACTOR
 from flows.verl.keys import KeyTable, Mapped, Unmapped, key_tables
 from flows.verl.launch import read_launch_script
@@ -341,6 +341,7 @@ CONDITIONS: dict[str, Condition] = {
     "async": Condition(lambda verl: verl.get("trainer.v1.trainer_mode") != "sync", "the trainer mode is sync"),
     "automodel": Condition(lambda verl: strategy_of(verl) == "automodel", "the trainer is not Automodel"),
     "bypass": Condition(_on("algorithm.rollout_correction.bypass_mode"), "bypass_mode is false"),
+    "clip_cov": Condition(lambda verl: _loss_mode(verl) == "clip_cov", "the loss is not clip_cov"),
     "clipped": Condition(lambda verl: _loss_mode(verl) == "vanilla", "this loss has no second clip"),
     "cpu_offload": Condition(_on("model.fsdp_config.cpu_offload"), "cpu_offload is false"),
     "critic": Condition(lambda verl: flow_of(verl) == "ppo", "there is no critic: adv_estimator is not gae"),
@@ -354,6 +355,7 @@ CONDITIONS: dict[str, Condition] = {
         ),
         "rollout_is is null, or bypass_mode is true, which needs no weights",
     ),
+    "kl_cov": Condition(lambda verl: _loss_mode(verl) == "kl_cov", "the loss is not kl_cov"),
     "kl_in_reward": Condition(_on("algorithm.use_kl_in_reward"), "use_kl_in_reward is false"),
     "kl_loss": Condition(_on(ACTOR + "use_kl_loss"), "use_kl_loss is false"),
     "lora": Condition(lambda verl: (verl.get(_model_of(verl) + "lora_rank") or 0) > 0, "lora_rank is 0"),
@@ -371,7 +373,7 @@ CONDITIONS: dict[str, Condition] = {
     "multi_turn": Condition(_on(ROLLOUT + "multi_turn.enable"), "multi_turn is off"),
     "multiturn": Condition(_on("data.multiturn.enable"), "multiturn is off"),
     "other_loss": Condition(
-        lambda verl: _loss_mode(verl) not in ("vanilla", "gspo", "cispo", "gpg", "geo_mean", "sapo"),
+        lambda verl: _loss_mode(verl) not in (*LOSS_MODES, "gspo"),
         "this loss is not used",
     ),
     "pf_ppo": Condition(_on("algorithm.use_pf_ppo"), "use_pf_ppo is false"),

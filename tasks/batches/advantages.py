@@ -10,7 +10,9 @@ Axes: G completion of one prompt · N completion of a step · T token of all com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -76,6 +78,28 @@ def raw(rewards_G: Rewards) -> Advantages:
     return _over_valid(rewards_G, lambda valid: valid, compares=False)
 
 
+def pass_at_k(rewards_G: Rewards, *, k: int) -> Advantages:
+    """1/C(n, k) times the sum, over the sets of k of the n completions with i, of the set's highest reward minus that
+    of the set without i   (the leave-one-out-minus-one form of PKPO, arXiv:2505.15201, theorem 4): an unbiased estimate
+    of the gradient of the expected highest reward of k completions.
+
+    Of fewer than k valid rewards there is no estimate, and each advantage is 0."""
+
+    def estimate(valid: np.ndarray) -> np.ndarray:
+        count = len(valid)
+        # In ascending order, reward j is the highest of C(j, k - 2) sets of k - 1: it and k - 2 of the j before it.
+        # Each of these sets gains r_i - r_j by a higher reward i, and nothing by a lower one.
+        ascending = np.argsort(valid, kind="stable")
+        sorted_G = valid[ascending].astype(np.float64)
+        sets_G = np.array([math.comb(j, k - 2) / math.comb(count, k) for j in range(count)])
+        gains_GG = np.maximum(sorted_G[:, None] - sorted_G[None, :], 0.0)
+        advantages_G = np.empty(count)
+        advantages_G[ascending] = gains_GG @ sets_G
+        return advantages_G
+
+    return _over_valid(rewards_G, estimate, least=k)
+
+
 ESTIMATORS: dict[str, Callable[[Rewards], Advantages]] = {
     "group": group,
     "group_sample_std": group_sample_std,
@@ -85,21 +109,37 @@ ESTIMATORS: dict[str, Callable[[Rewards], Advantages]] = {
     "raw": raw,
 }
 
+PASS_AT_K = "pass_at_k"
+"""The estimator `pass_at_k`, which has a setting of its own."""
+
+
+def estimator_of(name: str, pass_k: int | None) -> Callable[[Rewards], Advantages]:
+    """The estimator of one group with this name. `pass_k` is the k of PASS_AT_K."""
+    if name == PASS_AT_K:
+        assert pass_k is not None  # BatchPlan checks it
+        return partial(pass_at_k, k=pass_k)
+    return ESTIMATORS[name]
+
 
 def _over_valid(
-    rewards_G: Rewards, estimate: Callable[[np.ndarray], np.ndarray], *, compares: bool = True
+    rewards_G: Rewards,
+    estimate: Callable[[np.ndarray], np.ndarray],
+    *,
+    compares: bool = True,
+    least: int = 2,
 ) -> Advantages:
     """Applies the estimator to the valid rewards. The advantage of a masked grade stays None.
 
-    An estimator that compares the rewards of a group gives exactly 0 if there is only one valid reward or all are
-    equal, since such a group has no gradient. Raises ValueError for a reward that is too large or not finite."""
+    An estimator that compares the rewards of a group gives exactly 0 if there are fewer than `least` valid rewards,
+    or all are equal, since such a group has no gradient. Raises ValueError for a reward that is too large or not
+    finite."""
     with np.errstate(over="ignore"):  # an overflow becomes infinity, which the check below refuses
         valid = np.array([reward for reward in rewards_G if reward is not None], dtype=np.float32)
     if not (np.abs(valid) <= LARGEST_REWARD).all():
         raise ValueError(
             f"rewards are {list(rewards_G)}; each must be {REWARD_RANGE}; give None for a missing grade"
         )
-    if compares and (len(valid) < 2 or (valid == valid[0]).all()):
+    if compares and (len(valid) < least or (valid == valid[0]).all()):
         advantages = iter([0.0] * len(valid))
     else:
         advantages = iter(estimate(valid).astype(np.float32).tolist())

@@ -21,7 +21,7 @@ from engine.protocol import TableRows
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore
 from storage.store.tables import read_tables, table_schema
-from tasks.batches.advantages import DECOUPLED, ESTIMATORS, Rewards, discounted, subtract_group_mean, whiten
+from tasks.batches.advantages import DECOUPLED, Rewards, discounted, estimator_of, subtract_group_mean, whiten
 
 _GRADES_OF_GRADER = ("prompt_index", "prompt_id", "completion", "reward", "status")
 _GRADES_OF_ENVIRONMENT = (
@@ -133,7 +133,9 @@ class Grades:
         """Number of trajectories, of those that were neither masked nor ignored, and of those with a grade."""
         return len(self.rewards_K), int(self._finished_K.sum()), len(self.rewards)
 
-    def advantages(self, estimator: str, *, per_trajectory: bool = False) -> np.ndarray:
+    def advantages(
+        self, estimator: str, *, pass_k: int | None = None, per_trajectory: bool = False
+    ) -> np.ndarray:
         """float32 [U]: the advantage of each turn. The grades of all turns of a group are normalised together; the
         advantage of a turn is the sum of its trajectory's normalised grades at and after it. With `per_trajectory`, it
         is that of the trajectory's only grade, whichever turn has it. Raises NotOneGrade."""
@@ -141,7 +143,8 @@ class Grades:
             return self.decoupled_advantages()
         if per_trajectory:
             self._check_one_grade()
-        normalised_G = group_advantages(self._group_K[self._trajectory_G], self.grade_G.tolist(), estimator)
+        group_G = self._group_K[self._trajectory_G]
+        normalised_G = group_advantages(group_G, self.grade_G.tolist(), estimator, pass_k)
         if per_trajectory:
             advantages_K = np.zeros(len(self.rewards_K), np.float32)
             advantages_K[self._trajectory_G] = normalised_G
@@ -281,7 +284,9 @@ class Grades:
 _BATCH_COLUMNS = ("prompt_id", "completion", "token_ids", "loss_mask", "logprobs", "images")
 
 
-def group_advantages(group_N: np.ndarray, rewards_N: Rewards, estimator: str) -> np.ndarray:
+def group_advantages(
+    group_N: np.ndarray, rewards_N: Rewards, estimator: str, pass_k: int | None = None
+) -> np.ndarray:
     """float32 [N]: the advantage of each reward within its group, whose members may be in different shards. A reward
     that is None gets NaN; the rest of its group still gets advantages."""
     # Sort the rows by group, so that a group is one slice of the order.
@@ -290,8 +295,9 @@ def group_advantages(group_N: np.ndarray, rewards_N: Rewards, estimator: str) ->
     advantages_N = np.full(len(group_N), np.nan, dtype=np.float32)
     if len(order_N) == 0:
         return advantages_N
+    estimate = estimator_of(estimator, pass_k)
     for members in np.split(order_N, group_starts):
-        advantages_G = ESTIMATORS[estimator]([rewards_N[i] for i in members])
+        advantages_G = estimate([rewards_N[i] for i in members])
         advantages_N[members] = [np.nan if advantage is None else advantage for advantage in advantages_G]
     return advantages_N
 

@@ -108,7 +108,9 @@ async def _build_batch(
     needs_whole_batch = plan.needs_whole_batch if values is None else values.whiten_advantages or bool(plan.selection)
     advantages_U = np.zeros(len(grades.trajectory_U), np.float32)
     if values is None and not needs_whole_batch:
-        advantages_U = grades.advantages(plan.advantage_estimator, per_trajectory=plan.per_trajectory)
+        advantages_U = grades.advantages(
+            plan.advantage_estimator, pass_k=plan.pass_k, per_trajectory=plan.per_trajectory
+        )
 
     # Score the rows chunk by chunk, so that memory does not grow with the number of rollouts.
     # Advantages of a whole batch need all scored tables at once, so these are kept.
@@ -232,7 +234,9 @@ def with_batch_advantages(
     if plan.advantage_estimator == "reinforce_plus_plus_baseline":
         advantages_T = whiten(np.repeat(grades.centred_advantages()[turns], lengths))
     else:
-        advantages_U = grades.advantages(plan.advantage_estimator, per_trajectory=plan.per_trajectory)
+        advantages_U = grades.advantages(
+            plan.advantage_estimator, pass_k=plan.pass_k, per_trajectory=plan.per_trajectory
+        )
         advantages_T = np.repeat(advantages_U[turns], lengths)
     return with_token_column(table, "advantages", advantages_T), extra
 

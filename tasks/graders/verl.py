@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.import_paths import load_from_file
 from engine.text.threads import StringThread
-from tasks.graders.base import BaseGrader, Grade, GraderError, as_number, in_thread
+from tasks.graders.base import BaseGrader, Grade, GradePart, GraderError, as_number, in_thread
 from tasks.graders.rules import from_metadata
 
 
@@ -17,7 +17,9 @@ class VerlReward(BaseGrader):
     dict with the number at "score" and further numbers, which are logged.
 
     The metadata of a row has `data_source_column`, `reward_model_column` (an object with "ground_truth") and optionally
-    `extra_info`. `sha256` is the digest of the file when the run was declared; another digest is logged as a warning.
+    `extra_info`. `parts` are weights of numbers in the dict, by their names: the parts of the reward that
+    advantage_estimator='gdpo' normalises. `sha256` is the digest of the file when the run was declared; another digest
+    is logged as a warning.
     """
 
     def __init__(
@@ -29,9 +31,11 @@ class VerlReward(BaseGrader):
         sha256: str | None = None,
         data_source_column: str = "data_source",
         reward_model_column: str = "reward_model",
+        parts: dict[str, float] | None = None,
     ) -> None:
         super().__init__(grader_key)
         self.function = load_from_file(path, name, sha256=sha256, what="reward function")
+        self.parts = parts or {}
         self.data_source_column, self.reward_model_column = data_source_column, reward_model_column
 
     async def grade(self, thread: StringThread) -> Grade:
@@ -55,7 +59,23 @@ class VerlReward(BaseGrader):
         # verl's own majority vote also reads "pred"
         answer = result.get("pred") if isinstance(result, Mapping) else None
         return Grade(
-            value=self._score(result), grader_key=self.grader_key, answer=None if answer is None else str(answer)
+            value=self._score(result),
+            grader_key=self.grader_key,
+            answer=None if answer is None else str(answer),
+            parts=self._parts(result),
+        )
+
+    def _parts(self, result: Any) -> tuple[GradePart, ...]:
+        """The parts of the reward in the function's result."""
+        numbers = result if isinstance(result, Mapping) else {}
+        missing = [name for name in self.parts if name not in numbers]
+        if missing:
+            raise GraderError(
+                f"the reward function returned {result!r:.500} without {missing}; expected a dict with the parts "
+                f"{list(self.parts)} and 'score'"
+            )
+        return tuple(
+            GradePart(name=name, value=as_number(numbers[name]), weight=weight) for name, weight in self.parts.items()
         )
 
     def _score(self, result: Any) -> float:

@@ -20,6 +20,7 @@ from engine.backends.deepspeed.memory import adapter_spec
 from engine.backends.deepspeed.meta_model import TensorsInMemory
 from engine.backends.deepspeed.options import RankOptions, deepspeed_config
 from engine.backends.deepspeed.rank_model import RankModel
+from engine.backends.deepspeed.rank_optimizer import RankOptimizer
 from engine.backends.deepspeed.sharded_model import ReplicatedModel, ShardedModel, ZeroModel, parameter_groups
 from engine.backends.deepspeed.trainer import ZeroTrainer
 from engine.backends.torch.lora import (
@@ -33,6 +34,7 @@ from engine.backends.torch.lora import (
     target_layers,
     use_pairs,
 )
+from engine.backends.torch.optimizers import hidden_matrices
 from engine.backends.torch.scalar_lm import HEAD_NAME
 from engine.backends.weight_files.tensor_files import shapes_of_tensors, write_tensors
 from engine.specs.adapters import LoraSpec
@@ -152,13 +154,14 @@ class ZeroAdapter(ZeroTrainer):
 
 def _shard(model: RankModel, named: Mapping[str, nn.Parameter], options: RankOptions) -> ShardedModel:
     """The trained weights of an adapter over the ranks."""
-    groups = parameter_groups(named.values())
+    hidden = hidden_matrices(named.items(), model.module)
+    optimizer = RankOptimizer(parameter_groups(named.values()), hidden, model.device)
     if options.trainer.zero_stage == 0:
-        return ReplicatedModel(model, named, groups, bucket_mib=options.trainer.bucket_mib)
+        return ReplicatedModel(model, named, optimizer, bucket_mib=options.trainer.bucket_mib)
     in_float32 = options.model_copy(update={"trainer": adapter_spec(options.trainer), "compute_dtype": "float32"})
     config = deepspeed_config(in_float32, parameters=sum(parameter.numel() for parameter in named.values()))
     module = nn.ParameterList(named.values())
-    return ZeroModel(model, module, named, shapes_of_tensors(named.items()), groups, config)
+    return ZeroModel(model, module, named, shapes_of_tensors(named.items()), optimizer, config)
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,11 +331,6 @@ class DeepSpeedTrainer:
         on_micro_batch: Callable[[], None] = lambda: None,
     ) -> UpdateReport:
         # Check everything before anything changes.
-        if optimizer.kind != "adamw":
-            raise BadSpec(
-                f"optimizer.kind={optimizer.kind!r} needs whole matrices, and the ranks of DeepSpeed hold pieces of "
-                "them; set optimizer.kind to adamw, or engine.trainer to torch"
-            )
         check_loss_fits_head(objective.loss, scalar=self.scalar, name="the policy")
         self._check_sequences(samples)
         totals = count_totals(samples)

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from engine.backends.deepspeed.meta_model import WeightSource
 from engine.backends.deepspeed.rank_model import WeightNames, gather
 from engine.backends.deepspeed.sending import HeldParts
-from engine.backends.deepspeed.shards import MOMENTS, Shards
+from engine.backends.deepspeed.shards import MOMENTS, MOMENTUM, Shards
+from engine.backends.torch.optimizers import kind_of_moments
 from engine.backends.weight_files.digests import Sums, combine_digests, digest_of_sums, tensor_sums
 from engine.backends.weight_files.pieces import (
     OPTIMIZER,
@@ -135,14 +136,16 @@ def write_checkpoint(state: ShardedState, folder: Path) -> list[str]:
 
     # The moments. The order of `shapes` is part of the file's bytes: first all exp_avg, then all exp_avg_sq.
     tensors, shapes = {}, {}
-    for moment in MOMENTS:
+    for moment in (*MOMENTS, MOMENTUM):
         for piece in owned:
+            if moment not in shards.moments_of(piece.name):
+                continue
             moment_name = f"{moment}.{state.trained[piece.name]}"
             tensors[piece_name(moment_name, piece.start)] = shards.moment(piece, moment)
             shapes[moment_name] = shards.shapes[piece.name]
-    # The step counts. The rank with the beginning of a weight writes its count.
+    # The step counts of AdamW. The rank with the beginning of a weight writes its count.
     for piece in owned:
-        if piece.start == 0:
+        if piece.start == 0 and shards.moments_of(piece.name) == MOMENTS:
             tensors[f"step.{state.trained[piece.name]}"] = shards.step
     _write(folder / part_file(OPTIMIZER, rank, world_size), tensors, shapes)
     return sorted(_files_of_all_ranks(WEIGHTS) + _files_of_all_ranks(OPTIMIZER))
@@ -171,8 +174,11 @@ def read_checkpoint(state: ShardedState, files: Mapping[str, Path], *, optimizer
     check_shapes(checkpoint.weights.shapes(), state.shapes(), "checkpoint")
     moments = checkpoint.moments if optimizer else None
     if moments is not None:
-        trained = {state.trained[name]: shape for name, shape in shards.shapes.items()}
-        check_shapes(moments.shapes(), moment_shapes(trained, MOMENTS), "optimizer's checkpoint")
+        kind = kind_of_moments(moments.shapes())
+        of_muon = shards.matrices_of_muon(kind)
+        trained = {state.trained[name]: shape for name, shape in shards.shapes.items() if name not in of_muon}
+        momenta = {f"{MOMENTUM}.{state.trained[name]}": shards.shapes[name] for name in sorted(of_muon)}
+        check_shapes(moments.shapes(), moment_shapes(trained, MOMENTS) | momenta, "optimizer's checkpoint")
         steps = {float(moments.read(f"step.{name}")) for name in trained}
         if len(steps) > 1:
             raise BadSpec(
@@ -184,9 +190,10 @@ def read_checkpoint(state: ShardedState, files: Mapping[str, Path], *, optimizer
     fill(state, checkpoint.weights)
     shards.drop_moments()
     if moments is not None:
-        shards.create_moments(steps.pop())
+        # without a count, all weights are matrices of Muon, which counts no steps
+        shards.create_moments(steps.pop() if steps else 0.0, kind)
         for piece in shards.pieces:
-            for moment in MOMENTS:
+            for moment in shards.moments_of(piece.name):
                 name = f"{moment}.{state.trained[piece.name]}"
                 moments.read_into(name, shards.moment(piece, moment), start=piece.start)
             report_progress()

@@ -19,6 +19,7 @@ from torch._utils import _flatten_dense_tensors
 
 from engine.backends.deepspeed.options import RankOptions, deepspeed_config
 from engine.backends.deepspeed.rank_model import EvaluatedModule, RankModel, SequenceGroup
+from engine.backends.deepspeed.rank_optimizer import RankOptimizer
 from engine.backends.deepspeed.shards import (
     Shards,
     flattened_without_copies,
@@ -27,8 +28,9 @@ from engine.backends.deepspeed.shards import (
     zero_shards,
 )
 from engine.backends.torch.causal_lm import CausalLM
+from engine.backends.torch.optimizers import hidden_matrices
 from engine.backends.torch.packing import Packed
-from engine.backends.torch.updates import adamw_groups, set_adamw
+from engine.backends.torch.updates import adamw_groups
 from engine.backends.weight_files.tensor_files import shapes_of_tensors
 from storage.chain.records import OptimizerSpec
 
@@ -78,21 +80,21 @@ def shard_model(
     # Read the names and the shapes before ZeRO 3 takes the parameters over: afterwards the shapes are lost.
     named = named_parameters(loaded)
     shapes = shapes_of_tensors(named.items())
-    groups = parameter_groups(module.parameters())
+    optimizer = RankOptimizer(parameter_groups(module.parameters()), hidden_matrices(named.items(), module), device)
     if stage == 0:
         # Allocate all weights. They are filled later through the shards.
         module.to(device)
         for parameter in module.parameters():
             parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
         model = rank_model(module, options, device, sequence, master_dtype=options.master_dtype)
-        return ReplicatedModel(model, named, groups, bucket_mib=options.trainer.bucket_mib)
+        return ReplicatedModel(model, named, optimizer, bucket_mib=options.trainer.bucket_mib)
 
     config = deepspeed_config(options, parameters=sum(p.numel() for p in module.parameters()))
     # In stage 3 a rank never holds all weights of the model.
     if stage == 3:
         split_parameters(module, config, options.dtype, device)
     model = rank_model(module, options, device, sequence, master_dtype=options.dtype)
-    return ZeroModel(model, module, named, shapes, groups, config)
+    return ZeroModel(model, module, named, shapes, optimizer, config)
 
 
 def rank_model(
@@ -129,13 +131,13 @@ class ReplicatedModel:
     gradients over the ranks once per update."""
 
     def __init__(
-        self, model: RankModel, named: Mapping[str, nn.Parameter], groups: list[dict[str, object]], *, bucket_mib: int
+        self, model: RankModel, named: Mapping[str, nn.Parameter], optimizer: RankOptimizer, *, bucket_mib: int
     ) -> None:
-        """`named` are the trained parameters, and `groups` their `parameter_groups`."""
+        """`named` are the trained parameters, which `optimizer` steps."""
         self.model = model
         self.exchanges_nothing = model.sequence is None
-        self._adamw = torch.optim.AdamW(groups, fused=True)
-        self.shards = replicated_shards(named, self._adamw)
+        self._rank_optimizer = optimizer
+        self.shards = replicated_shards(named, optimizer)
         self._parameters = list(named.values())
         self._bucket_bytes = bucket_mib << 20
 
@@ -158,8 +160,8 @@ class ReplicatedModel:
         # Every rank has the same gradient now, and takes the same step.
         norm = float(nn.utils.clip_grad_norm_(self._parameters, optimizer.max_grad_norm))
         if isfinite(norm):
-            set_adamw(self._adamw.param_groups, optimizer)
-            self._adamw.step()
+            self._rank_optimizer.apply(optimizer)
+            self._rank_optimizer.step()
         self.drop_gradients()
         return norm, isfinite(norm)
 
@@ -203,21 +205,21 @@ class ZeroModel:
         module: nn.Module,
         named: Mapping[str, nn.Parameter],
         shapes: Mapping[str, tuple[int, ...]],
-        groups: list[dict[str, object]],
+        optimizer: RankOptimizer,
         config: dict[str, Any],
     ) -> None:
-        """`module` has the trained parameters `named`, whose shapes before ZeRO 3 split them are `shapes`, and whose
-        `parameter_groups` are `groups`. `config` is DeepSpeed's."""
+        """`module` has the trained parameters `named`, whose shapes before ZeRO 3 split them are `shapes`, and which
+        `optimizer` steps. `config` is DeepSpeed's."""
         import deepspeed
 
         stage = config["zero_optimization"]["stage"]
         # Stages 2 and 3 exchange gradients and weights in the middle of a pass.
         self.exchanges_nothing = stage == 1 and model.sequence is None
         self.model = model
-        self._adamw = torch.optim.AdamW(groups, fused=True)
+        self._rank_optimizer = optimizer
         evaluated = EvaluatedModule(module, model)
         with nullcontext() if stage == 3 else flattened_without_copies(module):
-            self._engine, *_ = deepspeed.initialize(model=evaluated, optimizer=self._adamw, config=config)
+            self._engine, *_ = deepspeed.initialize(model=evaluated, optimizer=optimizer, config=config)
         self._optimizer: Any = self._engine.optimizer
         # Give DeepSpeed torch's own function again: it also flattens gradients with it, which are many and small.
         self._optimizer.flatten = _flatten_dense_tensors
@@ -237,7 +239,7 @@ class ZeroModel:
         self._engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
 
     def step(self, optimizer: OptimizerSpec) -> tuple[float, bool]:
-        set_adamw(self._adamw.param_groups, optimizer)
+        self._rank_optimizer.apply(optimizer)
         # DeepSpeed clips the gradient, and skips the step if the norm is not finite.
         self._optimizer.clip_grad = optimizer.max_grad_norm
         self._engine.step()

@@ -1,4 +1,4 @@
-"""The pieces of master weights and AdamW moments on this rank, in the same form for every ZeRO stage.
+"""The pieces of master weights and of the optimizer's moments on this rank, in the same form for every ZeRO stage.
 
 A *piece* is a range of a flattened parameter inside one of the tensors that AdamW steps. Checkpoints, digests and
 exports read and write pieces. This is the only module that uses DeepSpeed's internals.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,14 @@ from torch._utils import _flatten_dense_tensors
 
 from engine.backends.weight_files.tensor_files import shapes_of_tensors
 from engine.cluster.rank_progress import report_progress
+from storage.chain.records import OptimizerKind, OptimizerSpec
+
+if TYPE_CHECKING:
+    from engine.backends.deepspeed.rank_optimizer import RankOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"
+"""The only moment of a matrix that Muon steps."""
 PUBLISHED_ELEMENTS = 1 << 25
 """Number of elements that are sent at once when the weights that compute are set to their masters."""
 
@@ -42,21 +48,21 @@ class ShardPiece:
 
 
 class Shards:
-    """All pieces of this rank, with AdamW's state of them."""
+    """All pieces of this rank, with the optimizer's state of them."""
 
     def __init__(
         self,
         pieces: Iterable[ShardPiece],
-        adamw: torch.optim.Optimizer | None,
+        optimizer: RankOptimizer | None,
         *,
         shapes: Mapping[str, tuple[int, ...]],
         replicated: bool,
         publish: Callable[[], None],
     ) -> None:
-        """`adamw` is None for frozen weights, which have no moments. `replicated` says whether every rank has every
+        """`optimizer` is None for frozen weights, which have no moments. `replicated` says whether every rank has every
         piece. `publish` copies the master weights to the weights that compute."""
         self.shapes = dict(sorted(shapes.items()))
-        self.replicated, self.publish, self._adamw = replicated, publish, adamw
+        self.replicated, self.publish, self._optimizer = replicated, publish, optimizer
         self.pieces = sorted(pieces, key=lambda piece: (piece.name, piece.start))
         self._by_name: dict[str, list[ShardPiece]] = {}
         for piece in self.pieces:
@@ -75,7 +81,7 @@ class Shards:
 
     @property
     def _optimizer_state(self) -> dict[Any, Any]:
-        return {} if self._adamw is None else self._adamw.state
+        return {} if self._optimizer is None else self._optimizer.state
 
     @property
     def has_moments(self) -> bool:
@@ -87,16 +93,32 @@ class Shards:
         # AdamW counts for each tensor, and all tensors were updated together.
         return next(state["step"] for state in self._optimizer_state.values() if state)
 
+    def matrices_of_muon(self, kind: OptimizerKind) -> frozenset[str]:
+        """The names of the parameters that an optimizer of this kind steps with Muon."""
+        return frozenset() if self._optimizer is None or kind == "adamw" else self._optimizer.hidden
+
+    def moments_of(self, name: str) -> tuple[str, ...]:
+        """The names of the moments of a parameter in a checkpoint."""
+        kind = "adamw" if self._optimizer is None else self._optimizer.kind
+        return (MOMENTUM,) if name in self.matrices_of_muon(kind) else MOMENTS
+
     def moment(self, piece: ShardPiece, name: str) -> Tensor:
-        """The moment of a piece. `name` is one of MOMENTS."""
-        return piece.of(self._optimizer_state[piece.flat][name])
+        """The moment of a piece. `name` is one of `moments_of`."""
+        return piece.of(self._optimizer_state[piece.flat]["exp_avg" if name == MOMENTUM else name])
+
+    def check_optimizer(self, spec: OptimizerSpec) -> None:
+        """Raises BadSpec if the moments are those of another kind of optimizer."""
+        if self._optimizer is not None:
+            self._optimizer.check(spec)
 
     def drop_moments(self) -> None:
         self._optimizer_state.clear()
 
-    def create_moments(self, step: float) -> None:
-        """Gives every piece moments of zero, after `step` updates."""
+    def create_moments(self, step: float, kind: OptimizerKind) -> None:
+        """Gives every piece moments of zero, after `step` updates by an optimizer of this kind."""
         self.drop_moments()
+        assert self._optimizer is not None  # frozen weights have no moments
+        self._optimizer.kind = kind
         # Several pieces may be in one flat tensor, which has one state.
         for flat in {id(piece.flat): piece.flat for piece in self.pieces}.values():
             moments = {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
@@ -106,19 +128,22 @@ class Shards:
     # -- whole tensors ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def assemble(self, name: str, *, on: int, device: torch.device) -> Tensor | None:
-        """The whole parameter in master precision on rank `on`, None on the others. Every rank calls it."""
+    def assemble(
+        self, name: str, *, on: int, device: torch.device, of: Callable[[Tensor], Tensor] = lambda flat: flat
+    ) -> Tensor | None:
+        """The whole parameter in master precision on rank `on`, None on the others. With `of`, it is assembled of the
+        tensor that `of` returns of each flat one, such as its gradient. Every rank calls it."""
         pieces, shape = self._by_name.get(name, []), self.shapes[name]
         # No exchange is needed where each rank has the whole parameter.
         if self.replicated or dist.get_world_size() == 1:
             if dist.get_rank() != on:
                 return None
-            return pieces[0].of(pieces[0].flat).view(shape)
+            return pieces[0].of(of(pieces[0].flat)).view(shape)
         # Sum the pieces as integers: zero plus the bits of a number are its bits, also those of -0.0 and NaN. Frozen
         # weights in bfloat16 become float32, which is exact.
         whole = torch.zeros(shape, dtype=torch.int32, device=device).view(-1)
         for piece in pieces:
-            bits = piece.of(piece.flat).to(torch.float32).view(torch.int32)
+            bits = piece.of(of(piece.flat)).to(torch.float32).view(torch.int32)
             whole[piece.start : piece.start + piece.length] = bits.to(device)
         dist.reduce(whole, on)
         if dist.get_rank() != on:
@@ -194,13 +219,15 @@ def _flatten(tensors: Sequence[Tensor]) -> Tensor:
 NamedParameters = Mapping[str, nn.Parameter]
 
 
-def replicated_shards(named: NamedParameters, adamw: torch.optim.Optimizer) -> Shards:
-    """The shards without ZeRO: AdamW steps the parameters themselves, on every rank."""
+def replicated_shards(named: NamedParameters, optimizer: RankOptimizer) -> Shards:
+    """The shards without ZeRO: the optimizer steps the parameters themselves, on every rank."""
     pieces: list[ShardPiece] = []
     for name, parameter in named.items():
         pieces.append(ShardPiece(name, 0, parameter.numel(), parameter, 0))
     shapes = shapes_of_tensors(named.items())
-    return Shards(pieces, adamw, shapes=shapes, replicated=True, publish=lambda: None)
+    shards = Shards(pieces, optimizer, shapes=shapes, replicated=True, publish=lambda: None)
+    optimizer.bind(shards, list(named.values()))
+    return shards
 
 
 def frozen_shards(named: NamedParameters, shapes: Mapping[str, tuple[int, ...]], *, split: bool) -> Shards:
@@ -249,23 +276,26 @@ def gather_when_called(module: nn.Module, config: dict[str, Any]) -> Any:
 
 
 def zero_shards(engine: Any, named: NamedParameters, shapes: Mapping[str, tuple[int, ...]]) -> Shards:
-    """The shards of a DeepSpeed engine of stage 1, 2 or 3. `shapes` are the shapes of the parameters before DeepSpeed
-    took them over."""
+    """The shards of a DeepSpeed engine of stage 1, 2 or 3, whose optimizer is a RankOptimizer. `shapes` are the shapes
+    of the parameters before DeepSpeed took them over."""
     optimizer: Any = engine.optimizer
     if engine.zero_optimization_stage() == 3:
+        flats = optimizer.fp32_partitioned_groups_flat
         pieces = _stage_3_pieces(optimizer, named)
         publish = _stage_3_publish(optimizer)
     else:
-        pieces = _stage_1_2_pieces(optimizer, named)
+        # For bfloat16 in stage 1, DeepSpeed uses another optimizer class, with other names.
+        flats = getattr(optimizer, "single_partition_of_fp32_groups", None)
+        if flats is None:
+            flats = optimizer.fp32_groups_flat_partition
+        pieces = _stage_1_2_pieces(flats, named)
         publish = _stage_1_2_publish(optimizer)
-    return Shards(pieces, engine.basic_optimizer, shapes=shapes, replicated=False, publish=publish)
+    shards = Shards(pieces, engine.basic_optimizer, shapes=shapes, replicated=False, publish=publish)
+    engine.basic_optimizer.bind(shards, flats)
+    return shards
 
 
-def _stage_1_2_pieces(optimizer: Any, named: NamedParameters) -> list[ShardPiece]:
-    # For bfloat16 in stage 1, DeepSpeed uses another optimizer class, with other names.
-    flats = getattr(optimizer, "single_partition_of_fp32_groups", None)
-    if flats is None:
-        flats = optimizer.fp32_groups_flat_partition
+def _stage_1_2_pieces(flats: Sequence[Tensor], named: NamedParameters) -> list[ShardPiece]:
     # `_hp_mapping` says which part of a parameter is on this rank, and where it is in the flat master weights.
     pieces = []
     for name, parameter in named.items():

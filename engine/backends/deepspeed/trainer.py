@@ -113,7 +113,9 @@ class ZeroTrainer:
         self, passes: RankPasses[Sample], objective: Objective, optimizer: OptimizerSpec, totals: Totals
     ) -> tuple[dict[str, float], float, bool]:
         """Takes one optimizer step. Returns (sums of the loss and the metrics over all ranks, norm of the gradient,
-        whether the weights moved), equal on all ranks. `totals` are those of the whole minibatch."""
+        whether the weights moved), equal on all ranks. `totals` are those of the whole minibatch. Raises BadSpec if the
+        moments are those of another kind of optimizer."""
+        self.shards.check_optimizer(optimizer)
         with self.own_weights():
             sums = self._accumulate(passes, objective, totals)
         check_policy_not_nan(sums)

@@ -22,6 +22,7 @@ from storage.chain.records import OptimizerKind, OptimizerSpec
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
 """The only state of Muon."""
+MUON_MOMENTUM = 0.95
 HEADS = ("lm_head", "embed_out", HEAD_NAME)
 """Names of the output heads in models of transformers."""
 
@@ -35,17 +36,13 @@ class TrainerOptimizer:
         matrices = [parameter for name, parameter in trained if name in hidden]
         others = [parameter for name, parameter in trained if name not in hidden]
         self._adamw = torch.optim.AdamW(adamw_groups(others), fused=True) if others else None
-        self._muon = torch.optim.Muon(matrices, momentum=0.95, adjust_lr_fn="match_rms_adamw") if matrices else None
+        self._muon = new_muon(matrices) if matrices else None
         self._parts: list[torch.optim.Optimizer] = [part for part in (self._adamw, self._muon) if part is not None]
 
     def apply(self, spec: OptimizerSpec) -> None:
         """Applies the settings of one step. Raises BadSpec for another kind of optimizer, whose moments these are not.
         """
-        if spec.kind != self.kind:
-            raise BadSpec(
-                f"the step is one of {spec.kind}, and the moments of its policy are those of {self.kind}; set "
-                f"optimizer.kind={self.kind!r}, or begin a new stage or run from the policy's weights"
-            )
+        check_kind(spec, self.kind)
         if self._adamw is not None:
             set_adamw(self._adamw.param_groups, spec)
         if self._muon is not None:
@@ -76,6 +73,29 @@ class TrainerOptimizer:
         tensor = torch.empty_like(weight) if is_moment else torch.empty((), device=weight.device)
         part.state[parameter][moment] = tensor
         return tensor
+
+
+def new_muon(
+    matrices: list[nn.Parameter],
+    *,
+    lr: float = 1e-3,
+    weight_decay: float = 0.0,
+    momentum: float = MUON_MOMENTUM,
+    nesterov: bool = True,
+) -> torch.optim.Muon:
+    """torch's Muon, whose updates have the size of AdamW's."""
+    return torch.optim.Muon(
+        matrices, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"
+    )
+
+
+def check_kind(spec: OptimizerSpec, kind: OptimizerKind) -> None:
+    """Raises BadSpec for a step of another kind of optimizer than that of the moments."""
+    if spec.kind != kind:
+        raise BadSpec(
+            f"the step is one of {spec.kind}, and the moments of its policy are those of {kind}; set "
+            f"optimizer.kind={kind!r}, or begin a new stage or run from the policy's weights"
+        )
 
 
 def hidden_matrices(trained: Iterable[tuple[str, nn.Parameter]], module: nn.Module) -> set[str]:

@@ -253,3 +253,30 @@ def test_a_bad_target_is_refused_by_all_ranks(adapters: Adapters) -> None:
     with pytest.raises(BadSpec, match="no linear layer of the model"):
         adapters.load(LoraSpec(target_modules=("no_proj",)), zero_stage=2)
     assert adapters.group.alive
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_an_adapter_trains_with_muon_and_the_torch_trainer_reads_its_moments(
+    zero_stage: int, adapters: Adapters, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """All weights of an adapter are matrices of Muon, so its moments have no count of steps."""
+    muon = ADAMW.model_copy(update={"kind": "muon"})
+    adapter, reference = adapters.load(zero_stage=zero_stage), torch_adapter(tiny_folder)
+    before = {name: weight.clone() for name, weight in whole(open_checkpoint(adapter.checkpoint()).weights).items()}
+    for trainer in (adapter.trainer, reference):
+        trainer.update(some_samples(), CE, muon, max_tokens=4096)
+    files = adapter.checkpoint()
+    weights = whole(open_checkpoint(files).weights)
+    expected = whole(open_checkpoint(reference.write_checkpoint(tmp_path / "torch")).weights)
+    for name, weight in weights.items():
+        moved = (expected[name] - before[name]).norm()
+        # torch iterates in bfloat16, whose rounding error is 2^-8
+        assert (weight - expected[name]).norm() <= 2**-5 * moved, name
+    reference.read_checkpoint(files, optimizer=True)
+    assert same_bytes(state_of(reference.write_checkpoint(tmp_path / "read")), state_of(files))
+    resumed = adapters.load(zero_stage=zero_stage)
+    resumed.call("read_checkpoint", files, True)
+    for trainer in (adapter, resumed):
+        trainer.update(some_samples(), CE, muon, 4096)
+    assert resumed.digest() == adapter.digest()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from engine.backends.deepspeed.backend import DeepSpeedTrainer
 from engine.backends.protocol import Objective
 from engine.backends.torch.optimizers import TrainerOptimizer, hidden_matrices
 from engine.backends.torch.trainer import TorchTrainer
@@ -127,9 +126,7 @@ def test_the_moments_of_another_optimizer_are_refused(tiny_folder: Path) -> None
     update(trainer, SAMPLES, CE, MUON)
 
 
-def test_requests_of_adamw_are_those_of_before_and_deepspeed_refuses_muon() -> None:
+def test_requests_of_adamw_are_those_of_before() -> None:
     assert OptimizerSpec(lr=0.1).model_dump().keys() == {
         "lr", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm",
     }  # fmt: skip
-    with pytest.raises(BadSpec, match="needs whole matrices, and the ranks of DeepSpeed hold pieces of them"):
-        DeepSpeedTrainer.update(None, SAMPLES, CE, MUON, max_tokens=64)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from flows.gspo import GSPO
 from flows.training.rollout_loop import policy_loss
 from flows.training.schedules import schedule_of
 from flows.verl.read import VerlError
-from tasks.batches.advantages import ESTIMATORS, reinforce_plus_plus
+from tasks.batches.advantages import ESTIMATORS, estimator_of, reinforce_plus_plus
 from tasks.datasets.spec import FileDataset, PythonDataset
 from tasks.datasets.verl import image_rows
 from tests.engine.losses.cases import loss_of, sample
@@ -82,6 +82,66 @@ def test_the_factor_of_gpgs_advantages_is_said_to_be_missing(tmp_path: Path) -> 
     assert "by 2 if half of the rewards are 0" in line.difference
     single = made(tmp_path, "ppo_trainer", ["algorithm.adv_estimator=gpg", R + "n=1"]).config["algorithm"]
     assert ESTIMATORS[single["advantage_estimator"]]([0.75]) == [0.75]
+
+
+def verls_best(rewards: list[float], *, divided: bool) -> list[float]:
+    """core_algos.py, compute_grpo_passk_outcome_advantage: only the best completion has an advantage."""
+    best, second = torch.topk(torch.tensor(rewards), 2)[0].tolist()
+    gain = (best - second) / (float(np.std(rewards, ddof=1)) + 1e-6 if divided else 1.0)
+    return [gain if number == int(np.argmax(rewards)) else 0.0 for number in range(len(rewards))]
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 1.0, 0.0, 0.0], [0.2, 0.9, 0.4, -1.0], [1.0, 1.0, 0.0, 0.0]])
+def test_the_best_of_a_group_has_what_verl_gives_it(tmp_path: Path, rewards: list[float]) -> None:
+    words = ["algorithm.adv_estimator=grpo_passk", R + "n=4"]
+    exact = made(tmp_path, "ppo_trainer", [*words, "algorithm.norm_adv_by_std_in_grpo=false"])
+    algorithm = GRPOConfig.model_validate(exact.config).algorithm
+    advantages = estimator_of(algorithm.advantage_estimator, algorithm.pass_k)(rewards)
+    assert advantages == pytest.approx(verls_best(rewards, divided=False), abs=1e-6)
+    assert [line for line in exact.approximate if line.key == "algorithm.adv_estimator"] == []
+
+    divided = made(tmp_path, "ppo_trainer", words)
+    assert divided.config["algorithm"] == exact.config["algorithm"]
+    (line,) = [line for line in divided.approximate if line.key == "algorithm.adv_estimator"]
+    assert "the same factor for every prompt" in line.difference
+    # of one 1 among four rewards, the standard deviation is 0.5
+    assert verls_best([0.0, 1.0, 0.0, 0.0], divided=True) == pytest.approx([0.0, 2.0, 0.0, 0.0], abs=1e-5)
+    with pytest.raises(VerlError, match=r"use rollout\.n above 1"):
+        made(tmp_path, "ppo_trainer", [*words, R + "n=1"])
+
+
+def test_the_parts_of_gdpo_are_those_of_the_reward_function(tmp_path: Path) -> None:
+    # core_algos.py, compute_gdpo_outcome_advantage (August): weights of 1 if none are given
+    words = ["algorithm.adv_estimator=gdpo", "reward.custom_reward_function.path=r.py", R + "n=4"]
+    names = "algorithm.gdpo_reward_keys=[right, format]"
+    result = made(tmp_path, "ppo_trainer", [*words, names, "reward.reward_manager.name=gdpo"])
+    assert result.config["grader"]["arguments"]["parts"] == {"right": 1.0, "format": 1.0}
+    (line,) = [line for line in result.approximate if line.key == "algorithm.adv_estimator"]
+    assert "verl whitens over their tokens" in line.difference
+    weights = "algorithm.gdpo_reward_weights=[1.0, 0.25]"
+    weighed = made(tmp_path, "ppo_trainer", [*words, names, weights])
+    assert weighed.config["grader"]["arguments"]["parts"] == {"right": 1.0, "format": 0.25}
+    # the parts of a grader that --set names are its own
+    graded = made(tmp_path, "ppo_trainer", [words[0], names, weights, R + "n=4"])
+    assert graded.config["grader"].get("arguments") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "needs the names of the parts"),
+        (["algorithm.gdpo_reward_keys=[a, b]", "algorithm.gdpo_reward_weights=[1.0]"], "it has 2 names"),
+        (["algorithm.gdpo_reward_keys=[a]", "algorithm.norm_adv_by_std_in_grpo=false"], "remove norm_adv_by_std"),
+        (["algorithm.gdpo_reward_keys=[a]", "algorithm.use_kl_in_reward=true"], "use actor.use_kl_loss instead"),
+        (["algorithm.gdpo_reward_keys=[a]", R + "n=1"], "use rollout.n above 1"),
+    ],
+)
+def test_gdpo_with_settings_that_would_mean_something_else_is_refused(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    given = ["algorithm.adv_estimator=gdpo", "custom_reward_function.path=r.py", R + "n=4", *words]
+    with pytest.raises(VerlError, match=message):
+        made(tmp_path, "ppo_trainer", given)
 
 
 # -- losses ----------------------------------------------------------------------------------------------------
@@ -169,6 +229,25 @@ def test_geo_mean_and_sapo_are_verls(tmp_path: Path, mode: str, verls: Any, word
     assert ours.item() == pytest.approx(verl.item(), rel=1e-5)
     for mine, its in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(verl, leaves), strict=True):
         assert mine.tolist() == pytest.approx(its.tolist(), rel=1e-5)
+
+
+def test_the_losses_by_covariance_are_verls_on_the_selected_tokens(tmp_path: Path) -> None:
+    """core_algos.py, compute_policy_loss_clip_cov, compute_policy_loss_kl_cov, for one micro-batch of two tokens of the
+    ratios e^0.5 and 1, with the advantages 2 and -1, of which the first is selected."""
+    columns = {"advantages": [2.0, -1.0], "old_logprobs": [-1.5, -1.0], "selected": [1.0, 0.0]}
+    samples = [sample([1], [1.0, 1.0], "first", **columns)]
+    outputs = Outputs(logprobs_N=torch.tensor([-1.0, -1.0], dtype=torch.float64))
+    losses = {}
+    for mode, words in (("clip_cov", ["clip_ratio_high=0.3"]), ("kl_cov", ["policy_loss.ppo_kl_coef=0.4"])):
+        result = made(tmp_path, "ppo_trainer", [A + word for word in (f"policy_loss.loss_mode={mode}", *words)])
+        config = GRPOConfig.model_validate(result.config)
+        loss = policy_loss(POLICY_LOSSES, config.algorithm, config.regularisation)
+        losses[mode] = loss_of(loss, samples, outputs).item()
+        (line,) = [line for line in result.approximate if line.key == A + "policy_loss.loss_mode"]
+        assert "verl selects among the tokens of each micro-batch" in line.difference
+    # clip_cov: 0 of the selected token, 1 of the other; kl_cov: -2 e^0.5 + 0.4 · 0.5, and 1
+    assert losses["clip_cov"] == pytest.approx((0 + 1) / 2)
+    assert losses["kl_cov"] == pytest.approx((-2 * np.exp(0.5) + 0.2 + 1) / 2)
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,19 @@ def test_a_masked_completion_is_outside_the_statistics_of_gdpo_and_grades_withou
         BatchPlan(reference=None, advantage_estimator="gdpo", overlong=Overlong(limit=8, buffer=2))
 
 
+def test_pass_at_k_is_within_the_group_of_a_prompt() -> None:
+    """Prompt x, pairs: 2 gains 2 - 0 and 2 - 1, and 1 gains 1 - 0, of 3 pairs. Prompt y has two grades and one pair."""
+    masked = GradeOutcome(reward=None, status="masked", reason="late")
+    rewards = [GradeOutcome(reward=reward, status="ok") for reward in (0.0, 2.0, 1.0)]
+    grades = grades_of({"x": rewards, "y": [rewards[1], masked, rewards[0]]})
+    expected = [0.0, 1.0, 1 / 3, 2.0, 0.0, 0.0]
+    assert grades.advantages("pass_at_k", pass_k=2).tolist() == pytest.approx(expected, abs=1e-6)
+    # of k = 3, y has no estimate: the best of x gains 2 - 1
+    assert grades.advantages("pass_at_k", pass_k=3).tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    with pytest.raises(ValidationError, match="pass_at_k needs pass_k"):
+        BatchPlan(reference=None, advantage_estimator="pass_at_k")
+
+
 async def test_the_parts_of_a_combined_grader_are_in_the_grades_and_in_the_batch(batches: BatchWorkspace) -> None:
     rollouts = await batches.sample()
     graders = [{"path": "tests.fixtures.toy:digit_share"}, {"path": "tests.fixtures.grading:even_share"}]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import combinations
+from math import comb
+
 import numpy as np
 import pytest
 
@@ -9,12 +14,14 @@ from tasks.batches.advantages import (
     BATCH_ESTIMATORS,
     DECOUPLED,
     ESTIMATORS,
+    PASS_AT_K,
     TokenSelection,
     centred,
     group,
     group_sample_std,
     leave_one_out,
     max_rl,
+    pass_at_k,
     raw,
 )
 from tasks.plans import AdvantageEstimator
@@ -50,7 +57,42 @@ def test_max_rl_needs_a_mean_above_0() -> None:
         max_rl([-1.0, 0.0])
 
 
-COMPARING = {name: estimator for name, estimator in ESTIMATORS.items() if name != "raw"}
+PASS_AT_2 = partial(pass_at_k, k=2)
+
+
+def by_sets(rewards: Sequence[float], k: int) -> list[float]:
+    """The definition: over all sets of k completions, what each member adds to the highest reward of the others."""
+    sums = [0.0] * len(rewards)
+    for members in combinations(range(len(rewards)), k):
+        for member in members:
+            others = [rewards[other] for other in members if other != member]
+            sums[member] += max(rewards[member], *others) - max(others)
+    return [total / comb(len(rewards), k) for total in sums]
+
+
+def test_pass_at_k_is_the_gain_over_all_sets_of_k() -> None:
+    # by hand, k = 2: of the 6 pairs, the winner gains 1 in 3; with two winners, each in 2
+    assert PASS_AT_2([1.0, 0.0, 0.0, 0.0]) == pytest.approx([0.5, 0.0, 0.0, 0.0], abs=1e-7)
+    assert PASS_AT_2([1.0, 0.0, 0.0, 1.0]) == pytest.approx([1 / 3, 0.0, 0.0, 1 / 3], abs=1e-7)
+    # k = 4 has one set, to which only the best adds: 3 - 2
+    assert pass_at_k([2.0, 3.0, -1.0, 0.5], k=4) == [0.0, 1.0, 0.0, 0.0]
+    # k = 3 of (2, 3, -1, 0.5): the sets without -1, 0.5, 2 give 3 - 2, 3 - 2, 3 - 0.5, and that without 3 gives 2 - 0.5
+    assert pass_at_k([2.0, 3.0, -1.0, 0.5], k=3) == pytest.approx([1.5 / 4, 4.5 / 4, 0.0, 0.0], abs=1e-7)
+
+
+@pytest.mark.parametrize("k", [2, 3, 5, 7])
+def test_pass_at_k_equals_the_sum_over_sets(k: int) -> None:
+    rng = np.random.default_rng(k)
+    for rewards in (rng.normal(size=7), rng.integers(0, 3, size=7), rng.integers(0, 2, size=9)):
+        assert pass_at_k(rewards.tolist(), k=k) == pytest.approx(by_sets(rewards.tolist(), k), abs=1e-6)
+
+
+def test_fewer_valid_rewards_than_k_have_no_estimate() -> None:
+    assert pass_at_k([1.0, None, 0.0, None], k=3) == [0.0, None, 0.0, None]
+    assert pass_at_k([1.0, None, 0.0, 0.5], k=3) == pytest.approx([0.5, None, 0.0, 0.0])
+
+
+COMPARING = {name: estimator for name, estimator in ESTIMATORS.items() if name != "raw"} | {PASS_AT_K: PASS_AT_2}
 """The estimators that compare the rewards of a group."""
 
 
@@ -80,6 +122,8 @@ class TestEveryEstimator:
         assert estimator([]) == []
 
     def test_advantages_sum_to_zero_and_follow_the_rewards(self, estimator) -> None:
+        if estimator is PASS_AT_2:
+            pytest.skip("its advantages are gains, which are never below 0")
         advantages = estimator([3.0, -1.0, 0.5, 2.0])
         assert sum(advantages) == pytest.approx(0, abs=1e-6)
         assert advantages[0] > advantages[3] > 0 > advantages[2] > advantages[1]
@@ -96,7 +140,7 @@ def test_the_population_std_is_scale_free_and_centred_is_not() -> None:
 
 
 def test_every_estimator_can_be_configured() -> None:
-    assert {*ESTIMATORS, *BATCH_ESTIMATORS, DECOUPLED} == set(AdvantageEstimator.__args__)
+    assert {*ESTIMATORS, *BATCH_ESTIMATORS, DECOUPLED, PASS_AT_K} == set(AdvantageEstimator.__args__)
 
 
 def test_the_tokens_of_a_large_covariance_by_hand() -> None:

@@ -53,6 +53,18 @@ def test_an_async_function_may_answer_with_a_score_and_numbers_to_log(tmp_path: 
     assert "why/mean" not in logs
 
 
+def test_named_numbers_of_the_result_are_parts_of_the_reward(tmp_path: Path) -> None:
+    path = source(tmp_path, DETAILED)
+    parts = {"format": 2.0, "said": 0.5}
+    grade_of_parts = asyncio.run(VerlReward(path=str(path), name="judge", parts=parts).grade(answered("It is 4")))
+    assert [(part.name, part.value, part.weight) for part in grade_of_parts.parts] == [
+        ("format", 1.0, 2.0), ("said", 1.0, 0.5),
+    ]  # fmt: skip
+    assert asyncio.run(VerlReward(path=str(path), name="judge").grade(answered("It is 4"))).parts == ()
+    with pytest.raises(GraderError, match=r"without \['length'\]; expected a dict with the parts \['length'\]"):
+        grade(VerlReward(path=str(path), name="judge", parts={"length": 1.0}), answered("It is 4"))
+
+
 def test_columns_may_be_called_otherwise(tmp_path: Path) -> None:
     path = source(tmp_path, "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 2\n")
     grader = VerlReward(path=str(path), data_source_column="from", reward_model_column="truth")

@@ -27,6 +27,7 @@ from flows.gspo import GSPO
 from flows.ppo import PPO
 from flows.training.options import NOT_OF_EPISODES
 from flows.training.schedules import ConstantScheduler
+from storage.chain.records import PolicyRef
 from tasks.graders.spec import grader_spec
 from tests.fixtures.guessing import GuessFactory, guess_config
 
@@ -105,6 +106,31 @@ def ppo(**options: Any) -> PPO:
 
 def gspo(**options: Any) -> GSPO:
     return GSPO(PROMPTS, POLICY, GRADER, max_num_gspo_steps=2, **options)
+
+
+@pytest.mark.parametrize("make", [grpo, gspo])
+def test_the_k_of_pass_at_k_goes_with_its_estimator_and_with_the_completions(make: Any) -> None:
+    loop = make(advantage_estimator="pass_at_k", pass_k=4, completions_per_sample=4, kl_beta=0.0)
+    plan = loop.batch_plan(cast(PolicyRef, None), 0.0)
+    assert (plan.advantage_estimator, plan.pass_k) == ("pass_at_k", 4)
+    with pytest.raises(ValueError, match="pass_k=5 is more than completions_per_sample=4"):
+        make(advantage_estimator="pass_at_k", pass_k=5, completions_per_sample=4)
+    with pytest.raises(ValueError, match="advantage_estimator='pass_at_k' and pass_k=None: pass_at_k needs pass_k"):
+        make(advantage_estimator="pass_at_k")
+    with pytest.raises(ValueError, match="advantage_estimator='group' and pass_k=2"):
+        make(pass_k=2)
+    with pytest.raises(ValueError, match="greater than or equal to 2"):
+        make(advantage_estimator="pass_at_k", pass_k=1)
+    # a run without it has the semantic part of before
+    assert "pass_k" not in make().algorithm.model_dump()
+
+
+@pytest.mark.parametrize("make", [ppo, env_grpo, env_gspo, env_ppo])
+def test_pass_at_k_is_of_the_completions_of_a_group(make: Any) -> None:
+    with pytest.raises(ValueError, match="pass_k=2|has no advantage per turn|PPO's are the value model's"):
+        make(advantage_estimator="pass_at_k", pass_k=2)
+    with pytest.raises(ValueError, match="pass_k=2"):
+        make(pass_k=2)
 
 
 @pytest.mark.parametrize("make", [grpo, gspo, ppo, env_grpo, env_gspo, env_ppo])

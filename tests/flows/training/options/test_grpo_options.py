@@ -111,6 +111,20 @@ def test_advantages_over_the_whole_batch_have_mean_0_and_variance_1_over_its_tok
 
 
 @pytest.mark.slow
+def test_only_the_best_of_a_prompt_is_trained_with_k_of_all_completions(runs: FlowRuns) -> None:
+    """With k = n there is one set: the best completion gains what the second best lacks."""
+    pass_at_4 = {"algorithm__advantage_estimator": "pass_at_k", "algorithm__pass_k": 4}
+    records = runs.train("pass", algorithm__steps=1, algorithm__completions_per_sample=4, **pass_at_4)
+    rows = runs.rows(records[0].request.batch)
+    for group in {row["group"] for row in rows}:
+        members = [row for row in rows if row["group"] == group]
+        *_, second, best = sorted(row["reward"] for row in members)
+        gains = [best - second if row["reward"] == best else 0.0 for row in members]
+        assert [row["advantages"][0] for row in members] == pytest.approx(gains, abs=1e-6)
+    assert any(row["advantages"][0] > 0 for row in rows)
+
+
+@pytest.mark.slow
 def test_selected_tokens_and_parts_of_rewards_are_the_same_after_a_crash_and_in_a_redo(
     runs: FlowRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ ROLLOUTS = EVERY | {
     "mini_epochs_per_batch", "clip_range", "kl_beta",
 }  # fmt: skip
 POLICY_GRADIENT = ROLLOUTS | {
-    "lr", "clip_range_high", "dual_clip", "loss_norm", "advantage_estimator", "kl_estimator", "entropy_coef",
+    "lr", "clip_range_high", "dual_clip", "loss_norm", "advantage_estimator", "pass_k", "kl_estimator", "entropy_coef",
     "importance_cap", "importance_mask", "policy_loss", "dynamic_sampling", "mask_truncated", "overlong_buffer",
     "overlong_penalty", "max_staleness", "kl_in", "kl_controller", "kl_target", "kl_horizon",
 }  # fmt: skip

@@ -46,7 +46,7 @@ class TeacherConfig(Frozen):
         return self
 
     @property
-    def keys(self) -> tuple[str, ...]:
+    def teacher_keys(self) -> tuple[str, ...]:
         """The keys of the teachers, each once."""
         return (self.key,) if self.key is not None else tuple(dict.fromkeys(self.by_value.values()))
 
@@ -182,7 +182,7 @@ class DistillConfig(GRPOConfig):
 
     @property
     def teacher_keys(self) -> tuple[str, ...]:
-        return self.teacher.keys
+        return self.teacher.teacher_keys
 
     @property
     def passes_before_gradient(self) -> int:

@@ -93,7 +93,7 @@ async def value_arguments(config: ValuedConfig, session: RunSession) -> dict[str
 
 async def teacher_arguments(config: DistillConfig, session: RunSession) -> dict[str, Any]:
     """The arguments of a distillation for its teachers. Spawns each teacher once."""
-    keys = config.teacher.keys
+    keys = config.teacher.teacher_keys
     names = ["teacher"] if len(keys) == 1 else [f"teacher-{number}" for number in range(len(keys))]
     teachers = {}
     for key, name in zip(keys, names, strict=True):

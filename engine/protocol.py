@@ -217,6 +217,11 @@ class TokenSequence:
         """Number of trained tokens."""
         return int(np.count_nonzero(self.loss_mask))
 
+    @property
+    def teacher_top_ids(self) -> None:
+        """None: only the trained tokens are scored."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobsRequest:
@@ -272,6 +277,34 @@ class RowsRequest:
 
     def __post_init__(self) -> None:
         _check_scoring(self.temperature, self.max_tokens)
+
+
+MAX_TOP = 1024
+"""Largest number of tokens per position whose logprobs a call returns and a batch has."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopRowsRequest(RowsRequest):
+    """Asks for the most probable tokens of a policy before each trained token of committed rows. Raises BadSpec for a
+    number out of bounds."""
+
+    top: int = field(kw_only=True)
+    """Number of tokens per position."""
+
+    def __post_init__(self) -> None:
+        # super() without arguments does not work in a class with slots
+        RowsRequest.__post_init__(self)
+        if not 1 <= self.top <= MAX_TOP:
+            raise BadSpec(f"the {self.top} most probable tokens were asked for; give 1 to {MAX_TOP}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopLogprobs:
+    """The K most probable tokens before each of T trained tokens, the most probable one first."""
+
+    token_ids_TK: npt.NDArray[np.int32]
+    logprobs_TK: FloatArray
+    """Their logprobs in nats."""
 
 
 def _check_scoring(temperature: float, max_tokens: int | None) -> None:
@@ -421,6 +454,13 @@ class Engine(Protocol):
         tokens. No token passes through the caller.
 
         Raises BadSpec if a table has another number of rows than the request says, and the errors of `logprobs`."""
+        ...
+
+    async def top_logprobs_of_rows(self, request: TopRowsRequest, *, epoch: int = 0) -> TopLogprobs:
+        """Returns the `top` most probable tokens before each trained token of the rows, as `logprobs_of_rows` returns
+        the logprobs of the trained tokens: (T, top) ids and logprobs.
+
+        Raises BadSpec if the model has fewer tokens, and the errors of `logprobs_of_rows`."""
         ...
 
     async def values_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:

@@ -173,7 +173,7 @@ class RFT:
             max_prompt_tokens=self.max_prompt_tokens,
             truncation=self.truncation,
         )
-        shards = prompts.shards(rows, earlier_rows=[], first_index=0)
+        shards = prompts.shards(rows, earlier_rows=[], first_index=0, step=0)
         collector = RolloutCollector(prompts, self.source)
         rollouts, graded = await collector.sample_and_grade(policy, shards, step=policy.step)
         name = f"{default_model_name(workspace.run)}-round-{number}"

@@ -25,6 +25,11 @@ WeightUpdates = Literal["between", "in_flight"]
 """When the samplers may get newer weights: between completions only, or at any token of a completion."""
 
 
+DatasetAnswers = Literal["none", "replaced", "taken"]
+"""The last turns of the prompts' rows. none: they belong to the prompts. replaced: they are answers, in whose place
+completions are sampled. taken: they are answers, and the completions are these."""
+
+
 class TooManyMasked(Exception):
     """More completions could not be graded than the run allows."""
 
@@ -48,6 +53,7 @@ class PromptShard(Frozen):
     segment_seconds: float | None = Field(None, gt=0, exclude_if=lambda value: value is None)
     """Seconds of sampling after which the tokens of unfinished completions are committed, and go on under the newest
     policy, as they do when new weights arrive. None: each completion is sampled from one policy without a cut."""
+    dataset_answers: DatasetAnswers = Field("none", exclude_if=lambda answers: answers == "none")
     resampled: bool = Field(False, exclude_if=lambda value: not value)
     """Whether the step has sampled these prompts before, in shards of which no completion got a grade."""
 
@@ -124,8 +130,16 @@ class BatchPlan(Frozen):
     """A KL penalty that is subtracted from the reward; it needs `reference`."""
     teacher: PolicyRef | None = None
     """The teacher of a distillation. Its logprob minus the sampler's, times `teacher_beta`, is added to the advantage
-    of each token."""
+    of each token, unless `teacher_top_k` is given."""
     teacher_beta: float = 1.0
+    teachers: dict[str, PolicyRef] = Field({}, exclude_if=lambda teachers: not teachers)
+    """Instead of one teacher, the teacher of each value that prompts have in `teacher_column`."""
+    teacher_column: str | None = Field(None, exclude_if=lambda column: column is None)
+    teacher_top_k: int | None = Field(None, exclude_if=lambda top: top is None)
+    """Number of the teacher's most probable tokens whose logprobs the batch has, for a loss that reads them. None: the
+    batch has the teacher's logprobs of the trained tokens."""
+    dataset_answers: bool = Field(False, exclude_if=lambda answers: not answers)
+    """Whether completions of the batch may be answers of the dataset, which no policy sampled."""
     selection: TokenSelection | None = Field(None, exclude_if=lambda selection: selection is None)
     """The tokens that the loss treats in its own way."""
     overlong: Overlong | None = None
@@ -156,6 +170,11 @@ class BatchPlan(Frozen):
             if getattr(self, name) is not None and self.old_logprobs == "forward":
                 raise ValueError(f"{name} needs the old logprobs before the step; use old_logprobs='trainer'")
         return self
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the batch is scored by a teacher."""
+        return self.teacher is not None or bool(self.teachers)
 
     @property
     def rules(self) -> dict[str, JsonValue]:

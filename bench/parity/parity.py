@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from engine.backends.protocol import Objective
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.tiny import build_tiny_model
 from engine.backends.torch.trainer import TorchTrainer
+from engine.losses.distillation import DistillationSpec, ForwardKLSpec, JSDSpec
 from engine.losses.likelihood import CrossEntropySpec
 from engine.losses.pairs import DPOSpec, KTOSpec, ORPOSpec, PreferenceSpec, SimPOSpec
 from engine.losses.policy_gradient import CISPOSpec, GMPOSpec, GRPOSpec, GSPOSpec, SAPOSpec
@@ -171,6 +173,14 @@ def cases(folder: Path, work: Path, *, steps: int, lr: float) -> dict[str, Calla
             peers.sft(folder, rows, work, steps=steps, lr=lr),
         )
 
+    def of_gkd(loss: DistillationSpec, beta: float) -> Curves:
+        teacher = build_tiny_model(work.parent / "teacher", seed=1)
+        plain = [sequence(row.prompt, row.completion, group=str(n)) for n, row in enumerate(rows)]
+        return (
+            losses(ours(folder, with_teacher(plain, teacher), loss, steps=steps, lr=lr)),
+            peers.gkd(folder, teacher, rows, work, steps=steps, lr=lr, beta=beta),
+        )
+
     # one entry for each loss; a loss of pairs has one for each of its parts
     functions: dict[str, Callable[[], Curves]] = {"sft": of_sft}
     for name in PAIR_CASES:
@@ -181,7 +191,23 @@ def cases(folder: Path, work: Path, *, steps: int, lr: float) -> dict[str, Calla
             functions[f"{name}, {part}"] = lambda part=part, curves=of_pairs: curves()[part]  # type: ignore[misc]
     for name, (loss, options) in GRPO_CASES.items():
         functions[name] = of_grpo(loss, options)
+    # a teacher with the tokens of another model than the tiny one would have to be given
+    if folder == work.parent / "tiny":
+        functions["forward_kl, whole vocabulary"] = partial(of_gkd, ForwardKLSpec(), 0.0)
+        functions["jsd (beta 0.3), whole vocabulary"] = partial(of_gkd, JSDSpec(beta=0.3), 0.3)
     return functions
+
+
+def with_teacher(samples: list[Sample], teacher: Path) -> list[Sample]:
+    """Returns the samples with the logprobs of the teacher's whole vocabulary."""
+    trainer = new_trainer(teacher)
+    vocabulary = trainer.model.vocab_size
+    tops = trainer.top_logprobs(samples, top=vocabulary, temperature=1.0, max_tokens=MAX_TOKENS)  # type: ignore[arg-type]
+    taught = []
+    for sample, top in zip(samples, tops, strict=True):
+        ids = top[..., 0].astype("int32").ravel()
+        taught.append(replace(sample, teacher_top_ids=ids, teacher_top_logprobs=top[..., 1].ravel()))
+    return taught
 
 
 PAIR_CASES: dict[str, tuple[PreferenceSpec, dict[str, Any]]] = {

@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -70,6 +71,10 @@ class RecordedORPO(LossRecorder, ORPOTrainer):  # type: ignore[misc]
 
 
 class RecordedKTO(LossRecorder, KTOTrainer):  # type: ignore[misc]
+    pass
+
+
+class RecordedGKD(LossRecorder, GKDTrainer):  # type: ignore[misc]
     pass
 
 
@@ -139,6 +144,32 @@ def sft(folder: Path, rows: list[Row], work: Path, *, steps: int, lr: float) -> 
     trainer = RecordedSFT(
         model=model, args=arguments, train_dataset=Dataset.from_list(table), processing_class=tokenizer
     )
+    trainer.losses = []
+    trainer.train()
+    return trainer.losses
+
+
+def gkd(
+    folder: Path, teacher: Path, rows: list[Row], work: Path, *, steps: int, lr: float, beta: float
+) -> list[float]:
+    """The losses with a frozen teacher on these rows (lmbda 0: nothing is sampled)."""
+    model, tokenizer = load(folder)
+    arguments = GKDConfig(
+        output_dir=str(work), max_steps=steps, learning_rate=lr, per_device_train_batch_size=len(rows), beta=beta,
+        lmbda=0.0, temperature=1.0, **COMMON,
+    )  # fmt: skip
+    longest = max(len(row.prompt) + len(row.completion) for row in rows)
+    columns: dict[str, list[Any]] = defaultdict(list)
+    for row in rows:
+        tokens, padding = row.prompt + row.completion, longest - len(row.prompt) - len(row.completion)
+        columns["input_ids"].append(tokens + [tokenizer.pad_token_id] * padding)
+        columns["attention_mask"].append([1] * len(tokens) + [0] * padding)
+        columns["labels"].append([-100] * len(row.prompt) + row.completion + [-100] * padding)
+    batch = {name: torch.tensor(values) for name, values in columns.items()}
+    trainer = RecordedGKD(
+        model=model, teacher_model=load(teacher)[0], args=arguments, processing_class=tokenizer,
+        train_dataset=Dataset.from_list([{"text": "x"}] * len(rows)), data_collator=lambda _: batch,
+    )  # fmt: skip
     trainer.losses = []
     trainer.train()
     return trainer.losses

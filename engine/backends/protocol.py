@@ -118,6 +118,20 @@ class Trainer(Protocol):
         """
         ...
 
+    def top_logprobs(
+        self, sequences: Sequence[TokenSequence], *, top: int, temperature: float, max_tokens: int
+    ) -> list[FloatArray]:
+        """Returns, for each sequence of n trained tokens, the `top` most probable tokens before each of them: (n, top,
+        2), the id of a token and its logprob in nats, the most probable token first.
+
+        Raises BadSpec if the model has fewer tokens."""
+        ...
+
+    def choice_logprobs(self, samples: Sequence[Sample], *, temperature: float, max_tokens: int) -> list[FloatArray]:
+        """Returns, for each sample of n trained tokens, the logprobs in nats of each trained token and of its K
+        `teacher_top_ids`: (n, 1 + K)."""
+        ...
+
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[FloatArray]:
         """Returns, for each sequence, the output of the scalar head at the position before each trained token."""
         ...

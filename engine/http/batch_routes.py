@@ -63,6 +63,7 @@ CallId = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 
 SEQUENCES = wire.summarize_logprobs_request, wire.decode_logprobs_request
 ROWS = wire.summarize_rows_request, wire.decode_rows_request
+TOP_ROWS = wire.summarize_rows_request, wire.decode_top_request
 """What summarizes and what decodes the body of a scoring call."""
 
 
@@ -147,6 +148,13 @@ def batch_routes(service: EngineService) -> APIRouter:
         """Returns the logprob of each trained token of committed rows. Columns: engine.http.wire.TABLES, SCORES."""
         read = service.engine.logprobs_of_rows
         return await score(request, "logprobs_of_rows", ROWS, read, wire.encode_scores, wait)
+
+    @router.post("/top_logprobs_of_rows", **documented)
+    async def top_logprobs_of_rows(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:
+        """Returns the most probable tokens before each trained token of committed rows, with their logprobs in nats.
+        Columns: engine.http.wire.TABLES, TOP."""
+        read = service.engine.top_logprobs_of_rows
+        return await score(request, "top_logprobs_of_rows", TOP_ROWS, read, wire.encode_top_logprobs, wait)
 
     @router.post("/values_of_rows", **documented)
     async def values_of_rows(request: Request, wait: Wait = 10, request_id: RequestId = None) -> Response:

@@ -45,6 +45,8 @@ from engine.protocol import (
     PublishDtype,
     RowsRequest,
     SamplerScale,
+    TopLogprobs,
+    TopRowsRequest,
 )
 from engine.specs.engine import HttpEngineSpec
 from engine.validation_messages import describe_errors
@@ -120,6 +122,11 @@ class EngineClient:
     async def logprobs_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
         encode = partial(wire.encode_rows_request, request, epoch=epoch)
         return wire.decode_scores(await self._call("logprobs_of_rows", encode, wire.MEDIA_TYPE))
+
+    async def top_logprobs_of_rows(self, request: TopRowsRequest, *, epoch: int = 0) -> TopLogprobs:
+        encode = partial(wire.encode_rows_request, request, epoch=epoch)
+        answer = await self._call("top_logprobs_of_rows", encode, wire.MEDIA_TYPE)
+        return wire.decode_top_logprobs(answer, request.top)
 
     async def values_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
         encode = partial(wire.encode_rows_request, request, epoch=epoch)

@@ -31,6 +31,7 @@ from engine.http.errors import BodyTooLarge
 from engine.models.images import Images, PlacedImage
 from engine.models.samples import FloatArray
 from engine.protocol import (
+    MAX_TOP,
     Completion,
     GenerateRequest,
     LogprobsRequest,
@@ -40,6 +41,8 @@ from engine.protocol import (
     TableRows,
     TokenIds,
     TokenSequence,
+    TopLogprobs,
+    TopRowsRequest,
 )
 from engine.validation_messages import describe_errors
 from storage.chain.records import PolicyRef
@@ -82,6 +85,7 @@ class LogprobsMetadata(Frozen):
     policy: PolicyRef
     temperature: float = Field(1.0, allow_inf_nan=False)
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    top: int | None = Field(None, ge=1, le=MAX_TOP, exclude_if=lambda top: top is None)
     epoch: int = Field(0, ge=0, lt=1 << 63)
 
 
@@ -113,8 +117,10 @@ TABLES = _schema(table=pa.string(), rows=pa.list_(pa.bool_()))
 SCORES = _schema(scores=_FLOATS)
 SHORT_SCORES = _schema(scores=pa.list_(pa.float32()))
 """SCORES of numbers that float32 holds exactly, as a trainer in float32 gives them."""
+TOP = _schema(token_ids=_IDS, logprobs=_FLOATS)
+"""The most probable tokens of one position after the other."""
 _SCORES_PER_ROW = 1 << 20
-"""Numbers in one row of SCORES, whose rows have no meaning."""
+"""Numbers in one row of SCORES and of TOP, whose rows have no meaning."""
 
 
 # -- requests and responses -----------------------------------------------------------------------------------------
@@ -213,6 +219,7 @@ def _scoring_metadata(request: LogprobsRequest | RowsRequest, epoch: int) -> Log
         policy=request.policy,
         temperature=request.temperature,
         max_tokens=request.max_tokens,
+        top=getattr(request, "top", None),
         epoch=epoch,
     )
 
@@ -247,7 +254,7 @@ def decode_values(data: bytes) -> list[list[float]]:
 
 
 def encode_rows_request(request: RowsRequest, *, epoch: int) -> bytes:
-    """Encodes a request for the logprobs or the values of committed rows."""
+    """Encodes a request for the logprobs, the values or the most probable tokens of committed rows."""
     columns = [
         pa.array([part.table.model_dump_json() for part in request.tables], pa.string()),
         _masks([part.rows for part in request.tables]),
@@ -257,6 +264,11 @@ def encode_rows_request(request: RowsRequest, *, epoch: int) -> bytes:
 
 def decode_rows_request(data: bytes, *, context: int | None = None) -> tuple[RowsRequest, int]:
     """Returns the request and the client's epoch. Raises BadSpec. `context` has no effect here."""
+    metadata, tables = _read_tables(data)
+    return RowsRequest(metadata.policy, tables, metadata.temperature, metadata.max_tokens), metadata.epoch
+
+
+def _read_tables(data: bytes) -> tuple[LogprobsMetadata, list[TableRows]]:
     metadata, (refs, masks) = _read(data, TABLES, LogprobsMetadata)
     tables = []
     for ref, mask in zip(refs, masks, strict=True):
@@ -268,7 +280,16 @@ def decode_rows_request(data: bytes, *, context: int | None = None) -> tuple[Row
         except InvalidKey as error:
             raise BadSpec(str(error)) from error
         tables.append(TableRows(table, mask))
-    return RowsRequest(metadata.policy, tables, metadata.temperature, metadata.max_tokens), metadata.epoch
+    return metadata, tables
+
+
+def decode_top_request(data: bytes, *, context: int | None = None) -> tuple[TopRowsRequest, int]:
+    """Returns the request and the client's epoch. Raises BadSpec. `context` has no effect here."""
+    metadata, tables = _read_tables(data)
+    if metadata.top is None:
+        raise BadSpec(f"the metadata has no top; give the number of tokens per position, 1 to {MAX_TOP}")
+    limits = metadata.temperature, metadata.max_tokens
+    return TopRowsRequest(metadata.policy, tables, *limits, top=metadata.top), metadata.epoch
 
 
 def summarize_rows_request(data: bytes) -> BodySummary:
@@ -293,6 +314,28 @@ def decode_scores(data: bytes) -> FloatArray:
     """(T,) float64. Raises BadSpec."""
     _, (rows,) = _read(data, SCORES, ResponseMetadata)
     return np.concatenate([np.zeros(0), *rows])
+
+
+def encode_top_logprobs(top: TopLogprobs) -> bytes:
+    """Encodes the response to a request for the most probable tokens of committed rows."""
+    columns = []
+    for values, code, noun in ((top.token_ids_TK.ravel(), "i", "ids"), (top.logprobs_TK.ravel(), "d", "logprobs")):
+        parts = [values[start : start + _SCORES_PER_ROW] for start in range(0, len(values), _SCORES_PER_ROW)]
+        columns.append(_lists(parts, code, noun, "has entries that are no numbers"))
+    return _write(TOP, columns, ResponseMetadata(), compression=None)
+
+
+def decode_top_logprobs(data: bytes, top: int) -> TopLogprobs:
+    """The response to a request for `top` tokens per position. Raises BadSpec for any malformed bytes."""
+    _, (id_rows, logprob_rows) = _read(data, TOP, ResponseMetadata)
+    ids = np.concatenate([np.zeros(0, np.int32), *id_rows])
+    logprobs = np.concatenate([np.zeros(0), *logprob_rows])
+    if len(ids) != len(logprobs) or len(ids) % top or (ids < 0).any():
+        raise BadSpec(
+            f"the engine answered with {len(ids)} ids and {len(logprobs)} logprobs for {top} tokens per position; "
+            f"expected equally many, a multiple of {top}, and no id below 0: use one version on both sides"
+        )
+    return TopLogprobs(ids.reshape(-1, top), logprobs.reshape(-1, top))
 
 
 # -- images ----------------------------------------------------------------------------------------------------

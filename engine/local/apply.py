@@ -34,6 +34,7 @@ from engine.losses.spec import LossSpec, parse_loss
 from engine.models.images import check_images_accepted, images_from_rows
 from engine.models.samples import (
     PER_TOKEN,
+    PER_TOP,
     FloatArray,
     Sample,
     groups_of,
@@ -215,7 +216,7 @@ def _first_bad_row(minibatch: Sequence[Sample], row_of_sample: Mapping[int, int]
     is none."""
     bad_rows = []
     for sample in minibatch:
-        columns = [getattr(sample, name) for name in PER_TOKEN]
+        columns = [getattr(sample, name) for name in (*PER_TOKEN, *PER_TOP)]
         if not all(column is None or np.isfinite(column).all() for column in columns):
             bad_rows.append(row_of_sample[id(sample)])
     return min(bad_rows, default=None)
@@ -367,6 +368,9 @@ def _read(
         values = read_values(trainer, sequences, max_tokens=max_tokens, deterministic=deterministic)
         return Outputs(values_N=_flat(values))
     temperature, entropies = objective.temperature, None
+    if objective.loss.needs_teacher_top:
+        rows = trainer.choice_logprobs(samples, temperature=temperature, max_tokens=max_tokens)
+        return Outputs.of_choices(torch.from_numpy(np.concatenate(rows)))
     logprobs = trainer.logprobs(sequences, temperature=temperature, max_tokens=max_tokens)
     if objective.loss.needs_entropy:
         entropies = _flat(trainer.entropies(sequences, temperature=temperature, max_tokens=max_tokens))

@@ -18,6 +18,8 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
+import numpy as np
+
 from engine.backends.factory import create_sampler_backend, create_trainer_backend
 from engine.backends.protocol import Interrupted, OnToken, Sampler
 from engine.backends.weight_files.tensor_files import checked_parameter_count
@@ -53,6 +55,8 @@ from engine.protocol import (
     PublishDtype,
     RowsRequest,
     SamplerScale,
+    TopLogprobs,
+    TopRowsRequest,
 )
 from engine.specs.adapters import parse_trainable
 from engine.specs.engine import DeepSpeedSpec, LocalEngineSpec
@@ -329,18 +333,30 @@ class LocalEngine:
         return read_values(trainer, request.sequences, max_tokens=limit, deterministic=self.spec.deterministic)
 
     async def logprobs_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
-        return await self._score_rows(request, self._logprobs, epoch)
+        return flatten(await self._score_rows(request, self._logprobs, epoch))
 
     async def values_of_rows(self, request: RowsRequest, *, epoch: int = 0) -> FloatArray:
-        return await self._score_rows(request, self._values, epoch)
+        return flatten(await self._score_rows(request, self._values, epoch))
+
+    async def top_logprobs_of_rows(self, request: TopRowsRequest, *, epoch: int = 0) -> TopLogprobs:
+        rows = await self._score_rows(request, partial(self._top_logprobs, request.top), epoch)
+        top_TK2 = np.concatenate([np.zeros((0, request.top, 2)), *rows])
+        return TopLogprobs(top_TK2[..., 0].astype(np.int32), top_TK2[..., 1])
+
+    def _top_logprobs(self, top: int, request: LogprobsRequest, epoch: int) -> list[FloatArray]:
+        self._fence(request.policy.run, epoch)
+        trainer = self.materialiser.for_reading(request.policy).trainer
+        check_images_accepted(trainer, request.images, "sequences")
+        limit = request.max_tokens or self.spec.max_tokens_per_forward
+        return trainer.top_logprobs(request.sequences, top=top, temperature=request.temperature, max_tokens=limit)
 
     async def _score_rows(
         self, request: RowsRequest, score: Callable[[LogprobsRequest, int], list[FloatArray]], epoch: int
-    ) -> FloatArray:
+    ) -> list[FloatArray]:
         # The rows are read outside the trainer lane, which must not wait for the store.
         sequences = await asyncio.to_thread(read_sequences, self.store, request.tables)
         with_sequences = LogprobsRequest(request.policy, sequences, request.temperature, request.max_tokens)
-        return flatten(await self._compute(request.policy.run, partial(score, with_sequences, epoch)))
+        return await self._compute(request.policy.run, partial(score, with_sequences, epoch))
 
     async def measure(self, request: MeasureRequest, *, epoch: int = 0) -> Measurement:
         return await self._compute(request.policy.run, partial(self._measure, request, epoch))

@@ -134,7 +134,10 @@ def replay_rollouts(
     Raises UnknownPolicy if the step was never taken, and BadSpec if its completions were not sampled by such calls."""
     record = require_record(chain, step)
     store = chain.store
-    shards = [_read_shard(store, ref) for ref in step_inputs(store, record).rollouts]
+    rollouts = step_inputs(store, record).rollouts
+    # answers of a dataset were not sampled
+    sampled = [ref for ref in rollouts if not read_manifest(store, ref.key).extra.get("dataset_answers")]
+    shards = [_read_shard(store, ref) for ref in sampled]
     if not shards:
         raise BadSpec(f"step {step} of {chain.run}/{chain.stage} sampled no completions; give a step that did")
     policies = {call.policy for shard in shards for call in shard.calls}

@@ -86,6 +86,11 @@ class BaseLossSpec(Frozen):
         return False
 
     @property
+    def needs_teacher_top(self) -> bool:
+        """Whether the loss reads the logprobs of the teacher's most probable tokens, which the batch must have."""
+        return False
+
+    @property
     def zero_without_advantage(self) -> bool:
         """Whether a sample whose advantages are all 0 has a loss of exactly 0, so that it needs no forward pass."""
         return False

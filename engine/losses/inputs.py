@@ -26,6 +26,13 @@ class Outputs:
     """Number that a scalar head gives at the position before each trained token."""
     entropy_N: Tensor | None = None
     """Entropy of the distribution that each trained token was drawn from, in nats."""
+    top_NK: Tensor | None = None
+    """Log-probability of each of the teacher's most probable tokens under the weights in training, in nats."""
+
+    @classmethod
+    def of_choices(cls, logprobs_NC: Tensor) -> Outputs:
+        """The outputs of a forward pass that reads the trained token, and then the K tokens of the teacher."""
+        return cls(logprobs_N=logprobs_NC[:, 0], top_NK=logprobs_NC[:, 1:])
 
     @property
     def any_N(self) -> Tensor:
@@ -59,6 +66,8 @@ class LossInputs:
     """1 for the tokens that Clip-Cov or KL-Cov treats in its own way, 0 for the others."""
     tangents_N: Tensor | None = None
     """Derivative of an external loss with respect to each logprob."""
+    teacher_top_NK: Tensor | None = None
+    """Log-probabilities of the teacher's K most probable tokens under the teacher."""
     preferred_S: Tensor | None = None
     """Whether each sequence is preferred, or labelled as desirable."""
     baseline_S: Tensor | None = None
@@ -114,6 +123,8 @@ _DESCRIPTIONS = {
     "logprobs_N": "logprobs",
     "values_N": "values of a scalar model",
     "entropy_N": "entropies",
+    "top_NK": "logprobs of the teacher's most probable tokens",
+    "teacher_top_NK": "the teacher's most probable tokens and their logprobs",
     "old_N": "old logprobs",
     "reference_N": "reference logprobs",
     "sampler_N": "the sampler's logprobs",

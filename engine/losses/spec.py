@@ -9,13 +9,16 @@ from typing import Annotated
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
 from engine.errors import BadSpec
+from engine.losses.distillation import DistillationSpec
 from engine.losses.likelihood import LikelihoodSpec
 from engine.losses.pairs import PreferenceSpec
 from engine.losses.policy_gradient import PolicyGradientSpec
 from engine.losses.values import ValueSpec
 from engine.validation_messages import describe_errors
 
-LossSpec = Annotated[LikelihoodSpec | PolicyGradientSpec | PreferenceSpec | ValueSpec, Field(discriminator="kind")]
+LossSpec = Annotated[
+    LikelihoodSpec | PolicyGradientSpec | DistillationSpec | PreferenceSpec | ValueSpec, Field(discriminator="kind")
+]
 
 _LOSS: TypeAdapter[LossSpec] = TypeAdapter(LossSpec)
 

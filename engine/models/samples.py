@@ -27,6 +27,8 @@ PER_TOKEN = (
     "selected",
 )
 """Optional columns of a batch with one value per trained token."""
+PER_TOP = ("teacher_top_ids", "teacher_top_logprobs")
+"""Optional columns of a batch with K values per trained token, of the teacher's K most probable tokens."""
 PER_SAMPLE = ("preferred", "kl_baseline")
 """Optional columns of a batch with one value per row."""
 
@@ -128,6 +130,10 @@ class Sample:
     old_values: FloatArray | None = None
     tangents: FloatArray | None = None
     selected: FloatArray | None = None
+    teacher_top_ids: TokenArray | None = None
+    """The teacher's K most probable tokens before each trained token, (N, K). They are distinct."""
+    teacher_top_logprobs: FloatArray | None = None
+    """Their logprobs under the teacher, in nats, (N, K)."""
     preferred: bool | None = None
     """Whether this sample is the preferred one of a pair, which is a group of two samples, or is labelled as desirable.
     None if it has neither."""
@@ -156,6 +162,25 @@ class Sample:
                     "trained tokens; give one per token of weight > 0"
                 )
             object.__setattr__(self, name, as_numbers(values))
+        self._check_teacher_top()
+
+    def _check_teacher_top(self) -> None:
+        """Gives the teacher's columns the shape (N, K). Raises BadSpec unless both have K values per trained token."""
+        ids, logprobs = self.teacher_top_ids, self.teacher_top_logprobs
+        if ids is None and logprobs is None:
+            return
+        size = -1 if ids is None else np.size(ids)
+        other = -1 if logprobs is None else np.size(logprobs)
+        width, rest = divmod(size, max(1, self.trained))
+        if ids is None or size != other or rest or (width == 0) != (self.trained == 0):
+            raise BadSpec(
+                f"teacher_top_ids and teacher_top_logprobs of sample {self.group}/{self.completion} have "
+                f"{max(size, 0)} and {max(other, 0)} values for {self.trained} trained tokens; give equally many per "
+                "token in both"
+            )
+        shape = (self.trained, width)
+        object.__setattr__(self, "teacher_top_ids", as_token_ids(np.ravel(ids), "a teacher").reshape(shape))
+        object.__setattr__(self, "teacher_top_logprobs", as_numbers(logprobs).reshape(shape))
 
 
 def samples_from_table(table: pa.Table) -> list[Sample]:
@@ -167,7 +192,7 @@ def samples_from_table(table: pa.Table) -> list[Sample]:
 
     # Read the columns that samples have fields for. A batch may have other columns.
     columns: dict[str, list[Any]] = {}
-    for name in ("token_ids", "loss_mask", *PER_TOKEN):
+    for name in ("token_ids", "loss_mask", *PER_TOKEN, *PER_TOP):
         if name in table.column_names:
             columns[name] = rows_of_lists(table.column(name))
     for name in ("group", "completion", *PER_SAMPLE):

@@ -265,9 +265,9 @@ class TrainingConfig(FlowConfig):
         return None
 
     @property
-    def teacher_key(self) -> str | None:
-        """The key of the model that the policy is distilled from. None: there is none."""
-        return None
+    def teacher_keys(self) -> tuple[str, ...]:
+        """The keys of the models that the policy is distilled from. Empty: there are none."""
+        return ()
 
     @property
     def stages(self) -> dict[str, StageConfig]:

@@ -112,10 +112,10 @@ class BatchRules(SamplingRules):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        refill = _changed(self, "max_refill_rounds", "refill_end")
+        refill = changed(self, "max_refill_rounds", "refill_end")
         if refill and not self.dynamic_sampling:
             raise ValueError(f"{refill} act only with dynamic_sampling=true; set it, or leave them out")
-        if _changed(self, "overlong_penalty") and self.overlong_buffer is None:
+        if changed(self, "overlong_penalty") and self.overlong_buffer is None:
             raise ValueError("overlong_penalty acts only with overlong_buffer; give it in tokens, or leave both out")
         check_weight_updates(self.max_staleness, self.weight_updates, self.segment_seconds)
         return self
@@ -212,10 +212,10 @@ class Regularisation(Frozen):
                 f"policy_loss_arguments are settings of a loss of your own, and policy_loss is {self.policy_loss!r}; "
                 "give its import path as policy_loss, or leave them out"
             )
-        adaptive = _changed(self, "kl_target", "kl_horizon")
+        adaptive = changed(self, "kl_target", "kl_horizon")
         if adaptive and self.kl_controller != "adaptive":
             raise ValueError(f"{adaptive} act only with kl_controller='adaptive'; set it, or leave them out")
-        taus = _changed(self, "tau_positive", "tau_negative")
+        taus = changed(self, "tau_positive", "tau_negative")
         if taus and self.policy_loss != "sapo":
             raise ValueError(
                 f"{taus} act only with policy_loss='sapo', and that is {self.policy_loss!r}; set it, or leave them out"
@@ -247,7 +247,7 @@ class Regularisation(Frozen):
         ratios would not be those of the policy that sampled."""
         self.check_norm(algorithm.loss_norm)
         self.check_kl(algorithm.kl_beta)
-        clips = _changed(algorithm, "clip_range", "clip_range_high")
+        clips = changed(algorithm, "clip_range", "clip_range_high")
         if clips and self.policy_loss in ("sapo", "kl_cov"):
             raise ValueError(
                 f"{clips} have no effect with policy_loss={self.policy_loss!r}, which does not clip; leave them out"
@@ -305,7 +305,7 @@ class Regularisation(Frozen):
     ) -> None:
         """Raises ValueError if the loss compares the trainer's logprobs, which are of the whole vocabulary, with those
         of a sampler that draws from a part of it."""
-        names = _changed(sampling, "top_p", "top_k", "json_schema")
+        names = changed(sampling, "top_p", "top_k", "json_schema")
         truncation = [f"{name}={getattr(sampling, name)!s:.40}" for name in names]
         used_by = None
         if old_logprobs == "sampler":
@@ -337,7 +337,7 @@ def old_logprobs_of_step(algorithm: GRPOAlgorithm, regularisation: Regularisatio
     return "forward" if one_update and not needed_before else "trainer"
 
 
-def _changed(group: Frozen, *names: str) -> list[str]:
+def changed(group: Frozen, *names: str) -> list[str]:
     """The fields of these names that differ from their defaults. A form sends every field, so `model_fields_set` cannot
     tell which ones the user changed."""
     fields = type(group).model_fields

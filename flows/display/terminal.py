@@ -155,6 +155,8 @@ def _cells(metrics: StepMetrics) -> dict[str, str]:
         cells["kl"] = f"{metrics.kl_mean:.4f}"
     if metrics.teacher_kl is not None:
         cells["to teacher"] = f"{metrics.teacher_kl:.4f}"
+    if metrics.divergence is not None:
+        cells["to teacher"] = f"{metrics.divergence:.4f}"
     if metrics.completion_length_mean is not None and metrics.reward_mean is not None:
         cells["length"] = f"{metrics.completion_length_mean:.0f}"
     # counts are shown only if they are not zero

@@ -171,12 +171,12 @@ def _estimate_stage(
         saved_bytes += _checkpoint_bytes(value_model, value_shape)
         operations += value_shape.parameters * stored_tokens * (2.0 + 6.0 * config.passes_of_gradient)
 
-    # the teacher reads every token, and is held as a frozen model
-    if config.teacher_key is not None:
-        teacher_shape = _named_shape(store, config.teacher_key)
+    # the teachers read every token, each its share of the prompts, and are held as frozen models
+    for key in config.teacher_keys:
+        teacher_shape = _named_shape(store, key)
         memory += teacher_shape.parameters * MASTER_BYTES
         loaded_parameters += teacher_shape.parameters
-        operations += 2.0 * (teacher_shape.parameters - parameters) * stored_tokens
+        operations += 2.0 * (teacher_shape.parameters - parameters) * stored_tokens / len(config.teacher_keys)
 
     if steps is None or steps_left is None:
         return Estimate(memory_bytes=memory, disk_bytes=None, durations=None)

@@ -109,8 +109,11 @@ def named_inputs(config: BaseModel) -> Iterator[tuple[str, Any]]:
 
 def _inputs(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every part of a config that names something outside, with its dotted path."""
-    if isinstance(value, ModelConfig | TeacherConfig):
+    if isinstance(value, ModelConfig) or (isinstance(value, TeacherConfig) and value.key is not None):
         yield f"{path}.key", value
+    elif isinstance(value, TeacherConfig):
+        for name, key in value.by_value.items():
+            yield f"{path}.by_value.{name}", TeacherConfig(key=key)
     elif isinstance(value, INPUTS) and not isinstance(value, MixtureDataset):
         yield path, value
     elif isinstance(value, BaseModel):
@@ -132,7 +135,7 @@ def _check(spec: Any, store: ObjectStore, commits: Mapping[str, str]) -> None:
     match spec:
         case str():
             _check_model(resolve_model(store, spec), store, commits)
-        case ModelConfig(key=str() as key) | TeacherConfig(key=key) | Model(key=key):
+        case ModelConfig(key=str() as key) | TeacherConfig(key=str() as key) | Model(key=key):
             _check_model(key, store, commits)
         case DeclaredDataset():
             spec.check(store)
@@ -198,7 +201,7 @@ def hub_repo_of_input(value: Any) -> HubRepo | None:
     match value:
         case str() as key:
             return hub_repo_of_key(key)
-        case ModelConfig(key=str() as key) | TeacherConfig(key=key) | Model(key=key):
+        case ModelConfig(key=str() as key) | TeacherConfig(key=str() as key) | Model(key=key):
             return hub_repo_of_key(key)
         case DeclaredDataset():
             return value.hub_repo()

@@ -174,14 +174,22 @@ async def open_run(config: TrainingConfig, logger: TerminalProgress) -> AsyncIte
 
 
 async def _with_imported_models(workspace: Workspace, config: TrainingConfig) -> TrainingConfig:
-    """Returns the config with the registered models in place of a value model and a teacher of the hub, for the
+    """Returns the config with the registered models in place of a value model and teachers of the hub, for the
     estimate."""
+
+    async def registered(key: str | None) -> str | None:
+        if key is None or hub_repo_of_key(key) is None:
+            return key
+        return registered_key(await import_model(workspace, key))
+
     for name in ("value_model", "teacher"):
         part = getattr(config, name, None)
-        if part is not None and part.key is not None and hub_repo_of_key(part.key) is not None:
-            model = await import_model(workspace, part.key)
-            registered = part.model_copy(update={"key": registered_key(model)})
-            config = config.model_copy(update={name: registered})
+        if part is None:
+            continue
+        update: dict[str, Any] = {"key": await registered(part.key)}
+        if name == "teacher":
+            update["by_value"] = {value: await registered(key) for value, key in part.by_value.items()}
+        config = config.model_copy(update={name: part.model_copy(update=update)})
     return config
 
 

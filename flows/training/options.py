@@ -18,6 +18,7 @@ from engine.losses.base import KLEstimator, LossNorm, TermsNorm
 from engine.losses.policy_gradient import ImportanceMask, PolicyLoss
 from flows.callbacks import Callback
 from flows.configs.common import GRPOAlgorithm, SFTAlgorithm
+from flows.configs.distill import Divergence
 from flows.configs.optimizer import OptimizerConfig
 from flows.configs.overrides import ConfigError, describe_validation
 from flows.configs.ppo import CreditConfig
@@ -180,6 +181,11 @@ class DistillOptions(GRPOOptions, total=False):
     """Options of Distillation."""
 
     teacher_beta: Coefficient
+    divergence: Divergence
+    divergence_beta: float
+    teacher_top_k: int
+    teacher_column: str | None
+    on_policy: float
 
 
 class RFTOptions(LoopOptions, SamplingOptions, total=False):

@@ -28,7 +28,7 @@ from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import RunOrder
 from tasks.datasets.order import DataCursor, repetitions
 from tasks.datasets.pools import MeasuredPrompts, PoolOrder, ReadStep
-from tasks.plans import PromptShard, Truncation
+from tasks.plans import DatasetAnswers, PromptShard, Truncation
 from tasks.sampling.shards import SHARDS_AT_ONCE
 
 
@@ -66,31 +66,50 @@ class PromptShards:
     truncation: Truncation
     segment_seconds: float | None = None
     """None: each completion is sampled from one policy."""
+    on_policy: float = 1.0
+    """Probability that the completions of a prompt are sampled. Otherwise its completion is the answer of its row.
+    Below 1, every row ends with an answer."""
 
     def shards(
-        self, rows: list[int], *, earlier_rows: list[int], first_index: int, resampled: bool = False
+        self, rows: list[int], *, earlier_rows: list[int], first_index: int, step: int, resampled: bool = False
     ) -> list[PromptShard]:
         """The shards of `rows`. `earlier_rows` were taken by the same step before; the shards are numbered from
         `first_index`. `resampled`: they are all of `earlier_rows` once more."""
         # a prompt that occurs again in the step gets other random numbers
         repeated = repetitions([*earlier_rows, *rows])[len(earlier_rows) :]
-        size = self.prompts_per_shard
-        shards = []
-        for number, start in enumerate(range(0, len(rows), size)):
-            shard = PromptShard(
-                base=self.model.base,
-                dataset=self.data.ref,
-                index=first_index + number,
-                rows=tuple(rows[start : start + size]),
-                completions=self.completions_per_prompt,
-                repetitions=tuple(repeated[start : start + size]),
-                max_prompt_tokens=self.max_prompt_tokens,
-                truncation=self.truncation,
-                segment_seconds=self.segment_seconds,
-                resampled=resampled,
-            )
-            shards.append(shard)
+        occurrences = list(zip(rows, repeated, strict=True))
+        if self.on_policy == 1:
+            parts: list[tuple[DatasetAnswers, list[tuple[int, int]]]] = [("none", occurrences)]
+        else:
+            taken = [occurrence for occurrence in occurrences if self._takes_answer(*occurrence, step=step)]
+            sampled = [occurrence for occurrence in occurrences if occurrence not in taken]
+            parts = [("replaced", sampled), ("taken", taken)]
+
+        shards: list[PromptShard] = []
+        for answers, of_part in parts:
+            for start in range(0, len(of_part), self.prompts_per_shard):
+                members = of_part[start : start + self.prompts_per_shard]
+                shard = PromptShard(
+                    base=self.model.base,
+                    dataset=self.data.ref,
+                    index=first_index + len(shards),
+                    rows=tuple(row for row, _ in members),
+                    completions=self.completions_per_prompt,
+                    repetitions=tuple(times for _, times in members),
+                    max_prompt_tokens=self.max_prompt_tokens,
+                    truncation=self.truncation,
+                    segment_seconds=None if answers == "taken" else self.segment_seconds,
+                    dataset_answers=answers,
+                    resampled=resampled,
+                )
+                shards.append(shard)
         return shards
+
+    def _takes_answer(self, row: int, times: int, *, step: int) -> bool:
+        """Whether a step takes the answer of a row that it took `times` times before. It depends on the run's seed, so
+        that a resumed run and a fork decide the same."""
+        draw = self.model.workspace.seed_for("on_policy", step, row, times) / (1 << 63)
+        return draw >= self.on_policy
 
 
 @dataclass(frozen=True)
@@ -133,7 +152,7 @@ class RolloutCollector:
             draws += self.refill.max_extra_draws
         for _ in range(draws):
             new_rows, cursor_out = order.take(cursor_out, missing)
-            shards = self.prompts.shards(new_rows, earlier_rows=rows, first_index=len(rollouts))
+            shards = self.prompts.shards(new_rows, earlier_rows=rows, first_index=len(rollouts), step=step)
             new_rollouts, new_graded = await self.sample_and_grade(policy, shards, step=step)
             rows += new_rows
             rollouts += new_rollouts
@@ -153,7 +172,9 @@ class RolloutCollector:
             )
         # without dynamic sampling: sample the same prompts once more if no completion got a grade
         if self.refill is None and self.source.samples_again and not await self._has_grades(graded):
-            again = self.prompts.shards(rows, earlier_rows=rows, first_index=len(rollouts), resampled=True)
+            again = self.prompts.shards(
+                rows, earlier_rows=rows, first_index=len(rollouts), step=step, resampled=True
+            )
             new_rollouts, new_graded = await self.sample_and_grade(policy, again, step=step)
             rollouts += new_rollouts
             graded += new_graded

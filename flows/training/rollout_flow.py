@@ -33,8 +33,7 @@ async def train_on_rollouts(config: GRPOConfig | ENVGRPOConfig, kind: type[Rollo
         if isinstance(config, ValuedConfig):
             arguments |= await value_arguments(config, session)
         if isinstance(config, DistillConfig):
-            teacher = Model(config.teacher.key).to_builder(session)
-            arguments["teacher"] = await teacher.spawn_inference("teacher")
+            arguments |= await teacher_arguments(config, session)
         trainer = kind(**arguments, **await rollout_arguments(config, session, logger))
         heldout = HeldoutEvaluator.of_config(session.workspace, config, session.base, trainer.source)
         trainer.callbacks += heldout.callbacks(Cadence.of(config.evaluation))
@@ -89,6 +88,21 @@ async def value_arguments(config: ValuedConfig, session: RunSession) -> dict[str
         "value_model": await builder.spawn_train(value.name, init_seed=config.seed),
         "value_optimizer": value.optimizer_over(config.optimizer),
         "credit": config.credit,
+    }
+
+
+async def teacher_arguments(config: DistillConfig, session: RunSession) -> dict[str, Any]:
+    """The arguments of a distillation for its teachers. Spawns each teacher once."""
+    keys = config.teacher.teacher_keys
+    names = ["teacher"] if len(keys) == 1 else [f"teacher-{number}" for number in range(len(keys))]
+    teachers = {}
+    for key, name in zip(keys, names, strict=True):
+        teachers[key] = await Model(key).to_builder(session).spawn_inference(name)
+    by_value = {value: teachers[key] for value, key in config.teacher.by_value.items()}
+    return {
+        "teacher": by_value or teachers[keys[0]],
+        "teacher_column": config.teacher.column,
+        "on_policy": config.data.on_policy,
     }
 
 

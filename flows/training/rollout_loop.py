@@ -40,7 +40,7 @@ from tasks.batches.advantages import AdaptiveKL, FixedKL, Overlong, RewardKL
 from tasks.datasets.load import LoadedDataset
 from tasks.datasets.load_order import RunOrder, load_order
 from tasks.datasets.pools import PoolOrder
-from tasks.datasets.spec import InlineDataset
+from tasks.datasets.spec import DatasetUse, InlineDataset
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
 from tasks.load import load_prompts
@@ -115,6 +115,8 @@ class RolloutLoop(TrainingLoop):
         if checkpoints_follow_progress or not are_endless(self.schedule, self.optimizer.weight_decay):
             self.end_with_the_data()
         self.source = source_of(source)
+        self.on_policy = 1.0
+        """Probability that the completions of a prompt are sampled, and not the answer of its row."""
 
     async def run(self) -> PolicyRef:
         """Takes the steps that are left. Returns the last policy."""
@@ -129,7 +131,8 @@ class RolloutLoop(TrainingLoop):
         """Returns the dataset. A list of prompts is stored first."""
         if isinstance(self.dataset, LoadedDataset):
             return self.dataset
-        return load_prompts(self.model.workspace, InlineDataset.of(self.dataset), "prompt")
+        use: DatasetUse = "prompt" if self.on_policy == 1 else "completion"
+        return load_prompts(self.model.workspace, InlineDataset.of(self.dataset), use)
 
     def prepare_order(self, data: LoadedDataset) -> RunOrder:
         """Returns the order of the rows. Prompts that are dropped for their length are left out here, so that every
@@ -149,6 +152,7 @@ class RolloutLoop(TrainingLoop):
             self.model.base,
             max_prompt_tokens=self.max_prompt_tokens,
             sampling=self.model.sampling,
+            answered=self.on_policy < 1,
         )
         self.logger.note(f"{data.rows - len(rows)} of {data.rows} prompts are too long and left out")
         return order.only(rows)
@@ -184,6 +188,7 @@ class RolloutLoop(TrainingLoop):
             max_prompt_tokens=self.max_prompt_tokens,
             truncation=self.truncation,
             segment_seconds=rules.segment_seconds if rules.in_flight else None,
+            on_policy=self.on_policy,
         )
         refill = Refill(rules.max_refill_rounds, rules.refill_end) if rules.dynamic_sampling else None
         # In flight, max_staleness + 1 steps are collected at once.

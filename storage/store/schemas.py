@@ -155,6 +155,8 @@ OPTIONAL: dict[str, pa.Schema] = {
             ("kl_baseline", pa.float64()),
             ("selected", _LISTS_FLOAT),
             ("teacher_logprobs", _LISTS_FLOAT),  # one per trained token, of a distillation
+            ("teacher_top_ids", _LISTS_INT),  # K per trained token, the teacher's most probable tokens
+            ("teacher_top_logprobs", _LISTS_FLOAT),  # K per trained token
         ]
     ),
 }

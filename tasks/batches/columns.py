@@ -271,7 +271,7 @@ class Grades:
         columns = {names.get(name, name): rows.column(name).combine_chunks() for name in kept}
         lengths_N = trained_lengths(rows, "logprobs")
         advantages_T = np.repeat(advantages_U[turns], turn_tokens)
-        columns["advantages"] = _lists(_offsets(lengths_N), advantages_T, pa.float32())
+        columns["advantages"] = list_column(_offsets(lengths_N), advantages_T, pa.float32())
         columns["reward"] = pa.array(rewards[trained_N])
         sources = [TableRows(ref, trained_N)] if trained_N.any() else []
         return TrainedRows(columns, sources, turns, turn_tokens)
@@ -312,13 +312,13 @@ def batch_table(columns: dict[str, pa.Array], **logprobs: np.ndarray | None) -> 
     arrays |= columns
     offsets = _offsets(_lengths(columns["advantages"]))
     for name, values_T in computed.items():
-        arrays[name] = _lists(offsets, values_T.astype(np.float32), pa.float32())
+        arrays[name] = list_column(offsets, values_T.astype(np.float32), pa.float32())
     return pa.table([arrays[name] for name in schema.names], schema=schema)
 
 
 def with_token_column(table: pa.Table, name: str, values_T: np.ndarray) -> pa.Table:
     """Replaces the column `name` of the batch, or adds it. `values_T` has one value per trained token of all rows."""
-    lists = _lists(_offsets(trained_lengths(table)), values_T.astype(np.float32), pa.float32())
+    lists = list_column(_offsets(trained_lengths(table)), values_T.astype(np.float32), pa.float32())
     if name not in table.column_names:
         return table.append_column(table_schema("batch", [name]).field(name), lists)
     return table.set_column(table.column_names.index(name), table.schema.field(name), lists)
@@ -381,5 +381,6 @@ def _offsets(lengths_N: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths_N)])
 
 
-def _lists(offsets: np.ndarray, values_T: np.ndarray, item_type: pa.DataType) -> pa.ListArray:
+def list_column(offsets: np.ndarray, values_T: np.ndarray, item_type: pa.DataType) -> pa.ListArray:
+    """A list column of these values. `offsets` are where each row begins, and the end of the last one."""
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values_T, item_type))

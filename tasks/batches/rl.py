@@ -44,6 +44,7 @@ from tasks.batches.columns import (
     token_values,
     with_token_column,
 )
+from tasks.batches.teachers import TeacherTerm, teacher_logprobs, with_teacher_top
 from tasks.batches.truncation import ANY_LENGTH, LengthPlan, cut
 from tasks.committed import commit_once
 from tasks.datasets.naming import row_name
@@ -118,7 +119,8 @@ async def _build_batch(
     gap, distillation = LogprobGap(), TeacherTerm(plan)
     extra: dict[str, JsonValue] = {}
     with TableWriter("batch") as writer:
-        for rows in trained_chunks(store, rollouts, graded, grades, advantages_U):
+        chunk_tokens = CHUNK_TOKENS // (plan.teacher_top_k or 1)
+        for rows in trained_chunks(store, rollouts, graded, grades, advantages_U, chunk_tokens):
             table = await score_rows(workspace, policy, rows, plan, step=step)
             gap.add(table)
             if values is not None:
@@ -241,32 +243,6 @@ def with_batch_advantages(
     return with_token_column(table, "advantages", advantages_T), extra
 
 
-class TeacherTerm:
-    """Adds the term of the teacher of `plan` to the advantages of a batch, and measures the distance to the teacher.
-
-    The term of a token is beta * (its logprob under the teacher - under the sampler). Its expectation under the sampler
-    is -beta times the reverse KL divergence to the teacher, which a policy gradient therefore lowers (the policies of
-    MiniLLM, arXiv:2306.08543, without its credit for later tokens)."""
-
-    def __init__(self, plan: BatchPlan) -> None:
-        self.plan = plan
-        self.total, self.tokens = 0.0, 0
-
-    def add(self, table: pa.Table) -> pa.Table:
-        """Returns `table` with the term in its advantages; unchanged without a teacher."""
-        if self.plan.teacher is None or not table.num_rows:
-            return table
-        gap_T = token_values(table, "teacher_logprobs") - token_values(table, "sampler_logprobs")
-        self.total, self.tokens = self.total - float(gap_T.sum()), self.tokens + len(gap_T)
-        advantages_T = token_values(table, "advantages") + self.plan.teacher_beta * gap_T
-        return with_token_column(table, "advantages", advantages_T)
-
-    @property
-    def extra(self) -> dict[str, JsonValue]:
-        """The manifest's entry `teacher_kl`: the estimated reverse KL to the teacher, in nats per token."""
-        return {"teacher_kl": self.total / self.tokens} if self.tokens else {}
-
-
 def with_selection(table: pa.Table, plan: BatchPlan, *, seed: int) -> pa.Table:
     """The batch with the column of the selected tokens, if the plan selects some. It is committed with the batch, so
     that a redo trains the same tokens."""
@@ -339,10 +315,11 @@ def trained_chunks(
     graded: list[ArtifactRef],
     grades: Grades,
     advantages_U: np.ndarray,
+    chunk_tokens: int,
 ) -> Iterator[TrainedRows]:
     """Yields the rows that are trained.
 
-    Each chunk has whole shards, in order, with at least CHUNK_TOKENS tokens (the last may have fewer). Raises BadSpec
+    Each chunk has whole shards, in order, with at least `chunk_tokens` tokens (the last may have fewer). Raises BadSpec
     if a shard and its grades have different rows."""
     tables = read_tables(store, rollouts, ROLLOUT_COLUMNS)
     start, tokens = 0, 0
@@ -360,7 +337,7 @@ def trained_chunks(
         start += shard.num_rows
         chunk.append(rows)
         tokens += len(rows.columns["token_ids"].flatten())
-        if tokens >= CHUNK_TOKENS:
+        if tokens >= chunk_tokens:
             yield TrainedRows.concatenate(chunk)
             chunk, tokens = [], 0
     if chunk:
@@ -370,8 +347,8 @@ def trained_chunks(
 async def score_rows(
     workspace: Workspace, policy: PolicyRef, rows: TrainedRows, plan: BatchPlan, *, step: int
 ) -> pa.Table:
-    """Rows of the batch as a table, with the old and the reference logprobs that the loss needs. The engine reads the
-    tokens from the committed rollouts.
+    """Rows of the batch as a table, with the logprobs that the loss needs: the old ones, those of the reference and of
+    the teacher. The engine reads the tokens from the committed rollouts.
 
     Raises PermanentEngineError if logprobs of the policy are NaN or infinite."""
 
@@ -386,12 +363,13 @@ async def score_rows(
 
     # Score the rows if the loss needs the trainer's or the reference's logprobs.
     old_T = await logprobs(policy if plan.old_logprobs == "trainer" else None)
-    reference_T, teacher_T = await logprobs(plan.reference), await logprobs(plan.teacher)
+    reference_T = await logprobs(plan.reference)
+    teacher_T = await teacher_logprobs(workspace, rows, plan)
     table = batch_table(
         rows.columns, old_logprobs=old_T, reference_logprobs=reference_T, teacher_logprobs=teacher_T
     )
     _check_finite(table, policy, step)
-    return table
+    return await with_teacher_top(workspace, table, rows, plan)
 
 
 @durable_task("prepare", "batch-{step:06d}")

@@ -40,6 +40,7 @@ CURVES = {
     "reward_mean": "Reward",
     "kl_mean": "KL to the reference",
     "teacher_kl": "KL to the teacher",
+    "divergence": "Divergence from the teacher",
     "completion_length_mean": "Completion length",
     "loss": "Loss",
     "grad_norm": "Gradient norm",

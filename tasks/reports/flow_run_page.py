@@ -163,6 +163,7 @@ _MEASURES: dict[str, Callable[[StepMetrics], float | None]] = {
     "margin of the pairs": lambda step: step.pair_margin,
     "KL to the reference": lambda step: step.kl_mean,
     "KL to the teacher": lambda step: step.teacher_kl,
+    "divergence from the teacher": lambda step: step.divergence,
     "completion length": lambda step: step.completion_length_mean,
     "loss": lambda step: step.loss,
     "gradient norm": lambda step: step.grad_norm,

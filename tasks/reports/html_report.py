@@ -124,6 +124,7 @@ _MEASURES: tuple[tuple[str, str, Callable[[StepMetrics], float | None]], ...] = 
     ("Margin of the pairs", "mean", lambda step: step.pair_margin),
     ("KL to the reference", "mean per token, nats", lambda step: step.kl_mean),
     ("KL to the teacher", "mean per token, nats", lambda step: step.teacher_kl),
+    ("Divergence from the teacher", "mean per token, nats", lambda step: step.divergence),
     (_LENGTH, "mean, tokens", lambda step: step.completion_length_mean),
     ("Loss", "", lambda step: step.loss),
     ("Gradient norm", "L2, before clipping", lambda step: step.grad_norm),

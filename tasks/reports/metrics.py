@@ -46,6 +46,8 @@ class StepMetrics(Frozen):
     teacher_kl: float | None = Field(None, exclude_if=lambda kl: kl is None)
     """Mean of the sampler's minus the teacher's logprob per token, nats: an estimate of the reverse KL to the
     teacher."""
+    divergence: float | None = Field(None, exclude_if=lambda divergence: divergence is None)
+    """Mean of the divergence from the teacher per token, nats, of algorithm.divergence=forward_kl or jsd."""
     pair_accuracy: float | None = None
     """Share of the step's pairs in which the model, before the update, scored the preferred answer higher."""
     pair_margin: float | None = None

@@ -63,6 +63,7 @@ def measure_step(
         by_part=_rows_of_parts(record, parts),
         kl_mean=record.metrics.get("kl_mean"),
         teacher_kl=extra.get("teacher_kl"),
+        divergence=record.metrics.get("divergence_mean"),
         pair_accuracy=record.metrics.get("accuracy_mean"),
         pair_margin=_margin(record.metrics),
         loss=record.metrics.get("loss", math.nan),
@@ -214,7 +215,8 @@ def _shard_counts(store: ObjectStore, rollouts: ArtifactRef) -> _ShardCounts:
     manifest = read_manifest(store, rollouts.key)
     extra = manifest.extra
     # An episode may have several rows, so its shard has a count of episodes.
-    completions = extra.get("episodes", rollouts.rows)
+    # The answers of a dataset were not sampled.
+    completions = 0 if extra.get("dataset_answers") else extra.get("episodes", rollouts.rows)
     tokens = int(extra["completion_tokens"])  # type: ignore[arg-type]
     # If weights were updated in flight, the manifest says which policy sampled how many tokens.
     by_policy: Any = extra.get("policies", {manifest.parents[0]: tokens})

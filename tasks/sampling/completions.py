@@ -57,6 +57,10 @@ async def _sample(
     store = workspace.open_store()
     with timed("storage"):
         rows = read_rows(store, shard.dataset, shard.rows)
+    if shard.dataset_answers == "taken":
+        return _take_answers(workspace, policy, shard, rows, key, step)
+    if shard.dataset_answers == "replaced":
+        rows = [row | {"thread": without_answer(row["thread"]).to_json()} for row in rows]
 
     # Render the prompts. Rows that occurred earlier in the step continue the numbers of their completions.
     renderer = renderer_of(store, shard.base)
@@ -101,6 +105,58 @@ async def _sample(
             provenance=workspace.provenance,
             extra=_counts(shard, len(rows) - len(prompts), completions, tokens_by_policy, sampling),
         )
+
+
+def _take_answers(
+    workspace: Workspace, policy: PolicyRef, shard: PromptShard, rows: list[dict[str, Any]], key: str, step: int
+) -> ArtifactRef:
+    """Commits the answers of the dataset's rows as completions that no policy sampled: their logprobs are 0, and they
+    have no seed.
+
+    Raises SampleTooLong for a row that the model, or the limit of a forward pass, cannot hold."""
+    store = workspace.open_store()
+    renderer = renderer_of(store, shard.base)
+    limit = shortest(context_length_of(store, shard.base), workspace.max_tokens)
+    jobs: list[tuple[dict[str, Any], TokenSequence, int]] = []
+    answers: list[Completion] = []
+    for row, times in zip(rows, shard.repetitions or (0,) * len(rows), strict=True):
+        # Only the last turn is trained; its tokens end with that of the end of a turn.
+        thread = StringThread.from_json(str(row["thread"]))
+        last = len(thread.turns) - 1
+        whole = renderer.sequence(renderer.tokenize(thread.with_weight_assistant_turns_from_index(last)))
+        places = np.flatnonzero(whole.loss_mask)
+        if limit is not None and places[-1] >= limit:
+            raise SampleTooLong(
+                f"the answer of prompt {row['id']} ({row_name(store, shard.dataset, row['index'])}) ends at token "
+                f"{places[-1] + 1}, at most {limit} are allowed (the model's context, or max_batch_size); shorten it "
+                "or leave the row out"
+            )
+        start, end = int(places[0]), int(places[-1]) + 1
+        answer = whole.token_ids[start:end].tolist()
+        prompt = TokenSequence(whole.token_ids[:start], np.zeros(start, bool), images=whole.images)
+        thread_json = without_answer(row["thread"]).to_json()
+        jobs.append((row | {"thread": thread_json}, prompt, times * shard.completions))
+        answers.append(Completion(answer, [0.0] * len(answer), "eos"))
+    table = rollout_table(renderer, policy, jobs, None, answers)
+    log_work("shard", stage=policy.stage, step=step, shard=shard.index)
+    counts: dict[str, JsonValue] = {"prompts": len(rows), "dataset_answers": True}
+    counts |= {"dropped": 0, "completion_tokens": 0, "truncated": 0, "logprob_sum": 0.0}
+    with timed("storage"):
+        return commit_table(
+            store, key, table, kind="rollouts", parents=[policy.uri, shard.dataset.uri],
+            provenance=workspace.provenance, extra=counts,
+        )  # fmt: skip
+
+
+def without_answer(thread_json: str) -> StringThread:
+    """The thread of a row without the answer at its end. Raises BadSpec if it does not end with one."""
+    thread = StringThread.from_json(thread_json)
+    if thread.completion() is None or len(thread.turns) < 2:
+        raise BadSpec(
+            f"a row of the dataset has the turns {[turn.role for turn in thread.turns]}, and with on_policy below 1 "
+            "each row needs a prompt and an answer at its end: give prompts with completions, or on_policy=1"
+        )
+    return type(thread)(thread.turns[:-1], thread.metadata)
 
 
 def _counts(
@@ -199,7 +255,7 @@ def rollout_table(
     renderer: Renderer,
     policy: PolicyRef,
     jobs: list[tuple[dict[str, Any], TokenSequence, int]],
-    seeds: list[int],
+    seeds: list[int] | None,
     completions: list[Completion],
     segmented: list[SegmentedCompletion] | None = None,
 ) -> pa.Table:
@@ -208,6 +264,7 @@ def rollout_table(
 
     Args:
         jobs: (dataset row, prompt, number of the completion) of each completion.
+        seeds: None: the completions were not sampled.
         segmented: which policy sampled which tokens. None: `policy` sampled all of them.
     """
     prompts = [prompt for _, prompt, _ in jobs]
@@ -233,7 +290,7 @@ def rollout_table(
         "stop_reasons": [[completion.stop_reason] for completion in completions],
         "thread": [row["thread"] for row, _, _ in jobs],
         "policy_state": [policy.state] * len(jobs),
-        "seed": seeds,
+        "seed": [None] * len(jobs) if seeds is None else seeds,
         "text": [renderer.decode_completion(answer) for answer in answers],
     }
     # Only tables of such models have the column `images`, so that other tables need not store empty lists.

@@ -23,6 +23,8 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"kind": "grpo", "clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.3}, {"reference_logprobs": -5.0}),
     "gspo": ({"kind": "gspo", "kl_beta": 0.0, "importance_cap": 2.0}, {"sampler_logprobs": -5.2}),
     "entropy": (FREE | {"entropy_coef": 0.1, "terms_norm": "token_sum"}, {}),
+    "forward_kl": ({"kind": "forward_kl"}, {}),
+    "jsd": ({"kind": "jsd", "beta": 0.3, "norm": "sequence_mean"}, {}),
     "dpo": ({"kind": "dpo", "beta": 0.5}, {"reference_logprobs": -5.0}),
     "simpo": ({"kind": "simpo"}, {}),
     "orpo": ({"kind": "orpo"}, {}),
@@ -46,6 +48,10 @@ def rows_of(name: str) -> list[dict[str, Any]]:
         return [up | {"preferred": True}, down | {"preferred": False}]
     if name == "kto":
         return [up | {"preferred": True, "kl_baseline": 0.2}, down | {"preferred": False, "kl_baseline": 0.2}]
+    if name in ("forward_kl", "jsd"):
+        for line, tokens in ((up, UP[1]), (down, DOWN[1])):
+            line["teacher_top_ids"] = [index for token in tokens for index in (token, 7)]
+            line["teacher_top_logprobs"] = [-0.5, -2.0] * len(tokens)
     if "advantages" in columns:
         down["advantages"] = [-0.5] * len(DOWN[1])
     return [up, down]

@@ -20,6 +20,7 @@ from engine.protocol import (
     SamplingParams,
     TableRows,
     TokenSequence,
+    TopRowsRequest,
 )
 from engine.text.tokenizers import load_tokenizer
 from storage.chain.records import PolicyRef, Root
@@ -226,6 +227,42 @@ class ReadingContract(EngineFixtures):
         scored = await engine.logprobs_of_rows(RowsRequest(start, tables, temperature=0.5))
         assert scored.tolist() == [*expected[0], *expected[1], *expected[2]]
         assert len(scored) == 4 + 3 + 2
+
+    async def test_the_most_probable_tokens_of_committed_rows_are_those_of_the_hugging_face_model(
+        self, engine: Engine, start: PolicyRef, store: ObjectStore, tiny_folder: Path
+    ) -> None:
+        gap = row([10, 11], [20, 21, 22], group="g") | {"loss_mask": [False, False, True, False, True]}
+        batches = [commit_batch(store, start, rows, shard=n) for n, rows in enumerate((ROWS, [gap]))]
+        tables = [TableRows(batches[0], np.array([True, False, True])), TableRows(batches[1], np.array([True]))]
+        top = await engine.top_logprobs_of_rows(TopRowsRequest(start, tables, temperature=0.5, top=3))
+        assert top.token_ids_TK.shape == top.logprobs_TK.shape == (4 + 3 + 2, 3)
+        assert top.token_ids_TK.dtype == np.int32
+
+        model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+        expected = []
+        for rows in (ROWS[0], ROWS[2], gap):
+            with torch.no_grad():
+                logits_TV = model(torch.tensor([rows["token_ids"]])).logits[0] / 0.5
+            trained = np.flatnonzero(rows["loss_mask"])
+            expected.append(logits_TV.log_softmax(-1)[trained - 1])
+        expected_TV = torch.cat(expected)
+        values_TK, _ = expected_TV.sort(dim=1, descending=True)
+        assert np.abs(top.logprobs_TK - values_TK[:, :3].numpy()).max() < 1e-4
+        of_ids_TK = expected_TV.gather(1, torch.from_numpy(top.token_ids_TK.astype(np.int64)))
+        assert np.abs(top.logprobs_TK - of_ids_TK.numpy()).max() < 1e-4
+
+    async def test_the_most_probable_tokens_of_the_whole_vocabulary_have_all_of_the_probability(
+        self, engine: Engine, start: PolicyRef, store: ObjectStore, tiny_folder: Path
+    ) -> None:
+        tables = [TableRows(commit_batch(store, start), np.array([True] * 3))]
+        vocabulary = AutoModelForCausalLM.from_pretrained(tiny_folder).config.vocab_size
+        top = await engine.top_logprobs_of_rows(TopRowsRequest(start, tables, top=vocabulary))
+        assert (np.sort(top.token_ids_TK, axis=1) == np.arange(vocabulary)).all()
+        assert np.abs(np.exp(top.logprobs_TK).sum(axis=1) - 1).max() < 1e-4
+        with pytest.raises(BadSpec, match=f"the {vocabulary + 1} most probable tokens .* the model has {vocabulary}"):
+            await engine.top_logprobs_of_rows(TopRowsRequest(start, tables, top=vocabulary + 1))
+        nothing = await engine.top_logprobs_of_rows(TopRowsRequest(start, [], top=2))
+        assert nothing.token_ids_TK.shape == (0, 2)
 
     async def test_rows_that_no_table_has_are_refused(
         self, engine: Engine, start: PolicyRef, store: ObjectStore

@@ -30,6 +30,7 @@ from engine.backends.torch.updates import (
     check_gives,
     check_loss_fits_head,
     check_sequences,
+    check_top,
     count_totals,
     has_gradient,
     retry_on_out_of_memory,
@@ -364,11 +365,22 @@ class DeepSpeedTrainer:
         check_gives("logprobs", scalar=self.scalar, name="the policy")
         return self._read("entropies", sequences, temperature, max_tokens=max_tokens)
 
+    def top_logprobs(
+        self, sequences: Sequence[TokenSequence], *, top: int, temperature: float, max_tokens: int
+    ) -> list[FloatArray]:
+        check_gives("logprobs", scalar=self.scalar, name="the policy")
+        check_top(top, self._info["vocab_size"])
+        return self._read("top_logprobs", sequences, top, temperature, max_tokens=max_tokens)
+
+    def choice_logprobs(self, samples: Sequence[Sample], *, temperature: float, max_tokens: int) -> list[FloatArray]:
+        check_gives("logprobs", scalar=self.scalar, name="the policy")
+        return self._read("choice_logprobs", samples, temperature, max_tokens=max_tokens)
+
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[FloatArray]:
         check_gives("values", scalar=self.scalar, name="the policy")
         return self._read("values", sequences, max_tokens=max_tokens)
 
-    def _read(self, method: str, sequences: Sequence[TokenSequence], *args: Any, max_tokens: int) -> list[FloatArray]:
+    def _read(self, method: str, sequences: Sequence[Packable], *args: Any, max_tokens: int) -> list[FloatArray]:
         """What a method of the ranks returns for each sequence, in the order of the sequences."""
         self._check_sequences(sequences)
 

@@ -73,39 +73,20 @@ class RankModel(CausalLM):
         with self._offloaded_activations():
             return super().hidden(token_ids_BT, positions_BT, layout, images)
 
-    def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
-        """Logprobs of all trained tokens (N,). Those that other ranks compute come without gradient."""
-
-        def head(hidden_nH: Tensor, target_n: Tensor) -> Tensor:
-            return self._token_logprobs(hidden_nH, target_n, temperature)
-
-        return self._at_sources(packed, head)
-
-    def logprobs_and_entropy(self, packed: Packed, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies of all trained tokens, (N,) each. Those that other ranks compute come without
-        gradient."""
-
-        def head(hidden_nH: Tensor, target_n: Tensor) -> Tensor:
-            return self._token_logprobs_and_entropy(hidden_nH, target_n, temperature)
-
-        both_N2 = self._at_sources(packed, head)
-        return both_N2[:, 0], both_N2[:, 1]
-
     def values(self, packed: Packed) -> Tensor:
         """A scalar head's numbers (N,), as `ScalarLM.values`. Those that other ranks compute come without gradient."""
-        return self._at_sources(packed, lambda hidden_nH, _target_n: values_of(self.head, hidden_nH))
+        return self._at_sources(packed, packed.target_N, lambda hidden_nH, _target_n: values_of(self.head, hidden_nH))
 
-    def _at_sources(self, packed: Packed, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Applies `head` to all trained tokens: (N, …) over all ranks of the sequence group.
+    def _at_sources(self, packed: Packed, target: Tensor, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Applies `head` to all trained tokens: (N, …) over all ranks of the sequence group. What other ranks compute
+        comes without gradient.
 
         Args:
-            head: gets the hidden states before the trained tokens of this rank (n, H), and these tokens (n,).
+            head: gets the hidden states before the trained tokens of this rank (n, H), and their targets (n, …).
         """
         # Without sequence parallelism, this rank has the whole row.
         if self.sequence is None:
-            with self.autocast():
-                hidden_TH = self.packed_hidden(packed)
-                return head(hidden_TH.index_select(0, packed.source_N), packed.target_N)
+            return super()._at_sources(packed, target, head)
 
         # This rank computes a run of the row, and the trained tokens in it.
         row = len(packed.token_ids_T)
@@ -115,7 +96,7 @@ class RankModel(CausalLM):
             token_ids_C = self.sequence.run(packed.token_ids_T)
             positions_C = self.sequence.run(packed.positions_T)
             hidden_CH = self.hidden(token_ids_C.unsqueeze(0), positions_C.unsqueeze(0), layout, packed.images)[0]
-            values_n = head(hidden_CH.index_select(0, source_n), packed.target_N[index_n])
+            values_n = head(hidden_CH.index_select(0, source_n), target[index_n])
             return self.sequence.gather(values_n, index_n, total=len(packed.source_N))
 
     def _offloaded_activations(self) -> AbstractContextManager[Any]:

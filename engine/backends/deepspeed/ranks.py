@@ -150,6 +150,14 @@ class RankTrainers:
     def entropies(self, number: int, passes: RankPasses[TokenSequence], temperature: float) -> list[FloatArray]:
         return self.trainer(number).entropies(passes, temperature)
 
+    def top_logprobs(
+        self, number: int, passes: RankPasses[TokenSequence], top: int, temperature: float
+    ) -> list[FloatArray]:
+        return self.trainer(number).top_logprobs(passes, top, temperature)
+
+    def choice_logprobs(self, number: int, passes: RankPasses[Sample], temperature: float) -> list[FloatArray]:
+        return self.trainer(number).choice_logprobs(passes, temperature)
+
     def values(self, number: int, passes: RankPasses[TokenSequence]) -> list[FloatArray]:
         return self.trainer(number).values(passes)
 

@@ -168,9 +168,14 @@ class ZeroTrainer:
 
             both_2N = self.sharded.evaluate(logprobs_and_entropy)
             return Outputs(logprobs_N=both_2N[0], entropy_N=both_2N[1])
+        if objective.loss.needs_teacher_top:
+            return Outputs.of_choices(self._choice_logprobs(packed, objective.temperature))
         if objective.loss.reads == "values":
             return Outputs(values_N=self.sharded.evaluate(lambda model: model.values(packed)))
         return Outputs(logprobs_N=self.sharded.logprobs(packed, objective.temperature))
+
+    def _choice_logprobs(self, packed: Packed, temperature: float) -> torch.Tensor:
+        return self.sharded.evaluate(lambda model: model.choice_logprobs(packed, temperature=temperature))
 
     def _together(self, run: Callable[[], None], *, exchanges_nothing: bool) -> None:
         """Runs `run` on this rank. Every rank calls it at the same time.
@@ -223,6 +228,18 @@ class ZeroTrainer:
 
         return self._read(passes, forward)
 
+    def top_logprobs(self, passes: RankPasses[TokenSequence], top: int, temperature: float) -> list[FloatArray]:
+        """The most probable tokens before every trained token, (n, top, 2): ids, and logprobs in nats."""
+
+        def forward(packed: Packed) -> torch.Tensor:
+            return self.sharded.evaluate(lambda model: model.top_logprobs(packed, top=top, temperature=temperature))
+
+        return self._read(passes, forward)
+
+    def choice_logprobs(self, passes: RankPasses[Sample], temperature: float) -> list[FloatArray]:
+        """Logprobs in nats of every trained token and of the samples' teacher_top_ids, (n, 1 + K)."""
+        return self._read(passes, lambda packed: self._choice_logprobs(packed, temperature))
+
     def values(self, passes: RankPasses[TokenSequence]) -> list[FloatArray]:
         """The scalar head's number before every trained token, as `logprobs`."""
 
@@ -233,7 +250,7 @@ class ZeroTrainer:
 
     @torch.no_grad()
     def _read(
-        self, passes: RankPasses[TokenSequence], forward: Callable[[Packed], torch.Tensor]
+        self, passes: RankPasses[Any], forward: Callable[[Packed], torch.Tensor]
     ) -> list[FloatArray]:
         values: list[FloatArray] = []
 

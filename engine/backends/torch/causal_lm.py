@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -138,19 +139,30 @@ class CausalLM:
 
     def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
         """Log-probability of each trained token (N,), in nats. Differentiable when gradients are on."""
-        with self.autocast():
-            hidden_TH = self.packed_hidden(packed)
-            hidden_NH = hidden_TH.index_select(0, packed.source_N)
-            return self._token_logprobs(hidden_NH, packed.target_N, temperature)
+        return self._at_sources(packed, packed.target_N, partial(self._token_logprobs, temperature=temperature))
+
+    def choice_logprobs(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
+        """Log-probabilities of `packed.candidates_NC` (N, C), in nats. Differentiable when gradients are on."""
+        return self._at_sources(packed, packed.candidates_NC, partial(self._token_logprobs, temperature=temperature))
+
+    def top_logprobs(self, packed: Packed, *, top: int, temperature: float = 1.0) -> Tensor:
+        """The `top` most probable tokens before each trained token, the most probable one first: (N, top, 2), the id of
+        a token and its log-probability in nats. Ids are exact as floats: they are below 2^24."""
+
+        def head(hidden_NH: Tensor, target_N: Tensor) -> Tensor:
+            def highest(hidden_CH: Tensor, _target_C: Tensor) -> Tensor:
+                return top_logprobs(self._head_logits(hidden_CH), top, temperature)
+
+            return self._in_chunks(highest, hidden_NH, target_N)
+
+        return self._at_sources(packed, packed.target_N, head)
 
     def logprobs_and_entropy(self, packed: Packed, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probability of each trained token, and entropy of the distribution that it was drawn from: (N,) each, in
         nats."""
-        with self.autocast():
-            hidden_TH = self.packed_hidden(packed)
-            hidden_NH = hidden_TH.index_select(0, packed.source_N)
-            both_N2 = self._token_logprobs_and_entropy(hidden_NH, packed.target_N, temperature)
-            return both_N2[:, 0], both_N2[:, 1]
+        head = partial(self._token_logprobs_and_entropy, temperature=temperature)
+        both_N2 = self._at_sources(packed, packed.target_N, head)
+        return both_N2[:, 0], both_N2[:, 1]
 
     def values(self, packed: Packed) -> Tensor:
         """Raises BadSpec: only a model with a scalar head has values (engine.backends.torch.scalar_lm)."""
@@ -159,8 +171,14 @@ class CausalLM:
             "builder.into_scoring_model()"
         )
 
+    def _at_sources(self, packed: Packed, target: Tensor, head: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Applies `head` to the hidden states before the trained tokens (N, H), and to `target` (N, …)."""
+        with self.autocast():
+            hidden_TH = self.packed_hidden(packed)
+            return head(hidden_TH.index_select(0, packed.source_N), target)
+
     def _token_logprobs(self, hidden_NH: Tensor, target_N: Tensor, temperature: float) -> Tensor:
-        """(N,): the logprob of each token."""
+        """The logprob of each token, in the shape of `target_N`, which is (N,) or (N, C)."""
 
         def logprobs(hidden_CH: Tensor, target_C: Tensor) -> Tensor:
             return token_logprobs(self._head_logits(hidden_CH), target_C, temperature)
@@ -239,15 +257,28 @@ def frozen_copy(module: nn.Module, dtype: torch.dtype, *, share: bool = True) ->
 
 
 def token_logprobs(logits_NV: Tensor, target_N: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature)[target], (N,) in nats, in float32 at least."""
-    logprobs_N: Tensor = _TokenLogprobs.apply(logits_NV, target_N, temperature, False)[0]
-    return logprobs_N
+    """log softmax(logits / temperature)[target] in nats, in float32 at least. Its shape is that of the target, (N,) or
+    (N, C)."""
+    target_NC = target_N.unsqueeze(1) if target_N.ndim == 1 else target_N
+    logprobs_NC: Tensor = _TokenLogprobs.apply(logits_NV, target_NC, temperature, False)[0]
+    return logprobs_NC.view(target_N.shape)
 
 
 def token_logprobs_and_entropy(logits_NV: Tensor, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """The logprobs of `token_logprobs`, and the entropy of each distribution, both (N,) in nats."""
-    logprobs_N, entropy_N = _TokenLogprobs.apply(logits_NV, target_N, temperature, True)
-    return logprobs_N, entropy_N
+    logprobs_N1, entropy_N = _TokenLogprobs.apply(logits_NV, target_N.unsqueeze(1), temperature, True)
+    return logprobs_N1.squeeze(1), entropy_N
+
+
+def top_logprobs(logits_NV: Tensor, top: int, temperature: float) -> Tensor:
+    """(N, top, 2): the ids of the largest logits, the largest one first, and log softmax(logits / temperature) of them,
+    both in float32 at least."""
+    parts = []
+    for rows in _blocks(logits_NV):
+        x_BV = _scaled(logits_NV[rows], temperature)
+        x_BK, ids_BK = x_BV.topk(top, dim=1)
+        parts.append(torch.stack([ids_BK.to(x_BK.dtype), x_BK - x_BV.logsumexp(1, keepdim=True)], dim=2))
+    return torch.cat(parts)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -256,42 +287,46 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """With x = logits / temperature, z = logsumexp(x), p = exp(x - z) and H = z - Σ p·x, the outputs are x[target] - z
-    and H. Their derivatives with respect to x are onehot(target) - p and -p·(x - z + H)."""
+    """With x = logits / temperature, z = logsumexp(x), p = exp(x - z) and H = z - Σ p·x, the outputs are x[target] - z,
+    (N, C), and H, (N,). Their derivatives with respect to x are onehot(target) - p and -p·(x - z + H)."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, target_N: Tensor, temperature: float, with_entropy: bool
+        ctx: Any, logits_NV: Tensor, target_NC: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         norms, logprobs, entropies = [], [], []
         for rows in _blocks(logits_NV):
             x_BV = _scaled(logits_NV[rows], temperature)
             norm_B = x_BV.logsumexp(1)
             norms.append(norm_B)
-            logprobs.append(x_BV.gather(1, target_N[rows].unsqueeze(1)).squeeze(1) - norm_B)
+            logprobs.append(x_BV.gather(1, target_NC[rows]) - norm_B.unsqueeze(1))
             if with_entropy:
                 entropies.append(norm_B - ((x_BV - norm_B.unsqueeze(1)).exp() * x_BV).sum(1))
         entropy_N = torch.cat(entropies) if with_entropy else None
         ctx.temperature = temperature
-        ctx.save_for_backward(logits_NV, target_N, torch.cat(norms), entropy_N)
+        ctx.save_for_backward(logits_NV, target_NC, torch.cat(norms), entropy_N)
         return torch.cat(logprobs), entropy_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
-        logits_NV, target_N, norm_N, entropy_N = ctx.saved_tensors
-        logprob_grad_N, entropy_grad_N = gradients
-        assert logprob_grad_N is not None
+        logits_NV, target_NC, norm_N, entropy_N = ctx.saved_tensors
+        logprob_grad_NC, entropy_grad_N = gradients
+        assert logprob_grad_NC is not None
         grad_NV = torch.empty_like(logits_NV)
         for rows in _blocks(logits_NV):
             logp_BV = _scaled(logits_NV[rows], ctx.temperature).sub_(norm_N[rows].unsqueeze(1))
-            grad_B1 = logprob_grad_N[rows].unsqueeze(1)
+            target_BC, grad_BC = target_NC[rows], logprob_grad_NC[rows]
+            grad_B1 = grad_BC if grad_BC.shape[1] == 1 else grad_BC.sum(1, keepdim=True)
             if entropy_grad_N is None:
                 grad_BV = logp_BV.exp_().mul_(-grad_B1)
             else:
                 # -p·g for the logprob, and -p·(x - z + H)·h for the entropy.
                 factor_BV = (logp_BV + entropy_N[rows].unsqueeze(1)).mul_(entropy_grad_N[rows].unsqueeze(1))
                 grad_BV = factor_BV.add_(grad_B1).mul_(logp_BV.exp_()).neg_()
-            grad_BV.scatter_add_(1, target_N[rows].unsqueeze(1), grad_B1)
+            # The first target may be among the others, which are distinct. So no call adds to a logit twice, and the
+            # order of the sums is fixed.
+            for part in (slice(0, 1), slice(1, None)):
+                grad_BV.scatter_add_(1, target_BC[:, part], grad_BC[:, part])
             if ctx.temperature != 1:
                 grad_BV.div_(ctx.temperature)
             grad_NV[rows] = grad_BV

@@ -42,6 +42,10 @@ class Packable(Protocol):
     def group(self) -> str: ...
     @property
     def images(self) -> Images: ...
+    @property
+    def teacher_top_ids(self) -> TokenArray | None:
+        """(n, K): further tokens whose logprobs are read before each of the n trained tokens."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,14 @@ class Packed:
     """Number of trained tokens of each sequence."""
     images: Images = ()
     """The images of all samples, placed in the packed row."""
+    choices_NK: Tensor | None = None
+    """Further tokens whose logprobs are read at the same positions. None: there are none."""
+
+    @property
+    def candidates_NC(self) -> Tensor:
+        """The trained token, and then the further ones, of each position."""
+        target_N1 = self.target_N.unsqueeze(1)
+        return target_N1 if self.choices_NK is None else torch.cat([target_N1, self.choices_NK], dim=1)
 
 
 # -- micro-batches ---------------------------------------------------------------------------------------------
@@ -203,6 +215,10 @@ def pack(samples: Sequence[Packable], *, device: torch.device) -> Packed:
         values = np.concatenate([np.zeros(0, np.int64), *parts], dtype=np.int64)
         return torch.from_numpy(values).to(device)
 
+    choices_NK: Tensor | None = None
+    choices = [sample.teacher_top_ids for sample in samples if sample.teacher_top_ids is not None]
+    if choices:
+        choices_NK = torch.from_numpy(np.concatenate(choices, dtype=np.int64)).to(device)
     return Packed(
         token_ids_T=as_tensor(row.tokens),
         positions_T=as_tensor(row.positions),
@@ -211,6 +227,7 @@ def pack(samples: Sequence[Packable], *, device: torch.device) -> Packed:
         target_N=as_tensor(row.targets),
         trained_S=tuple(sample.trained for sample in samples),
         images=tuple(row.images),
+        choices_NK=choices_NK,
     )
 
 

@@ -24,6 +24,7 @@ from engine.backends.torch.updates import (
     check_loss_fits_head,
     check_policy_not_nan,
     check_sequences,
+    check_top,
     count_totals,
     has_gradient,
     is_out_of_memory,
@@ -226,6 +227,23 @@ class TorchTrainer:
             sequences, lambda packed: self.model.logprobs_and_entropy(packed, temperature=temperature)[1], max_tokens
         )
 
+    def top_logprobs(
+        self, sequences: Sequence[TokenSequence], *, top: int, temperature: float, max_tokens: int
+    ) -> list[FloatArray]:
+        """The most probable tokens before every trained token, (n, top, 2) per sequence: ids, and logprobs in nats."""
+        check_gives("logprobs", scalar=self.scalar, name=type(self.model.module).__name__)
+        check_top(top, self.model.vocab_size)
+        return self._forward_per_sequence(
+            sequences, lambda packed: self.model.top_logprobs(packed, top=top, temperature=temperature), max_tokens
+        )
+
+    def choice_logprobs(self, samples: Sequence[Sample], *, temperature: float, max_tokens: int) -> list[FloatArray]:
+        """Logprobs in nats of every trained token and of the sample's teacher_top_ids, (n, 1 + K) per sample."""
+        check_gives("logprobs", scalar=self.scalar, name=type(self.model.module).__name__)
+        return self._forward_per_sequence(
+            samples, lambda packed: self.model.choice_logprobs(packed, temperature=temperature), max_tokens
+        )
+
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[FloatArray]:
         """The scalar head's number before every trained token, per sequence, in the order of the sequences."""
         check_gives("values", scalar=self.scalar, name=type(self.model.module).__name__)
@@ -233,7 +251,7 @@ class TorchTrainer:
 
     @torch.no_grad()
     def _forward_per_sequence(
-        self, sequences: Sequence[TokenSequence], forward: Callable[[Packed], Tensor], max_tokens: int
+        self, sequences: Sequence[Packable], forward: Callable[[Packed], Tensor], max_tokens: int
     ) -> list[FloatArray]:
         self._check(sequences)
 

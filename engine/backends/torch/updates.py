@@ -25,7 +25,7 @@ from engine.losses.base import LossNorm, NormalisedLossSpec, PairLoss, TokenLoss
 from engine.losses.inputs import LossInputs, Outputs
 from engine.losses.spec import LossSpec
 from engine.models.folder import CONTEXT_SOURCE
-from engine.models.samples import PER_SAMPLE, PER_TOKEN, FloatArray, Sample
+from engine.models.samples import PER_SAMPLE, PER_TOKEN, PER_TOP, FloatArray, Sample
 from storage.chain.records import OptimizerSpec
 
 Forward = Callable[[Packed], Outputs]
@@ -112,6 +112,8 @@ def make_forward(model: CausalLM, objective: Objective) -> Forward:
     def forward(packed: Packed) -> Outputs:
         if loss.reads == "values":
             return Outputs(values_N=model.values(packed))
+        if loss.needs_teacher_top:
+            return Outputs.of_choices(model.choice_logprobs(packed, temperature=temperature))
         if loss.needs_entropy:
             logprobs_N, entropy_N = model.logprobs_and_entropy(packed, temperature=temperature)
             return Outputs(logprobs_N=logprobs_N, entropy_N=entropy_N)
@@ -206,6 +208,7 @@ def _loss_inputs(outputs: Outputs, samples: Sequence[Sample], objective: Objecti
         old_values_N=column("old_values"),
         selected_N=column("selected"),
         tangents_N=column("tangents"),
+        teacher_top_NK=column("teacher_top_logprobs"),
         preferred_S=column_S("preferred", torch.bool),
         baseline_S=column_S("kl_baseline", outputs.any_N.dtype),
         preferred_P=preferred_P,
@@ -404,6 +407,14 @@ def check_gives(output: Literal["logprobs", "values"], *, scalar: bool, name: st
     raise BadSpec(f"{name} has {head}, and no {output}; ask it for {available}, or use {fix}")
 
 
+def check_top(top: int, vocab_size: int) -> None:
+    """Raises BadSpec if the model has fewer tokens than are asked for at each position."""
+    if top > vocab_size:
+        raise BadSpec(
+            f"the {top} most probable tokens were asked for, and the model has {vocab_size}; ask for at most as many"
+        )
+
+
 def check_pairs(samples: Sequence[Sample]) -> None:
     """Raises BadSpec, which names the pair, unless every group is a pair: two samples with trained tokens, of which one
     is preferred."""
@@ -429,7 +440,7 @@ def validate_batch(samples: Sequence[Sample], objective: Objective) -> None:
     any of them starts a pass."""
     if not samples:
         return
-    for name in PER_TOKEN if objective.loss.pairwise else (*PER_TOKEN, *PER_SAMPLE):
+    for name in (*PER_TOKEN, *PER_TOP) if objective.loss.pairwise else (*PER_TOKEN, *PER_TOP, *PER_SAMPLE):
         _check_column(samples, name)
     # Compute the loss of the shortest unit, with zeros instead of the outputs of a forward pass.
     unit = [min(samples, key=lambda sample: sample.trained)]
@@ -439,11 +450,17 @@ def validate_batch(samples: Sequence[Sample], objective: Objective) -> None:
 
     def zeros(packed: Packed) -> Outputs:
         zeros_N = torch.zeros(len(packed.target_N))
-        return Outputs(zeros_N, zeros_N, zeros_N)
+        return Outputs(zeros_N, zeros_N, zeros_N, torch.zeros_like(packed.candidates_NC[:, 1:], dtype=zeros_N.dtype))
 
     micro_batch_loss(zeros, unit, objective, count_totals(unit), device=torch.device("cpu"))
 
 
 def _check_column(samples: Sequence[Sample], name: str) -> None:
-    if len({getattr(sample, name) is None for sample in samples}) > 1:
+    columns = [getattr(sample, name) for sample in samples]
+    if len({column is None for column in columns}) > 1:
         raise BadSpec(f"some samples of the batch have {name} and some have none; give it for all or for none")
+    # Samples that teachers of different vocabularies scored could have different widths.
+    if name in PER_TOP and columns[0] is not None:
+        widths = sorted({column.shape[1] for column in columns if len(column)})
+        if len(widths) > 1:
+            raise BadSpec(f"{name} has {widths} numbers per trained token; give equally many in all samples")

@@ -11,7 +11,7 @@ from engine.errors import BadSpec
 from engine.http import wire
 from engine.http.lifecycle import Binding
 from engine.http.service import ServerOptions
-from engine.protocol import GenerateRequest, LogprobsRequest, RowsRequest, TokenSequence
+from engine.protocol import GenerateRequest, LogprobsRequest, RowsRequest, TokenSequence, TopRowsRequest
 from storage.store.objects import ObjectStore
 from tests.fixtures.servers.app_clients import POLICY, PROVENANCE_JSON, TOKEN, Serve, bearer
 from tests.fixtures.servers.scripted_engine import ScriptedEngine
@@ -33,7 +33,7 @@ ROUTES = [
         for verb in (
             "import_model", "create_policy", "generate", "logprobs", "values", "measure", "take_gradient_step",
             "stage_policy", "save_checkpoint", "begin_checkpoint", "export_model", "release", "chat/completions",
-            "completions", "logprobs_of_rows", "values_of_rows", "scale_samplers",
+            "completions", "logprobs_of_rows", "top_logprobs_of_rows", "values_of_rows", "scale_samplers",
         )
     ),
 ]  # fmt: skip
@@ -156,6 +156,7 @@ async def test_path_like_names_are_refused_and_nothing_is_touched(
             ("logprobs", wire.encode_logprobs_request(LogprobsRequest(policy, [TokenSequence([1], [0.0])]), epoch=0)),
             ("values", wire.encode_logprobs_request(LogprobsRequest(policy, [TokenSequence([1], [0.0])]), epoch=0)),
             ("logprobs_of_rows", wire.encode_rows_request(RowsRequest(policy, []), epoch=0)),
+            ("top_logprobs_of_rows", wire.encode_rows_request(TopRowsRequest(policy, [], top=2), epoch=0)),
             ("values_of_rows", wire.encode_rows_request(RowsRequest(policy, []), epoch=0)),
         ):
             answer = await client.post(f"/v1/{verb}", content=data, headers={"Content-Type": wire.MEDIA_TYPE})

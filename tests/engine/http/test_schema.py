@@ -51,6 +51,7 @@ OPERATIONS = [
     ("POST", "/v1/generate"),
     ("POST", "/v1/logprobs"),
     ("POST", "/v1/logprobs_of_rows"),
+    ("POST", "/v1/top_logprobs_of_rows"),
     ("POST", "/v1/values"),
     ("POST", "/v1/values_of_rows"),
     ("GET", "/v1/calls/{id}"),

@@ -24,6 +24,8 @@ from engine.protocol import (
     SamplingParams,
     TableRows,
     TokenSequence,
+    TopLogprobs,
+    TopRowsRequest,
 )
 from storage.chain.records import PolicyRef
 from tests.fixtures.servers.scripted_engine import ref
@@ -98,6 +100,35 @@ def test_committed_rows_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) 
     assert [part.rows.tolist() for part in request.tables] == list(masks.values())
     for scores in ([], [0.1, float("-inf"), 1 / 3], [float(np.float32(0.1))] * 4):
         assert wire.decode_scores(wire.encode_scores(np.array(scores, np.float64))).tolist() == scores
+
+
+def test_the_most_probable_tokens_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_SCORES_PER_ROW", 4)
+    tables = [TableRows(ref("batch", "runs/r/b", POLICY), np.array([True, False]))]
+    sent = TopRowsRequest(POLICY, tables, 0.7, 9, top=3)
+    request, epoch = wire.decode_top_request(wire.encode_rows_request(sent, epoch=3))
+    assert (request.policy, request.temperature, request.max_tokens, request.top, epoch) == (POLICY, 0.7, 9, 3, 3)
+    ids = np.array([[5, 0, 7], [2, 9, 1]], np.int32)
+    logprobs = np.array([[-0.1, -1 / 3, float("-inf")], [-1.0, -2.0, -3.0]])
+    top = wire.decode_top_logprobs(wire.encode_top_logprobs(TopLogprobs(ids, logprobs)), 3)
+    assert (top.token_ids_TK.tolist(), top.logprobs_TK.tolist()) == (ids.tolist(), logprobs.tolist())
+    nothing = TopLogprobs(ids[:0], logprobs[:0])
+    assert wire.decode_top_logprobs(wire.encode_top_logprobs(nothing), 3).token_ids_TK.shape == (0, 3)
+
+
+def test_the_most_probable_tokens_of_another_number_are_refused() -> None:
+    logprobs_TK = np.zeros((2, 3))
+    for ids_TK in (np.zeros((2, 2), np.int32), np.array([[1, 2, 3], [4, 5, -6]], np.int32)):
+        with pytest.raises(BadSpec, match="3 tokens per position"):
+            wire.decode_top_logprobs(wire.encode_top_logprobs(TopLogprobs(ids_TK, logprobs_TK)), 3)
+    with pytest.raises(BadSpec, match="a multiple of 4"):
+        good = TopLogprobs(np.zeros((2, 3), np.int32), logprobs_TK)
+        wire.decode_top_logprobs(wire.encode_top_logprobs(good), 4)
+    for top in (0, 1025):
+        with pytest.raises(BadSpec, match="give 1 to 1024"):
+            TopRowsRequest(POLICY, [], top=top)
+    with pytest.raises(BadSpec, match="has no top"):
+        wire.decode_top_request(wire.encode_rows_request(RowsRequest(POLICY, []), epoch=0))
 
 
 @pytest.mark.parametrize(("change", "message"), [({"kind": "graded"}, "'graded'"), ({"key": "../x"}, "x")])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import cycle, islice
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from engine.backends.protocol import Objective
 from engine.backends.torch.packing import Packed
 from engine.backends.torch.updates import count_totals, micro_batch_loss
+from engine.losses.distillation import ForwardKLSpec, JSDSpec
 from engine.losses.inputs import Outputs
 from engine.losses.likelihood import CrossEntropySpec, TangentsSpec
 from engine.losses.pairs import DPOSpec, KTOSpec, ORPOSpec, RankingSpec, SimPOSpec
@@ -85,6 +87,8 @@ VARIANTS: dict[str, dict[str, LossSpec]] = {
         "token_mask": ClipCovSpec(**_CLIP, importance_mask=TokenRatioMask(low=0.8, high=2.0)),
     },
     "kl_cov": {"": KLCovSpec(kl_beta=0.0, cov_kl=0.7), "kl": KLCovSpec(kl_beta=0.3, norm="sequence_mean")},
+    "forward_kl": {"": ForwardKLSpec(), "sequence_mean": ForwardKLSpec(norm="sequence_mean", weight=0.7)},
+    "jsd": {"": JSDSpec(), "uneven": JSDSpec(beta=0.1, norm="token_sum", weight=2.0)},
     "dpo": {
         "sigmoid": DPOSpec(beta=0.3),
         "ipo": DPOSpec(beta=0.3, variant="ipo"),
@@ -121,6 +125,8 @@ _FROM_REFERENCE = (0.3, -0.2, 0.1, -0.6, 0.4)
 _OLD_FROM_SAMPLER = (0.2, -0.3, 1.1)
 _ADVANTAGES = (0.7, -1.2, 2.0, -0.4, -1.0, 1.5, -0.8)
 _TANGENTS = (0.3, -0.7, 0.2, 1.1)
+TEACHER_TOP = ((0.5, 0.2, 0.1), (0.9, 0.05, 0.01), (0.4, 0.3, 0.05))
+"""Probabilities of the teacher's most probable tokens."""
 _SELECTED = (0.0, 1.0, 0.0, 0.0, 1.0)
 _VALUE_FROM_OLD = (0.05, 0.5, -0.1, -0.45, 0.3)
 _VALUE_FROM_RETURN = (0.4, -0.7, 0.9, -0.2)
@@ -157,10 +163,20 @@ def samples_near(outputs_of: Callable[[Sample], list[float]], *, scalar: bool) -
             "advantages": away[_ADVANTAGES],
             "tangents": away[_TANGENTS],
             "selected": away[_SELECTED],
+            **teacher_top(sample(prompt, weights, group)),
         }  # fmt: skip
         samples.append(sample(prompt, weights, group, preferred=group in seen, kl_baseline=0.4, **columns))
         seen.add(group)
     return samples
+
+
+def teacher_top(bare: Sample) -> dict[str, Any]:
+    """Three tokens before each trained token, of which the second is that token, and their logprobs."""
+    ids, logprobs = [], []
+    for place, token in enumerate(bare.token_ids[bare.loss_mask]):
+        ids.append([3 + place if token != 3 + place else 50, int(token), 60 - place])
+        logprobs.append([math.log(p) for p in TEACHER_TOP[place % 3]])
+    return {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs}
 
 
 _USED = (

@@ -29,6 +29,8 @@ class Out:
     logprobs: Tensor
     entropies: Tensor
     values: Tensor
+    vocabulary: Tensor | None = None
+    """Logprob of every token of the vocabulary, (N, V)."""
 
 
 class Plain:
@@ -60,7 +62,7 @@ class Plain:
         p_TV = torch.softmax(logits_TV, -1)
         log_p_TV = torch.log_softmax(logits_TV, -1)
         token_T = log_p_TV[torch.arange(len(ids_T) - 1), ids_T[1:]]
-        return Out(token_T[trained_T], -(p_TV * log_p_TV).sum(-1)[trained_T], none)
+        return Out(token_T[trained_T], -(p_TV * log_p_TV).sum(-1)[trained_T], none, log_p_TV[trained_T])
 
     def numbers(self, sample: Sample) -> list[float]:
         with torch.no_grad():
@@ -193,6 +195,25 @@ def _policy(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor
     return normalised(spec, values)
 
 
+def _divergence(spec: Any, samples: Sequence[Sample], outs: Sequence[Out]) -> Tensor:
+    values = []
+    for s, out in zip(samples, outs, strict=True):
+        mine = []
+        for row, ids, logprobs in zip(out.vocabulary, s.teacher_top_ids, s.teacher_top_logprobs, strict=True):
+            others = [index for index in range(len(row)) if index not in ids]
+            q = torch.stack([*(torch.exp(row[index]) for index in ids), torch.exp(row[others]).sum()])
+            p = torch.tensor([math.exp(logprob) for logprob in logprobs], dtype=q.dtype)
+            p = torch.cat([p, 1 - p.sum().unsqueeze(0)])
+            if spec.kind == "forward_kl":
+                mine.append(spec.weight * (p * torch.log(p / q)).sum())
+                continue
+            m = spec.beta * p + (1 - spec.beta) * q
+            of_teacher, of_student = (p * torch.log(p / m)).sum(), (q * torch.log(q / m)).sum()
+            mine.append(spec.weight * (spec.beta * of_teacher + (1 - spec.beta) * of_student))
+        values.append(torch.stack(mine))
+    return normalised(spec, values)
+
+
 def _pairs(samples: Sequence[Sample], numbers: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     pairs = []
     for group in sorted({s.group for s in samples}):
@@ -270,6 +291,7 @@ def _trust_region_mse(spec: Any, samples: Sequence[Sample], outs: Sequence[Out])
 DEFINITIONS: dict[str, Callable[[Any, Sequence[Sample], Sequence[Out]], Tensor]] = {
     "cross_entropy": _cross_entropy, "tangents": _tangents, "grpo": _policy, "gspo": _policy, "cispo": _policy,
     "gmpo": _policy, "sapo": _policy, "clip_cov": _policy, "kl_cov": _policy,
+    "forward_kl": _divergence, "jsd": _divergence,
     "dpo": _dpo, "simpo": _simpo, "orpo": _orpo, "kto": _kto, "ranking": _ranking, "mse": _mse,
     "trust_region_mse": _trust_region_mse,
 }  # fmt: skip

@@ -35,19 +35,23 @@ def some_outputs(*, scalar: bool) -> tuple[list[Sample], Outputs]:
     leaf_N = torch.tensor(list(chain(*map(numbers, samples))), dtype=torch.float64, requires_grad=True)
     if scalar:
         return samples, Outputs(values_N=leaf_N)
-    return samples, Outputs(leaf_N, entropy_N=(leaf_N.detach() / -2).requires_grad_())
+    # logprobs of three tokens, which together have less than all of the probability
+    top_NK = (leaf_N.detach().unsqueeze(1) / 5 - torch.tensor([1.3, 1.7, 2.4], dtype=torch.float64)).requires_grad_()
+    return samples, Outputs(leaf_N, entropy_N=(leaf_N.detach() / -2).requires_grad_(), top_NK=top_NK)
 
 
 def differences(spec: LossSpec, samples: list[Sample], outputs: Outputs, leaf_N: Tensor) -> list[float]:
+    numbers = leaf_N.detach().view(-1)  # shares the leaf's memory
+
     def at(index: int, step: float) -> float:
         held = spec.kind == "cispo" and leaf_N is outputs.logprobs_N
         with torch.no_grad():
-            leaf_N[index] += step
+            numbers[index] += step
             value = loss_of(spec, ratios_held(samples, index, step) if held else samples, outputs).item()
-            leaf_N[index] -= step
+            numbers[index] -= step
         return value
 
-    return [(at(i, STEP) - at(i, -STEP)) / (2 * STEP) for i in range(len(leaf_N))]
+    return [(at(i, STEP) - at(i, -STEP)) / (2 * STEP) for i in range(len(numbers))]
 
 
 def ratios_held(samples: list[Sample], index: int, step: float) -> list[Sample]:
@@ -66,14 +70,15 @@ def ratios_held(samples: list[Sample], index: int, step: float) -> list[Sample]:
 
 
 def grad_of(leaf_N: Tensor) -> list[float]:
-    return [0.0] * len(leaf_N) if leaf_N.grad is None else leaf_N.grad.tolist()
+    return [0.0] * leaf_N.numel() if leaf_N.grad is None else leaf_N.grad.flatten().tolist()
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_of_logprobs_entropies_and_values(spec: LossSpec) -> None:
     samples, outputs = some_outputs(scalar=spec.reads == "values")
     loss_of(spec, samples, outputs).backward()
-    leaves = [leaf for leaf in (outputs.logprobs_N, outputs.values_N, outputs.entropy_N) if leaf is not None]
+    given = (outputs.logprobs_N, outputs.values_N, outputs.entropy_N, outputs.top_NK)
+    leaves = [leaf for leaf in given if leaf is not None]
     assert any(any(grad_of(leaf_N)) for leaf_N in leaves)
     for leaf_N in leaves:
         assert grad_of(leaf_N) == pytest.approx(differences(spec, samples, outputs, leaf_N), rel=1e-7, abs=1e-8)

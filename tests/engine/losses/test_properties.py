@@ -21,7 +21,7 @@ from engine.losses.inputs import LossInputs, Outputs
 from engine.losses.policy_gradient import GRPOSpec
 from engine.losses.spec import LossSpec
 from engine.models.samples import Sample
-from tests.engine.losses.cases import SPECS, loss_of, samples_near
+from tests.engine.losses.cases import SPECS, loss_of, samples_near, teacher_top
 from tests.engine.torch.gradients import WHOLE, Grads, distance, update
 
 EXACTLY = 1e-10
@@ -51,6 +51,8 @@ def minibatches(draw: st.DrawFn, *, scalar: bool) -> list[Sample]:
                 columns |= {f"{name}_logprobs": column(around=-5.5) for name in ("old", "reference", "sampler")}
             ids = prompt + [token for token, _ in tail]
             weights = [0.0] * len(prompt) + [float(taught) for _, taught in tail]
+            if not scalar:
+                columns |= teacher_top(Sample(ids, weights))
             samples.append(Sample(ids, weights, f"pair-{pair}", preferred=preferred, kl_baseline=0.3, **columns))
     return samples
 
@@ -124,7 +126,7 @@ def test_a_mask_of_zeros_teaches_nothing(spec: LossSpec, exact: CausalLM, exact_
 
 PER_TOKEN_COLUMNS = (
     "advantages", "tangents", "selected", "old_logprobs", "reference_logprobs", "sampler_logprobs", "returns",
-    "old_values",
+    "old_values", "teacher_top_ids", "teacher_top_logprobs",
 )  # fmt: skip
 POLICY = {name: spec for name, spec in SPECS.items() if hasattr(spec, "clip_low")}
 

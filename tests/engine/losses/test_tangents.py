@@ -25,7 +25,9 @@ from tests.engine.losses.conftest import load
 from tests.engine.torch.gradients import WHOLE, distance, update
 
 OF_LOGPROBS = {
-    name: spec for name, spec in ON_LOGPROBS.items() if not spec.needs_entropy and spec.kind != "tangents"
+    name: spec
+    for name, spec in ON_LOGPROBS.items()
+    if spec.kind != "tangents" and not spec.needs_entropy and not spec.needs_teacher_top
 }
 
 

@@ -14,6 +14,8 @@ from storage.serialization import Coefficient, Frozen, default_of
 from tasks.plans import BatchPlan
 
 NO_REWARD = "tasks.graders.rules:no_reward"
+TEACHER = "teacher"
+"""Name of the teacher's chain within the run."""
 
 
 class TeacherConfig(Frozen):

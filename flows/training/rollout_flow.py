@@ -8,7 +8,7 @@ from typing import Any
 from engine.handles import Model
 from flows.callbacks import Cadence
 from flows.configs.common import GRPOAlgorithm, GRPOConfig
-from flows.configs.distill import DistillConfig
+from flows.configs.distill import TEACHER, DistillConfig
 from flows.configs.environments import ENVGRPOConfig
 from flows.configs.ppo import ValuedConfig
 from flows.display.terminal import TerminalProgress
@@ -34,7 +34,7 @@ async def train_on_rollouts(config: GRPOConfig | ENVGRPOConfig, kind: type[Rollo
             arguments |= await value_arguments(config, session)
         if isinstance(config, DistillConfig):
             teacher = Model(config.teacher.key).to_builder(session)
-            arguments["teacher"] = await teacher.spawn_inference("teacher")
+            arguments["teacher"] = await teacher.spawn_inference(TEACHER)
         trainer = kind(**arguments, **await rollout_arguments(config, session, logger))
         heldout = HeldoutEvaluator.of_config(session.workspace, config, session.base, trainer.source)
         trainer.callbacks += heldout.callbacks(Cadence.of(config.evaluation))

@@ -246,10 +246,10 @@ def _short(config: FormConfig) -> dict[str, Any]:
 
 def _without_defaults(record: BaseModel) -> dict[str, Any]:
     values = record.model_dump(mode="json")
-    for name, field in type(record).model_fields.items():
+    for name, setting in type(record).model_fields.items():
         value = getattr(record, name)
         # a kind tells which class the values are of
-        if name != "kind" and value == field.get_default(call_default_factory=True):
+        if name != "kind" and value == setting.get_default(call_default_factory=True):
             values.pop(name, None)
         elif isinstance(value, BaseModel):
             values[name] = _without_defaults(value)

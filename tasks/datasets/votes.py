@@ -7,7 +7,7 @@ dataset, which a config names as `{kind: registered, key: votes}`.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, Literal
 
 from pydantic import JsonValue, ValidationError
@@ -142,12 +142,12 @@ def preferred_model(store: ObjectStore) -> str | None:
     return registered[0] if registered else None
 
 
-def tally_votes(store: ObjectStore) -> list[Tally]:
-    """Returns the blind votes by the version that answered, also where it was chosen by an alias. The version that won
+def count_wins(store: ObjectStore, votes: Iterable[Vote]) -> list[Tally]:
+    """Counts the blind votes by the version that answered, also where it was chosen by an alias. The version that won
     the largest part of its votes comes first. Raises CorruptArtifact."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     names: dict[str, str] = {}
-    for vote in list_votes(store):
+    for vote in votes:
         if not vote.blind:
             continue
         for side, answer in (("left", vote.left), ("right", vote.right)):

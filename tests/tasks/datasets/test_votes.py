@@ -19,10 +19,10 @@ from tasks.datasets.votes import (
     Vote,
     VotedAnswer,
     commit_vote,
+    count_wins,
     list_votes,
     preferred_model,
     register_votes,
-    tally_votes,
 )
 from tests.fixtures.page import publish
 
@@ -94,7 +94,7 @@ def test_blind_votes_are_counted_by_the_version_that_answered(store: ObjectStore
         commit_vote(store, Vote.model_validate(body | {"blind": number < 5}))
     # a policy that is not in the store: the name by which it was chosen
     commit_vote(store, Vote.model_validate(vote(7, "tie").model_dump() | {"right": run}))
-    assert [(tally.model, tally.won, tally.tied, tally.votes) for tally in tally_votes(store)] == [
+    assert [(tally.model, tally.won, tally.tied, tally.votes) for tally in count_wins(store, list_votes(store))] == [
         ("m@1", 2, 1, 4), ("tuned, step 0", 2, 2, 6), ("m@2", 0, 1, 2),
     ]  # fmt: skip
 

@@ -211,8 +211,8 @@ def _show_start(
     votes = list_votes(page.store)
     return page.render(
         request, "chat.html", status=422 if problems else 200, typed=typed, problems=problems or {}, call=call,
-        choices=served_names(page.store), votes=len(votes), tallies=count_wins(page.store, votes),
-        has_engine=bool(page.settings.engine),
+        choices=served_names(page.store), has_engine=bool(page.settings.engine), votes=votes,
+        tallies=count_wins(page.store, votes),
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from flows.ops.run_names import expected_run_key
 from flows.page.shared import Page, PageError
 from flows.training.step_reporter import STEPS_AVERAGED
 from storage.chain.leases import flow_run_of_lease
-from storage.chain.listing import has_objects, is_auxiliary
+from storage.chain.listing import EVALUATED, has_objects, is_auxiliary
 from storage.inspect.run_details import RunSummary, summarize_run
 from storage.store.index import run_entries
 from storage.store.keys import is_run, short_key
@@ -162,11 +162,13 @@ class RunReader:
 
         with ThreadPoolExecutor(READERS) as pool:
             views = list(pool.map(read, names))
-        waiting = []
+        waiting, shown = [], {view.flow_run.id for view in views if view.flow_run}
         for flow_run in flow_runs.values():
             flow = self._flow_names[flow_run.flow_id]
             key = expected_run_key(flow, flow_run)
-            if key not in entries:
+            # the key of an evaluation depends on its inputs, so that a completed one may be any run of the list
+            is_old = flow == EVALUATED and flow_run.state is not None and flow_run.state.is_completed()
+            if key not in entries and flow_run.id not in shown and not is_old:
                 waiting.append(RunView(key, flow, None, flow_run=flow_run))
         return [*waiting[:count], *views], problem
 
@@ -196,8 +198,8 @@ class RunReader:
         return RunView(run, summary.kind, summary, steps, heldout, devices, flow_run, evaluation)
 
     def _flow_runs(self, client: SyncPrefectClient) -> list[FlowRun]:
-        """The newest flow runs of trainings."""
-        flows = FlowFilter(name=FlowFilterName(any_=list(TRAININGS)))
+        """The newest flow runs of trainings and evaluations."""
+        flows = FlowFilter(name=FlowFilterName(any_=[*TRAININGS, EVALUATED]))
         for flow in client.read_flows(flow_filter=flows):
             self._flow_names[flow.id] = flow.name
         newest_first = FlowRunSort.EXPECTED_START_TIME_DESC

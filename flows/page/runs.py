@@ -201,10 +201,13 @@ def _origin_values(page: Page, run: str) -> dict[str, Any]:
     result = flatten(details.result or {})
     return {
         "run": run, "details": details, "lineage": lineage, "files": files, "has_report": "report" in files,
-        "result": {name: _text(value) for name, value in result.items() if name not in AS_TABLES},
+        "result": {name: _text(value, digits=4) for name, value in result.items() if name not in AS_TABLES},
         "settings": {name: _text(value) for name, value in flatten(details.semantic).items()},
     }  # fmt: skip
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, digits: int = 16) -> str:
+    """The value as a text, or as JSON."""
+    if isinstance(value, float):
+        return f"{value:.{digits}g}"
     return value if isinstance(value, str) else canonical_text(value)

@@ -3,7 +3,6 @@ champions and decisions."""
 
 from __future__ import annotations
 
-import getpass
 import json
 import tempfile
 from importlib import import_module
@@ -30,7 +29,7 @@ from flows.cli.output import (
 )
 from flows.cli.runs import RunArgument
 from flows.configs.inputs import default_model_name
-from flows.promotion.hand_decisions import by_hand, card_text, promote_by_hand, roll_back_by_hand
+from flows.promotion.hand_decisions import account_name, by_hand, card_text, promote_by_hand, roll_back_by_hand
 from storage.chain.deletion import delete_model
 from storage.errors import ObjectNotFound
 from storage.registry.decisions import (
@@ -293,11 +292,9 @@ def _evaluation_uri(store: ObjectStore, evaluation: str) -> str | None:
 
 
 def _account() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        # a container without an entry for its user id
-        raise usage_error("this account has no name; give --who") from None
+    if name := account_name():
+        return name
+    raise usage_error("this account has no name; give --who")
 
 
 def _print_decision(decision: Decision) -> None:

@@ -17,6 +17,8 @@ from tasks.datasets.spec import DatasetUse, DeclaredDataset, HeldoutSplit, Train
 from tasks.plans import BatchPlan
 
 NO_REWARD = "tasks.graders.rules:no_reward"
+TEACHER = "teacher"
+"""Name of the teacher's chain within the run."""
 
 
 DIVERGENCES: dict[str, type[DistillationSpec]] = {"forward_kl": ForwardKLSpec, "jsd": JSDSpec}

@@ -65,7 +65,6 @@ def client_settings(state: UpState) -> dict[str, str]:
     settings = {
         "PREFECT_API_URL": state.api_url,
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
-        "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,engine,storage",
         "DO_NOT_TRACK": "1",
         TOKEN_ENV: state.token,
     }
@@ -214,6 +213,8 @@ def _worker(state: UpState, home: Path) -> ServiceSpec:
         "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,
         "PREFECT_WORKER_WEBSERVER_PORT": str(health_port),
         "PREFECT_WORKER_QUERY_SECONDS": "5",
+        # only flow runs have a log on the server; another process would warn at every line that it cannot send there
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,engine,storage",
         TOKEN_FILE_ENV: str(token_file(home).absolute()),
         # users' graders are modules in the folder in which they run `ostinato up`
         "PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH", "")))),

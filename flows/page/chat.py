@@ -32,7 +32,7 @@ from storage.store import keys
 from storage.store.index import run_entries
 from storage.store.objects import ObjectStore
 from tasks.datasets.errors import EmptyDataset
-from tasks.datasets.votes import Vote, VotedAnswer, commit_vote, list_votes, preferred_model, register_votes
+from tasks.datasets.votes import Vote, VotedAnswer, commit_vote, count_wins, list_votes, preferred_model, register_votes
 
 MAX_CONVERSATIONS = 200
 """Conversations that are kept; the one that was used least recently ends first."""
@@ -99,7 +99,6 @@ class Conversation:
             id=self.comparison, messages=tuple(self.turns), left=left, right=right, choice=choice, blind=self.blind,
             created=datetime.now(UTC).isoformat(),
         )  # fmt: skip
-
 
     def go_on_with(self, vote: Vote) -> None:
         """Keeps the answer that was voted for; with a tie, the left one."""
@@ -209,9 +208,11 @@ def _show_start(
     """The form that begins a conversation."""
     typed = {"second": "", "blind": "", "max_tokens": "512", "temperature": "1"} | typed
     call = how_to_call(page.settings, typed["first"]) if typed["first"] else None
+    votes = list_votes(page.store)
     return page.render(
         request, "chat.html", status=422 if problems else 200, typed=typed, problems=problems or {}, call=call,
-        choices=served_names(page.store), votes=len(list_votes(page.store)), has_engine=bool(page.settings.engine),
+        choices=served_names(page.store), has_engine=bool(page.settings.engine), votes=votes,
+        tallies=count_wins(page.store, votes),
     )  # fmt: skip
 
 
@@ -222,11 +223,8 @@ def _conversation(page: Page, typed: dict[str, str]) -> Conversation | dict[str,
         problems["first"] = "Choose a model."
     if typed["blind"] and not typed["second"]:
         problems["second"] = "A blind comparison needs a second model."
-    try:
-        max_tokens = int(typed["max_tokens"])
-        if not 1 <= max_tokens <= 100_000:
-            raise ValueError
-    except ValueError:
+    max_tokens = int(typed["max_tokens"]) if typed["max_tokens"].isdecimal() else 0
+    if not 1 <= max_tokens <= 100_000:
         problems["max_tokens"] = "Give a number from 1 to 100000."
     try:
         temperature = float(typed["temperature"])
@@ -259,9 +257,6 @@ def how_to_call(settings: PageSettings, model: str) -> dict[str, str] | None:
     line = curl_line(settings.engine, model, token_file=file, token_env=variable)
     token = file or (f"${TOKEN_ENV}" if has_token else "")
     return {"base_url": f"{settings.engine.rstrip('/')}/v1", "token": token, "curl": line}
-
-
-# -- answers ---------------------------------------------------------------------------------------------------
 
 
 async def _answers(settings: PageSettings, conversation: Conversation, question: str) -> AsyncIterator[str]:

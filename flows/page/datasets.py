@@ -14,7 +14,7 @@ from flows.catalogue import TRAININGS
 from flows.cli.data import add_dataset
 from flows.cli.output import format_size
 from flows.configs.overrides import ConfigError, parse_config
-from flows.page.security import MAX_FORM_BYTES, Form, Upload
+from flows.page.security import MAX_FORM_BYTES, Form
 from flows.page.shared import Page, PageError, start_link
 from flows.runs.events import announce_dataset
 from storage.errors import StorageError
@@ -27,7 +27,7 @@ from storage.store.tables import RowReader
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.load import DatasetUse, LoadedDataset
 from tasks.datasets.read import RowsDataset, allowed_name
-from tasks.datasets.sources.file_formats import SUFFIXES
+from tasks.datasets.sources.file_formats import SUFFIXES, checked_suffix
 from tasks.datasets.spec import FileDataset, HubDataset
 
 PREVIEW_ROWS = 20
@@ -87,7 +87,7 @@ def _add(store: ObjectStore, form: Form) -> LoadedDataset:
         settings += [f"{name}={value}" for name in ("name", "split") if (value := form.get(name))]
         return _load(store, form, parse_config(HubDataset, None, [f"path={json.dumps(hub)}", *settings]))
     with tempfile.TemporaryDirectory(prefix="ostinato-upload-") as folder:
-        path = Path(folder, _file_name(upload))
+        path = Path(folder, allowed_name(Path(upload.name).stem) + checked_suffix(upload.name, upload.data))
         path.write_bytes(upload.data)
         spec = parse_config(FileDataset, None, [f"path={json.dumps(str(path))}", *settings])
         try:
@@ -103,21 +103,6 @@ class _Uploaded(FileDataset):
     @property
     def source(self) -> str:
         return Path(self.path).name
-
-
-def _file_name(upload: Upload) -> str:
-    """A name that is safe on any disk, after a look at the content. Raises DatasetError."""
-    path = Path(upload.name)
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise DatasetError(
-            f"{upload.name[:100]}: given the suffix {suffix[:20]!r}; expected one of {', '.join(SUFFIXES)}"
-        )
-    is_parquet = upload.data[:4] == upload.data[-4:] == b"PAR1"
-    if is_parquet != (SUFFIXES[suffix] == "parquet"):
-        content = "a Parquet file" if is_parquet else "a file that is not Parquet, or is cut off"
-        raise DatasetError(f"{upload.name[:100]}: given {content}; expected what its suffix {suffix} says")
-    return allowed_name(path.stem) + suffix
 
 
 def _load(store: ObjectStore, form: Form, spec: RowsDataset) -> LoadedDataset:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import tarfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +12,7 @@ from flows.cli.output import format_size
 from flows.page.chat import how_to_call
 from flows.page.security import Form
 from flows.page.shared import Page, PageError, start_link
-from flows.promotion.hand_decisions import card_text, promote_by_hand, roll_back_by_hand
+from flows.promotion.hand_decisions import account_name, card_text, promote_by_hand, roll_back_by_hand
 from storage.chain.deletion import delete_model
 from storage.errors import ModelInUse, ObjectNotFound
 from storage.inspect.lineage import lineage_of
@@ -28,12 +26,10 @@ from storage.registry.decisions import (
 )
 from storage.registry.models import list_models, list_versions, resolve_alias
 from storage.store import keys
-from storage.store.artifacts import FileEntry, Manifest, read_manifest
+from storage.store.artifacts import Manifest, read_manifest
+from storage.store.download import file_blocks, tar_blocks
 from storage.store.objects import ObjectStore
-from tasks.evaluation.model_comparison import find_evaluations, score_table
-
-BLOCK_BYTES = 1 << 20
-"""Bytes of a download that are in memory at a time."""
+from tasks.evaluation.model_comparison import find_evaluations
 
 
 def router(page: Page) -> APIRouter:
@@ -82,13 +78,13 @@ def router(page: Page) -> APIRouter:
     @router.get("/models/{name}/{version}/tar")
     def download(name: str, version: str) -> Response:
         manifest = _manifest(store, name, version)
-        return _download(_tar(store, manifest, f"{name}-{version}"), f"{name}-{version}.tar", "application/x-tar")
+        return _download(tar_blocks(store, manifest, f"{name}-{version}"), f"{name}-{version}.tar", "application/x-tar")
 
     @router.get("/models/{name}/{version}/files/{path:path}")
     def download_file(name: str, version: str, path: str) -> Response:
         for entry in _manifest(store, name, version).files:
             if entry.name == path:
-                return _download(_blocks(store, entry), entry.name.rpartition("/")[2], size=entry.bytes)
+                return _download(file_blocks(store, entry), entry.name.rpartition("/")[2], size=entry.bytes)
         raise PageError(f"{name}@{version} has no such file.", "Use the links of its page.", 404)
 
     return router
@@ -115,18 +111,18 @@ def _model(store: ObjectStore, name: str) -> dict[str, Any]:
     if not versions and not decisions:
         raise PageError(f"No model {name[:80]!r} is in {store.url}.", "Choose one under Models.", 404)
     manifests = [read_manifest(store, keys.model_version(name, version)) for version in versions]
-    rows = sorted(zip(versions, manifests, strict=True), key=lambda row: row[1].created, reverse=True)
+    newest_first = sorted(zip(versions, manifests, strict=True), key=lambda row: row[1].created, reverse=True)
+    rows = []
+    for version, manifest in newest_first:
+        runs = [keys.run_of_parent(parent) for parent in manifest.parents]
+        rows.append((version, manifest.created, next(filter(None, runs), None), format_size(manifest.bytes)))
     return {
-        "name": name,
-        "rows": [(version, manifest.created, format_size(manifest.bytes)) for version, manifest in rows],
-        "champion": log[-1].version if log else None,
-        "latest": resolve_alias(store, name),
+        "name": name, "rows": rows, "champion": log[-1].version if log else None, "latest": resolve_alias(store, name),
         "decisions": [(decision, is_in_force(decision, log)) for decision in reversed(decisions)],
         # a roll back is offered only where it works
-        "previous": previous_champion(log, versions),
-        "over": log[-1].number if log else 0,
-        **_empty_form(),
-    }
+        "previous": previous_champion(log, versions), "over": log[-1].number if log else 0,
+        "problems": {}, "typed": {"who": account_name()},
+    }  # fmt: skip
 
 
 def _version(page: Page, name: str, version: str) -> dict[str, Any]:
@@ -140,21 +136,12 @@ def _version(page: Page, name: str, version: str) -> dict[str, Any]:
         "created": manifest.created, "size": format_size(manifest.bytes),
         "files": [(entry.name, format_size(entry.bytes)) for entry in manifest.files],
         "is_champion": bool(log) and log[-1].version == version, "lineage": _lineage(store, model),
-        "evaluations": [(evaluation.run, score_table(evaluation.comparison)) for evaluation in evaluations],
+        "evaluations": evaluations,
         "samples": [sample for one in evaluations for sample in one.samples if sample.model == model],
         "card": _card(store, name, version), "evaluate": start_link("evaluation", models=[model]),
         "call": how_to_call(page.settings, model),
-        **_empty_form(),
+        "problems": {}, "typed": {"who": account_name()},
     }  # fmt: skip
-
-
-def _empty_form() -> dict[str, Any]:
-    try:
-        who = getpass.getuser()
-    except (KeyError, OSError):
-        # a container without an entry for its user id
-        who = ""
-    return {"problems": {}, "typed": {"who": who}}
 
 
 def _lineage(store: ObjectStore, model: str) -> dict[str, Any]:
@@ -183,9 +170,6 @@ def _manifest(store: ObjectStore, name: str, version: str) -> Manifest:
         raise PageError(f"The model {name!r} has no version {version!r}.", "Choose one under Models.", 404) from error
 
 
-# -- downloads -------------------------------------------------------------------------------------------------
-
-
 def _download(
     blocks: Iterator[bytes], name: str, media_type: str = "application/octet-stream", size: int | None = None
 ) -> Response:
@@ -194,20 +178,3 @@ def _download(
     if size is not None:
         headers["Content-Length"] = str(size)
     return StreamingResponse(blocks, media_type=media_type, headers=headers)
-
-
-def _blocks(store: ObjectStore, entry: FileEntry) -> Iterator[bytes]:
-    with store.open(entry.key) as stream:
-        while block := stream.read(BLOCK_BYTES):
-            yield block
-
-
-def _tar(store: ObjectStore, manifest: Manifest, folder: str) -> Iterator[bytes]:
-    """The files of a version as a tar archive, one block at a time."""
-    for entry in manifest.files:
-        header = tarfile.TarInfo(f"{folder}/{entry.name}")
-        header.size, header.mode = entry.bytes, 0o644
-        yield header.tobuf()
-        yield from _blocks(store, entry)
-        yield bytes(-entry.bytes % tarfile.BLOCKSIZE)
-    yield bytes(2 * tarfile.BLOCKSIZE)

@@ -22,11 +22,12 @@ from flows.ops.run_names import expected_run_key
 from flows.page.shared import Page, PageError
 from flows.training.step_reporter import STEPS_AVERAGED
 from storage.chain.leases import flow_run_of_lease
-from storage.chain.listing import has_objects, is_auxiliary
+from storage.chain.listing import EVALUATED, has_objects, is_auxiliary
 from storage.inspect.run_details import RunSummary, summarize_run
 from storage.store.index import run_entries
-from storage.store.keys import is_run
-from storage.store.objects import ObjectStore
+from storage.store.keys import is_run, short_key
+from storage.store.objects import ObjectInfo
+from tasks.evaluation.model_comparison import StoredEvaluation, stored_evaluation
 from tasks.evaluation.validation_curve import Validation, curves, read_validations
 from tasks.reports.flow_run_page import heldout_rows
 from tasks.reports.metrics import StepMetrics
@@ -57,6 +58,8 @@ class RunView:
     devices: int = 0
     """GPUs of the trainer. 0: it trains on the CPU, or no step is committed."""
     flow_run: FlowRun | None = None
+    evaluation: StoredEvaluation | None = None
+    """The result of a finished evaluation."""
 
     @property
     def path(self) -> str:
@@ -122,6 +125,15 @@ class RunView:
     def heldout_rows(self) -> list[tuple[str, str, str, str, str]]:
         return heldout_rows(curves(self.heldout))
 
+    @property
+    def results(self) -> list[str]:
+        """The measures on held-out rows, or the scores of an evaluation, in words."""
+        lines = [f"{name}: {before} → {latest}" for name, before, latest, *_ in self.heldout_rows]
+        for score in self.evaluation.comparison.scores if self.evaluation else ():
+            mean = score.why_no_mean or f"{score.mean:.3f}"
+            lines.append(f"{score.dataset}, {score.grader}: {short_key(score.model)} {mean}")
+        return lines
+
 
 class RunReader:
     """Reads runs for the page. Its methods may be called from several threads."""
@@ -144,13 +156,19 @@ class RunReader:
                 flow_runs = {str(flow_run.id): flow_run for flow_run in self._flow_runs(client)}
         except PREFECT_ERRORS as error:
             problem = f"Prefect at {self.page.settings.server} does not answer ({type(error).__name__})."
+
+        def read(run: str) -> RunView:
+            return self._view(run, flow_runs.get(flow_run_of_lease(store, run)), entries[run], STEPS_AVERAGED)
+
         with ThreadPoolExecutor(READERS) as pool:
-            views = list(pool.map(lambda run: self._of_list(store, run, flow_runs), names))
-        waiting = []
+            views = list(pool.map(read, names))
+        waiting, shown = [], {view.flow_run.id for view in views if view.flow_run}
         for flow_run in flow_runs.values():
             flow = self._flow_names[flow_run.flow_id]
             key = expected_run_key(flow, flow_run)
-            if key not in entries:
+            # the key of an evaluation depends on its inputs, so that a completed one may be any run of the list
+            is_old = flow == EVALUATED and flow_run.state is not None and flow_run.state.is_completed()
+            if key not in entries and flow_run.id not in shown and not is_old:
                 waiting.append(RunView(key, flow, None, flow_run=flow_run))
         return [*waiting[:count], *views], problem
 
@@ -163,25 +181,25 @@ class RunReader:
             if not has_objects(store, key):
                 return RunView(key, self._flow_names[flow_run.flow_id], None, flow_run=flow_run)
             name = key
-        summary = summarize_run(store, name)
-        flow_run = flow_run or self._of_lease(name)
-        stage = summary.stages[-1] if summary.stages else ""
-        metrics = self._all_steps(name, stage, summary.head_step) if stage and steps else ()
-        heldout = tuple(read_validations(store, name, stage)) if stage else ()
-        devices = trainer_gpus(store, name, summary.head_step)
-        return RunView(name, summary.kind, summary, metrics, heldout, devices, flow_run)
+        entry = run_entries(store, name).get(name)
+        return self._view(name, flow_run or self._of_lease(name), entry, None if steps else 0)
 
-    def _of_list(self, store: ObjectStore, run: str, flow_runs: dict[str, FlowRun]) -> RunView:
-        summary = summarize_run(store, run)
+    def _view(self, run: str, flow_run: FlowRun | None, entry: ObjectInfo | None, last: int | None) -> RunView:
+        """`entry`: that of the run in the index. `last`: how many of the last steps are read; None: all."""
+        store, summary = self.page.store, summarize_run(self.page.store, run)
         stage, head = (summary.stages[-1] if summary.stages else ""), summary.head_step
-        steps = read_metrics(store, run, stage, first=max(0, head - STEPS_AVERAGED), steps=head) if head else []
+        if last is None:
+            steps = self._all_steps(run, stage, head)
+        else:
+            steps = tuple(read_metrics(store, run, stage, first=max(0, head - last), steps=head))
         heldout = tuple(read_validations(store, run, stage)) if stage else ()
-        flow_run = flow_runs.get(flow_run_of_lease(store, run))
-        return RunView(run, summary.kind, summary, tuple(steps), heldout, trainer_gpus(store, run, head), flow_run)
+        evaluation = stored_evaluation(store, run, entry) if entry and not stage else None
+        devices = trainer_gpus(store, run, head)
+        return RunView(run, summary.kind, summary, steps, heldout, devices, flow_run, evaluation)
 
     def _flow_runs(self, client: SyncPrefectClient) -> list[FlowRun]:
-        """The newest flow runs of trainings."""
-        flows = FlowFilter(name=FlowFilterName(any_=list(TRAININGS)))
+        """The newest flow runs of trainings and evaluations."""
+        flows = FlowFilter(name=FlowFilterName(any_=[*TRAININGS, EVALUATED]))
         for flow in client.read_flows(flow_filter=flows):
             self._flow_names[flow.id] = flow.name
         newest_first = FlowRunSort.EXPECTED_START_TIME_DESC

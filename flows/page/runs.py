@@ -24,7 +24,7 @@ from storage.errors import ObjectNotFound, StorageError
 from storage.inspect.lineage import lineage_of
 from storage.inspect.run_details import describe_run
 from storage.inspect.step_samples import SampleFilter, SampleOrder, newest_sampled_step, step_samples
-from storage.serialization import flatten
+from storage.serialization import canonical_text, flatten
 from storage.store import keys
 from tasks.reports.advice import advice
 from tasks.reports.flow_run_page import CURVE_POINTS, thinned
@@ -35,6 +35,8 @@ RUNS_SHOWN = 30
 """Runs of the list at first; a link shows twice as many."""
 SAMPLES_SHOWN = 20
 """Samples of one page of them."""
+AS_TABLES = ("scores", "differences", "samples", "harness")
+"""Parts of an evaluation's result that its page has as tables."""
 LOG_LINES = 200
 """Newest lines of the log that are shown."""
 
@@ -196,7 +198,16 @@ def _origin_values(page: Page, run: str) -> dict[str, Any]:
     for chain in details.chains:
         checkpoints = ", ".join(map(str, chain.checkpoints)) or "none"
         files[f"checkpoints of {chain.stage}/{chain.model}"] = f"after steps {checkpoints}"
+    result = flatten(details.result or {})
     return {
         "run": run, "details": details, "lineage": lineage, "files": files, "has_report": "report" in files,
-        "result": flatten(details.result or {}), "settings": flatten(details.semantic),
+        "result": {name: _text(value, digits=4) for name, value in result.items() if name not in AS_TABLES},
+        "settings": {name: _text(value) for name, value in flatten(details.semantic).items()},
     }  # fmt: skip
+
+
+def _text(value: Any, digits: int = 16) -> str:
+    """The value as a text, or as JSON."""
+    if isinstance(value, float):
+        return f"{value:.{digits}g}"
+    return value if isinstance(value, str) else canonical_text(value)

@@ -19,7 +19,9 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 from starlette.responses import HTMLResponse
 
 from flows.page.security import Sessions
+from storage.store import keys
 from storage.store.objects import ObjectStore, open_store
+from tasks.evaluation.model_comparison import score_changes
 from tasks.reports.html_report import text_for_page
 
 FOLDER = Path(__file__).parent
@@ -69,6 +71,7 @@ class Page:
         self.templates.filters["text_for_page"] = text_for_page
         # an ISO time without its seconds
         self.templates.filters["moment"] = lambda iso: (iso or "–")[:16].replace("T", " ")
+        self.templates.filters.update(score_rows=score_changes, short_key=keys.short_key)
         self.templates.globals.update(csrf=self.sessions.csrf, sections=sections, page=self)
 
     @property

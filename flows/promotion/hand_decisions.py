@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+
 from flows.promotion.model_card import commit_card, find_card, render_card
 from flows.runs.code_version import code_version
 from storage.registry.decisions import (
@@ -72,6 +74,14 @@ def card_text(store: ObjectStore, name: str, version: str) -> str:
         if decision.version == version and (text := find_card(store, decision)) is not None:
             return text
     return render_card(store, name, version)
+
+
+def account_name() -> str:
+    """The name of this account. Empty: it has none, as in a container without an entry for its user id."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
 
 
 def by_hand(name: str, version: str) -> Provenance:

@@ -15,6 +15,7 @@ from storage.chain.records import Chain
 from storage.chain.run_record import read_run
 from storage.errors import ObjectNotFound
 from storage.inspect.lineage import ChainSegment, Lineage, differing_settings, lineage_of, training_datasets
+from storage.registry.datasets import list_datasets
 from storage.registry.decisions import Decision
 from storage.serialization import canonical_json
 from storage.store import keys
@@ -193,8 +194,15 @@ def _config_of_last_run(stages: list[_CardStage]) -> str:
 def _data(store: ObjectStore, name: str, version: str, lineage: Lineage) -> str:
     if lineage.policy is None:
         return ""
-    digests = sorted(training_datasets(store, f"{name}@{version}"))
-    lines = [f"- dataset sha256 `{sha256}`" for sha256 in digests]
+    # equal rows may have been added under several names
+    names: dict[str, set[str]] = {}
+    for dataset in list_datasets(store):
+        names.setdefault(dataset.ref.sha256, set()).add(f"`{dataset.name}`")
+    lines = []
+    for sha256 in training_datasets(store, f"{name}@{version}"):
+        title = " or ".join(sorted(names.get(sha256, ("a dataset that is not in this store",))))
+        lines.append(f"- {title} (sha256 `{sha256[:12]}`)")
+    lines.sort()
     return "## Data\n\n" + "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from engine.specs.engine import EngineSpec, LocalEngineSpec
 from flows.catalogue import AnyTraining
 from flows.configs.common import TrainingConfig
+from flows.configs.distill import TEACHER
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.forms import FormConfig
 from flows.configs.overrides import RULES, describe_validation
 from flows.ops.state import write_private
 from storage.chain.fork import read_fork
 from storage.chain.leases import check_not_deleted
-from storage.chain.listing import stages_of
+from storage.chain.listing import run_chains, stages_of
 from storage.chain.run_record import RunInfo, find_run
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.registry.models import find_model, list_versions
@@ -61,8 +62,8 @@ class RecordedConfig:
     """Values to write, without those that equal their default."""
     is_complete: bool = True
     """False for a run of an earlier version, which did not record all settings."""
-    models: frozenset[str] = frozenset()
-    """Digests of the models that the run began with."""
+    models: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Digests of the models that the run began with, by the key of the config that names them."""
 
     @property
     def text(self) -> str:
@@ -82,17 +83,23 @@ class RecordedConfig:
         `name` and `name@champion` may name no longer."""
         values = {name: value for name, value in self.values.items() if name != "run"}
         if self.flow == "evaluation":
-            values["models"] = [self._with_version(store, key) for key in values.get("models", ())]
+            values["models"] = [self._with_version(store, key, "models") for key in values.get("models", ())]
         elif self.flow is not None:
-            values["model"] = values["model"] | {"key": self._with_version(store, values["model"]["key"])}
+            for part in ("model", "value_model", "teacher"):
+                # a value model without a key begins as the policy
+                if key := values.get(part, {}).get("key"):
+                    values[part] = values[part] | {"key": self._with_version(store, key, part)}
+            if teachers := values.get("teacher", {}).get("by_value"):
+                versions = {value: self._with_version(store, key, "teacher") for value, key in teachers.items()}
+                values["teacher"] = values["teacher"] | {"by_value": versions}
         return values
 
-    def _with_version(self, store: ObjectStore, key: str) -> str:
+    def _with_version(self, store: ObjectStore, key: str, part: str) -> str:
         """`name@version` of a registered model that the run began with. Any other key is returned unchanged."""
         name = key.partition("@")[0]
         for version in list_versions(store, name) if keys.is_name(name) else ():
             ref = find_model(store, name, version)
-            if ref is not None and ref.sha256 in self.models:
+            if ref is not None and ref.sha256 in self.models.get(part, ()):
                 return f"{name}@{version}"
         return key
 
@@ -140,8 +147,26 @@ def read_config(store: ObjectStore, run: str) -> RecordedConfig:
     except ValidationError as error:
         problems = describe_validation(error, TrainingConfig)
         raise CorruptArtifact(f"{keys.run_json(info.run)} is not a config of this version: {problems}") from error
-    models = frozenset({digests["model"]} if "model" in digests else ())
+    models = _chain_models(store, run, training.config)
+    if "model" in digests:
+        models["model"] = frozenset({digests["model"]})
     return RecordedConfig(run, flow, _short(training.config), is_complete, models)
+
+
+def _chain_models(store: ObjectStore, run: str, config: TrainingConfig) -> dict[str, frozenset[str]]:
+    """Digests of the models from which the chains of the value model and the teacher start. The record of a run has
+    none of them."""
+    parts = {TEACHER: "teacher"}
+    if config.critic is not None:
+        parts[config.critic.name] = "value_model"
+    models: dict[str, frozenset[str]] = {}
+    for chain in run_chains(store, run):
+        # several teachers are numbered
+        part = parts.get(TEACHER if chain.model.startswith(f"{TEACHER}-") else chain.model)
+        root = chain.root() if part is not None else None
+        if part is not None and root is not None and root.base is not None:
+            models[part] = models.get(part, frozenset()) | {root.base.sha256}
+    return models
 
 
 def _evaluation_config(run: str, info: RunInfo) -> RecordedConfig:
@@ -152,7 +177,8 @@ def _evaluation_config(run: str, info: RunInfo) -> RecordedConfig:
     except ValidationError as error:
         problems = describe_validation(error, EvaluationFlowConfig)
         raise CorruptArtifact(f"{keys.run_json(run)} is not a config of this version: {problems}") from error
-    return RecordedConfig(run, "evaluation", _short(config), models=frozenset(filter(None, inputs["models"].values())))
+    models = {"models": frozenset(filter(None, inputs["models"].values()))}
+    return RecordedConfig(run, "evaluation", _short(config), models=models)
 
 
 def write_config(config: RecordedConfig, folder: Path) -> tuple[Path, bool]:
@@ -225,10 +251,10 @@ def _short(config: FormConfig) -> dict[str, Any]:
 
 def _without_defaults(record: BaseModel) -> dict[str, Any]:
     values = record.model_dump(mode="json")
-    for name, field in type(record).model_fields.items():
+    for name, setting in type(record).model_fields.items():
         value = getattr(record, name)
         # a kind tells which class the values are of
-        if name != "kind" and value == field.get_default(call_default_factory=True):
+        if name != "kind" and value == setting.get_default(call_default_factory=True):
             values.pop(name, None)
         elif isinstance(value, BaseModel):
             values[name] = _without_defaults(value)

@@ -8,7 +8,7 @@ from typing import Any
 from engine.handles import Model
 from flows.callbacks import Cadence
 from flows.configs.common import GRPOAlgorithm, GRPOConfig
-from flows.configs.distill import DistillConfig
+from flows.configs.distill import TEACHER, DistillConfig
 from flows.configs.environments import ENVGRPOConfig
 from flows.configs.ppo import ValuedConfig
 from flows.display.terminal import TerminalProgress
@@ -94,7 +94,7 @@ async def value_arguments(config: ValuedConfig, session: RunSession) -> dict[str
 async def teacher_arguments(config: DistillConfig, session: RunSession) -> dict[str, Any]:
     """The arguments of a distillation for its teachers. Spawns each teacher once."""
     keys = config.teacher.teacher_keys
-    names = ["teacher"] if len(keys) == 1 else [f"teacher-{number}" for number in range(len(keys))]
+    names = [TEACHER] if len(keys) == 1 else [f"{TEACHER}-{number}" for number in range(len(keys))]
     teachers = {}
     for key, name in zip(keys, names, strict=True):
         teachers[key] = await Model(key).to_builder(session).spawn_inference(name)

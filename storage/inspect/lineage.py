@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from pydantic import JsonValue
 
 from storage.chain.fork import ForkInfo, read_fork
-from storage.chain.listing import has_objects, is_auxiliary, list_runs, run_chains, stage_position
+from storage.chain.listing import has_objects, is_auxiliary, run_chains, stage_position
 from storage.chain.records import Chain, CommitRecord, PolicyRef
-from storage.chain.run_record import find_run
+from storage.chain.run_record import find_run, read_run
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.inspect.accounting import StepInputs, step_inputs
 from storage.registry.models import find_model, registered_key
 from storage.serialization import Frozen, canonical_text, flatten
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, map_files, read_manifest
-from storage.store.objects import ObjectStore
+from storage.store.index import run_entries
+from storage.store.objects import ObjectInfo, ObjectStore
 from storage.store.tables import read_table
 
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+RUNS_CACHED = 10_000
+"""Runs whose inputs are kept in memory."""
 
 
 class RunSteps(Frozen):
@@ -284,17 +288,31 @@ def training_datasets(store: ObjectStore, target: str) -> set[str]:
 
 def runs_by_dataset(store: ObjectStore) -> dict[str, list[str]]:
     """Returns the runs that name a dataset among their inputs, by the sha256 of the dataset. The config of a recipe
-    does not name its datasets. It reads the record of every run."""
-    runs = [run for run in list_runs(store) if not is_auxiliary(run)]
-    infos = map_files(lambda run: find_run(store, run), runs) if runs else []
+    does not name its datasets. It reads the record of every run once in this process."""
+    entries = {run: entry for run, entry in sorted(run_entries(store).items()) if not is_auxiliary(run)}
+
+    def inputs_of(run: str) -> frozenset[str]:
+        try:
+            return _recorded_inputs(store, run, entries[run])
+        except ObjectNotFound:
+            # a fork that has not run yet
+            return frozenset()
+
     users: dict[str, list[str]] = {}
-    for run, info in zip(runs, infos, strict=True):
-        inputs = info.semantic.get("inputs") if info else None
-        # the inputs of an evaluation are groups of digests
-        digests = flatten(inputs).values() if isinstance(inputs, dict) else ()
-        for sha256 in sorted({value for value in digests if isinstance(value, str)}):
+    for run, digests in zip(entries, map_files(inputs_of, list(entries)), strict=True):
+        for sha256 in digests:
             users.setdefault(sha256, []).append(run)
     return users
+
+
+@lru_cache(maxsize=RUNS_CACHED)
+def _recorded_inputs(store: ObjectStore, run: str, _entry: ObjectInfo) -> frozenset[str]:
+    """The texts among the inputs in the record of a run, which never change. Raises ObjectNotFound, which is not
+    cached. A run that was deleted and created again has another entry in the index."""
+    inputs = read_run(store, run).semantic.get("inputs")
+    # the inputs of an evaluation are groups of digests
+    values = flatten(inputs).values() if isinstance(inputs, dict) else ()
+    return frozenset(value for value in values if isinstance(value, str))
 
 
 def resolve_policy(store: ObjectStore, text: str) -> PolicyRef:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import tarfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.serialization import digest_file
-from storage.store.artifacts import FileEntry, map_files, read_manifest
+from storage.store.artifacts import FileEntry, Manifest, map_files, read_manifest
 from storage.store.objects import ObjectStore
+
+BLOCK_BYTES = 1 << 20
+"""Bytes of a file that are in memory at a time."""
 
 
 def materialise_files(store: ObjectStore, key: str, to: Path, *, names: Iterable[str] | None = None) -> dict[str, Path]:
@@ -54,3 +58,21 @@ def _materialise(store: ObjectStore, entry: FileEntry, to: Path) -> Path:
 
 def _gone(store: ObjectStore, entry: FileEntry) -> str:
     return f"the file {entry.name} of a committed artifact is gone: {entry.key} in {store.url}"
+
+
+def file_blocks(store: ObjectStore, entry: FileEntry) -> Iterator[bytes]:
+    """Yields the bytes of a file, one block at a time. The digest is not checked."""
+    with store.open(entry.key) as stream:
+        while block := stream.read(BLOCK_BYTES):
+            yield block
+
+
+def tar_blocks(store: ObjectStore, manifest: Manifest, folder: str) -> Iterator[bytes]:
+    """Yields the files of an artifact as a tar archive, one block at a time. `folder` is their folder in it."""
+    for entry in manifest.files:
+        header = tarfile.TarInfo(f"{folder}/{entry.name}")
+        header.size, header.mode = entry.bytes, 0o644
+        yield header.tobuf()
+        yield from file_blocks(store, entry)
+        yield bytes(-entry.bytes % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)

@@ -6,17 +6,20 @@ dataset, which a config names as `{kind: registered, key: votes}`.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, Literal
 
 from pydantic import JsonValue, ValidationError
 
 from engine.errors import ThreadError
 from engine.text.threads import StringThread
-from storage.errors import CorruptArtifact
+from storage.chain.listing import SERVED
+from storage.chain.records import base_model_of
+from storage.errors import CorruptArtifact, ObjectNotFound
+from storage.inspect.lineage import resolve_policy
 from storage.registry.decisions import resolve_model
-from storage.registry.models import find_model
+from storage.registry.models import find_model, registered_key
 from storage.serialization import Frozen, canonical_json, digest
 from storage.store import keys
 from storage.store.artifacts import Provenance, map_files
@@ -56,6 +59,16 @@ class Vote(Frozen):
     """Whether the names of the models were hidden until the vote."""
     created: str
     """ISO time of the vote, UTC."""
+
+
+class Tally(Frozen):
+    """How often one version was preferred in blind comparisons."""
+
+    model: str
+    """`name@version` of a registered model, or a run and its step."""
+    won: int
+    tied: int
+    votes: int
 
 
 def commit_vote(store: ObjectStore, vote: Vote) -> Vote:
@@ -127,6 +140,36 @@ def preferred_model(store: ObjectStore) -> str | None:
             wins[resolve_model(store, winner)] += 1
     registered = [model for model, _ in wins.most_common() if find_model(store, *model.split("@", 1)) is not None]
     return registered[0] if registered else None
+
+
+def count_wins(store: ObjectStore, votes: Iterable[Vote]) -> list[Tally]:
+    """Counts the blind votes by the version that answered, also where it was chosen by an alias. The version that won
+    the largest part of its votes comes first. Raises CorruptArtifact."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    names: dict[str, str] = {}
+    for vote in votes:
+        if not vote.blind:
+            continue
+        for side, answer in (("left", vote.left), ("right", vote.right)):
+            if answer.policy not in names:
+                names[answer.policy] = _version_name(store, answer)
+            outcome = {"tie": "tied", side: "won"}.get(vote.choice, "lost")
+            counts[names[answer.policy]].update((outcome, "votes"))
+    tallies = [
+        Tally(model=model, won=count["won"], tied=count["tied"], votes=count["votes"])
+        for model, count in counts.items()
+    ]
+    return sorted(tallies, key=lambda tally: (-tally.won / tally.votes, -tally.votes, tally.model))
+
+
+def _version_name(store: ObjectStore, answer: VotedAnswer) -> str:
+    """The version that gave an answer. The name by which it was chosen, if its policy is not in the store any more."""
+    try:
+        policy = resolve_policy(store, answer.policy)
+        is_registered = policy.run.startswith(f"{SERVED}/")
+        return registered_key(base_model_of(store, policy)) if is_registered else f"{policy.run}, step {policy.step}"
+    except ObjectNotFound:
+        return answer.model
 
 
 def _parse(data: bytes, key: str) -> Vote:

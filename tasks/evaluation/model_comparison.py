@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import combinations
 from statistics import fmean
 from typing import Any
 
 from engine.text.threads import StringThread
-from storage.chain.listing import is_auxiliary, list_runs
+from storage.chain.listing import is_auxiliary
+from storage.errors import ObjectNotFound
 from storage.serialization import Frozen
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, map_files
-from storage.store.objects import ObjectStore, read_json
+from storage.store.index import run_entries
+from storage.store.objects import ObjectInfo, ObjectStore, read_json
 from storage.store.tables import read_table
+from tasks.evaluation.harness import HarnessScore
 from tasks.evaluation.several_answers import PASS_AT, AnswerScores, GradedAnswer
 from tasks.evaluation.statistics import PairedDifference, mean_interval, paired_difference
 
@@ -26,6 +30,10 @@ SAMPLE_PROMPTS = 3
 """Number of prompts of each dataset whose answers are shown with a comparison."""
 SAMPLE_CHARACTERS = 1000
 """Characters of a prompt, an answer or a reason that are shown."""
+RESULTS_CACHED = 10_000
+"""Runs whose results are kept in memory."""
+NORMAL_QUANTILE = 1.96
+"""Standard errors on each side of a mean that a 95 % interval reaches."""
 
 
 class Cell(Frozen):
@@ -125,18 +133,55 @@ class StoredEvaluation(Frozen):
 
 
 def find_evaluations(store: ObjectStore, model: str) -> list[StoredEvaluation]:
-    """Returns the finished evaluations of a model, `name@version`. It reads the result of every run."""
-    runs = [run for run in list_runs(store) if not is_auxiliary(run)]
-    results = map_files(lambda run: read_json(store, keys.result_json(run)), runs) if runs else []
-    evaluations = []
-    for run, result in zip(runs, results, strict=True):
-        # only an evaluation has scores of models
-        scores = result.get("scores") if result else None
-        if result and isinstance(scores, list) and any(score.get("model") == model for score in scores):
-            comparison = {name: result[name] for name in Comparison.model_fields}
-            body = {"run": run, "comparison": comparison, "samples": result.get("samples", [])}
-            evaluations.append(StoredEvaluation.model_validate(body))
-    return evaluations
+    """Returns the finished evaluations of a model, `name@version`. It reads the result of every run once in this
+    process."""
+    entries = {run: entry for run, entry in sorted(run_entries(store).items()) if not is_auxiliary(run)}
+    evaluations = map_files(lambda run: stored_evaluation(store, run, entries[run]), list(entries))
+    return [
+        evaluation for evaluation in evaluations
+        if evaluation is not None and any(score.model == model for score in evaluation.comparison.scores)
+    ]  # fmt: skip
+
+
+def stored_evaluation(store: ObjectStore, run: str, entry: ObjectInfo) -> StoredEvaluation | None:
+    """Returns the result of a finished evaluation. None: the run has not finished, or is no evaluation.
+
+    Args:
+        entry: That of the run in the index. A run that was deleted and created again has another one, so that its
+            result is read again.
+    """
+    try:
+        return _read_evaluation(store, run, entry)
+    except ObjectNotFound:
+        return None
+
+
+@lru_cache(maxsize=RESULTS_CACHED)
+def _read_evaluation(store: ObjectStore, run: str, _entry: ObjectInfo) -> StoredEvaluation | None:
+    """Reads the result of a run, which never changes if it is that of an evaluation. Raises ObjectNotFound, which is
+    not cached."""
+    result = read_json(store, keys.result_json(run))
+    if result is None:
+        raise ObjectNotFound(f"run {run!r} has no result yet")
+    if "harness" in result:
+        scores = tuple(_harness_score(HarnessScore.model_validate(row)) for row in result["harness"])
+        return StoredEvaluation(run=run, comparison=Comparison(scores=scores, differences=()))
+    if not Comparison.model_fields.keys() <= result.keys():
+        return None
+    comparison = {name: result[name] for name in Comparison.model_fields}
+    return StoredEvaluation.model_validate(
+        {"run": run, "comparison": comparison, "samples": result.get("samples", [])}
+    )
+
+
+def _harness_score(score: HarnessScore) -> Score:
+    """The value of a metric of a task of lm_eval, with an interval of its standard error."""
+    half = None if score.stderr is None else NORMAL_QUANTILE * score.stderr
+    low, high = (None, None) if half is None else (score.value - half, score.value + half)
+    return Score(
+        model=score.model, dataset=score.task, grader=score.metric, mean=score.value, low=low, high=high,
+        prompts=score.questions, completions=score.questions, masked=0,
+    )  # fmt: skip
 
 
 def sample_answers(store: ObjectStore, cells: Iterable[Cell], prompts: int = SAMPLE_PROMPTS) -> list[SampleAnswer]:
@@ -263,6 +308,20 @@ def score_table(comparison: Comparison) -> list[dict[str, Any]]:
             "without a grade": score.masked,
         }
         rows.append(row)
+    return rows
+
+
+def score_changes(comparison: Comparison) -> list[dict[str, Any]]:
+    """`score_table` with the change of each model from the first one, on the prompts that both have a grade for."""
+    changes: dict[tuple[str, str, str], str] = {}
+    for difference in comparison.differences:
+        paired = difference.paired
+        if difference.first == comparison.scores[0].model and paired is not None:
+            change = f"{paired.difference:+.3f} ({_interval(paired.low, paired.high, sign='+')}): {difference.verdict}"
+            changes[difference.dataset, difference.grader, difference.second] = change
+    rows = score_table(comparison)
+    for row in rows:
+        row["change"] = changes.get((row["dataset"], row["grader"], row["model"]), "")
     return rows
 
 

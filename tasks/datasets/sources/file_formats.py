@@ -69,6 +69,18 @@ SUFFIXES = {
 }  # fmt: skip
 
 
+def checked_suffix(name: str, data: bytes) -> str:
+    """The suffix of a file of this name, in small letters, after a look at its content. Raises DatasetError."""
+    suffix = Path(name).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise DatasetError(f"{name[:100]}: given the suffix {suffix[:20]!r}; expected one of {', '.join(SUFFIXES)}")
+    is_parquet = data[:4] == data[-4:] == b"PAR1"
+    if is_parquet != (SUFFIXES[suffix] == "parquet"):
+        content = "a Parquet file" if is_parquet else "a file that is not Parquet, or is cut off"
+        raise DatasetError(f"{name[:100]}: given {content}; expected what its suffix {suffix} says")
+    return suffix
+
+
 def find_files(path: str) -> list[Path]:
     """The file at `path`, or all files that match the pattern `path`, sorted. Raises DatasetNotFound."""
     literal = Path(path).expanduser()

@@ -144,3 +144,12 @@ def test_status_says_who_lives() -> None:
 def test_only_the_worker_of_the_services_has_the_path_of_the_token(tmp_path: Path) -> None:
     with_path = {each.name: each.environment.get(TOKEN_FILE_ENV) for each in services(some_state(), tmp_path)}
     assert with_path == {"server": None, "engine": None, "worker": str(tmp_path / "engine-token"), "page": None}
+
+
+def test_only_the_worker_sends_the_log_of_flows_to_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Flow runs inherit it from the worker. Prefect warns at each line of a logger that no flow run writes."""
+    monkeypatch.delenv("PREFECT_LOGGING_EXTRA_LOGGERS", raising=False)
+    specs = services(some_state(), tmp_path)
+    assert [each.name for each in specs if "PREFECT_LOGGING_EXTRA_LOGGERS" in each.environment] == ["worker"]

@@ -86,6 +86,13 @@ def test_a_blind_comparison_hides_the_sides_until_the_vote(page: PageClient, sto
         left_models.add(stored.left.model)
         if len(left_models) == 2 and number > 2:
             break
+    # the tally of the blind votes, by hand
+    votes = list_votes(store)
+    for model in ("a@1", "b@1"):
+        won = sum(stored.left.model == model for stored in votes)
+        row = page.text("/chat").partition(f"<td>{model}</td>")[2].partition("</tr>")[0]
+        cells = [f"{won} ({100 * won / len(votes):.0f} %)", "0", str(len(votes))]
+        assert re.findall(r'<td class="number">(.*?)</td>', row) == cells
     assert left_models == {"a@1", "b@1"}  # by chance in one of 2,048 runs it is not
 
 

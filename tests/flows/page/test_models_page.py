@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import re
 import tarfile
 from pathlib import Path
 
@@ -47,6 +48,14 @@ def test_models_are_promoted_and_rolled_back_with_a_reason(page: PageClient, sto
     assert [decision.who for decision in decisions_of(store, "m")] == ["Ada", "Ada", "Bo"]
     # nothing came before v1, so no rollback is offered
     assert "Roll back to" not in page.text("/models/m")
+
+
+def test_versions_are_listed_by_the_time_of_their_publication(
+    page: PageClient, store: ObjectStore, tmp_path: Path
+) -> None:
+    for version in ("step-9", "step-100", "step-20"):
+        publish(store, tmp_path, "timed", version)
+    assert re.findall(r'href="/models/timed/([\w-]+)"', page.text("/models/timed")) == ["step-20", "step-100", "step-9"]
 
 
 def test_a_rollback_that_was_seen_twice_happens_once(page: PageClient, store: ObjectStore) -> None:
@@ -164,6 +173,10 @@ def test_the_lineage_of_a_trained_version_names_its_base_and_its_run(
             request=request, state=request.next_state(), updates=1, numerics=NUMERICS, weights_digest="0"
         ))
     publish(store, tmp_path, "tuned", "1", parents=[chain.head().uri])
+    row = page.text("/models/tuned").partition('href="/models/tuned/1"')[2].partition("</tr>")[0]
+    assert '<a href="/runs/tuned">tuned</a>' in row
+    imported = page.text("/models/m").partition('href="/models/m/v1"')[2].partition("</tr>")[0]
+    assert "/runs/" not in imported and "<td>–</td>" in imported
     text = page.text("/models/tuned/1")
     assert 'Base model: <a href="/models/m/v1">m@v1</a>' in text
     assert '<a href="/runs/tuned">tuned</a>, steps 1 to 2' in text

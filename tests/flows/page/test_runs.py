@@ -5,11 +5,16 @@ from __future__ import annotations
 import html
 import re
 from pathlib import Path
+from typing import Any
 
 from starlette.testclient import TestClient
 
 from storage.chain.run_record import create_or_check_run
 from storage.registry.models import find_model, list_versions
+from storage.serialization import canonical_json
+from storage.store import keys
+from storage.store.objects import ObjectStore, open_store
+from tasks.evaluation.model_comparison import compare
 from tests.fixtures.runs.toy_run import ToyRun
 from tests.flows.page.conftest import page_client
 
@@ -82,6 +87,59 @@ def test_an_evaluation_is_copied_but_not_forked(toy_run: ToyRun, tmp_path: Path)
     form = client.get("/start?copy=evaluation-2").text
     assert "Nothing was started" not in form and "arc_easy" in form.partition("<textarea")[2]
     assert "'ostinato evaluate --config FILE'" in client.get("/run-parts/config/evaluation-1").text
+
+
+def finish_evaluation(store: ObjectStore, run: str, **result: Any) -> None:
+    """Records an evaluation of a version that has this result."""
+    semantic = {"evaluation": {}, "inputs": {"models": {}}}
+    create_or_check_run(store, run, semantic=semantic, other={"flow": "evaluation"}, code_version="test")
+    store.put(keys.result_json(run), canonical_json({"run": run, **result}))
+
+
+def test_an_evaluation_shows_its_scores_and_changes(tmp_path: Path) -> None:
+    """Three prompts: the base model solves one of them, and the trained one all three."""
+    store = open_store(tmp_path / "store")
+    rewards = {"m@1": (0.0, 0.0, 1.0), "m@2": (1.0, 1.0, 1.0)}
+    rows = [
+        {"model": model, "dataset": "sums", "grader": "exact", "prompt_index": number, "prompt_id": str(number),
+         "reward": reward, "graded": 1, "completions": 1}
+        for model, of_model in rewards.items() for number, reward in enumerate(of_model)
+    ]  # fmt: skip
+    comparison = compare(rows)
+    sample = {"dataset": "sums", "prompt": "1+1?", "model": "m@2", "answer": "<b>two", "grader": "exact", "reward": 1.0,
+              "reason": None}  # fmt: skip
+    finish_evaluation(store, "evaluation-1", **comparison.model_dump(mode="json"), samples=[sample])
+    page = page_client(tmp_path / "store")
+    row = page.get("/runs").text.partition('href="/runs/evaluation-1"')[2].partition("</tr>")[0]
+    assert "sums, exact: m@1 0.333" in row and "sums, exact: m@2 1.000" in row
+    text = html.unescape(page.get("/runs/evaluation-1").text)
+    (paired,) = (difference.paired for difference in comparison.differences)
+    assert paired is not None and paired.low is not None and paired.high is not None
+    for shown in ("Change from m@1", "0.333</td>", f"+0.667 ({paired.low:+.3f} to {paired.high:+.3f}): ", "m@2</td>"):
+        assert shown in text, shown
+    assert "answered by m@2" in text and "&lt;b&gt;two" in page.get("/runs/evaluation-1").text
+    # the table replaces the raw values
+    origin = html.unescape(page.get("/run-parts/origin/evaluation-1").text)
+    assert "'mean'" not in origin and "scores" not in origin and '"mean"' not in origin
+
+
+def test_an_evaluation_by_lm_eval_shows_its_scores(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    score = {"model": "m@1", "task": "arc_easy", "metric": "acc", "value": 0.5, "stderr": 0.1, "questions": 24}
+    finish_evaluation(store, "harness", harness=[score])
+    page = page_client(tmp_path / "store")
+    assert "arc_easy, acc: m@1 0.500" in page.get("/runs").text
+    row = page.get("/runs/harness").text.partition("<td>arc_easy</td>")[2].partition("</tr>")[0]
+    # 1.96 standard errors on each side
+    assert "0.304 to 0.696" in row and "24" in row and "Change from" not in page.get("/runs/harness").text
+
+
+def test_a_part_without_content_has_no_heading(client: TestClient, tmp_path: Path) -> None:
+    assert "<h2" in client.get("/run-parts/samples/toy").text
+    create_or_check_run(open_store(tmp_path / "store"), "new", semantic={"a": [1]}, other={}, code_version="test")
+    page = page_client(tmp_path / "store")
+    assert page.get("/run-parts/samples/new").text.strip() == "" and "Samples" not in page.get("/runs/new").text
+    assert "<td class=\"mono\">[1]</td>" in page.get("/run-parts/origin/new").text
 
 
 def test_the_id_of_a_flow_run_leads_to_its_run(client: TestClient) -> None:

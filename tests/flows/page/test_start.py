@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.states import Completed
 from starlette.testclient import TestClient
 
 from engine.specs.engine import HttpEngineSpec
@@ -227,6 +228,19 @@ def test_a_second_press_of_start_starts_nothing(deployed: str, tmp_path: Path, t
     waiting = page.get(first.headers["location"])
     assert waiting.status_code == 200 and "Scheduled" in waiting.text and "every 5s" in waiting.text
     assert first.headers["location"] in page.get("/runs").text
+
+
+def test_an_evaluation_that_waits_is_in_the_list_and_a_completed_one_is_not_there_twice(
+    prefect_server: str, tmp_path: Path
+) -> None:
+    with get_client(sync_client=True) as client:
+        flow = client.create_flow_from_name("evaluation")
+        deployment = client.create_deployment(flow, name="evaluation")
+        flow_run = client.create_flow_run_from_deployment(deployment).id
+        page = page_client(tmp_path / "store", prefect_server)
+        assert f'href="/runs/{flow_run}"' in page.get("/runs").text
+        client.set_flow_run_state(flow_run, Completed(), force=True)
+        assert f'href="/runs/{flow_run}"' not in page.get("/runs").text
 
 
 def test_without_the_deployment_the_page_says_how_to_create_it(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from flows.cli.data import add_dataset
 from flows.cli.main import app
 from flows.promotion.model_card import render_card
 from storage.chain.fork import fork_run
@@ -19,6 +20,7 @@ from storage.chain.run_record import create_or_check_run, read_run
 from storage.inspect.lineage import lineage_of, training_datasets
 from storage.registry.models import publish_model
 from storage.store.artifacts import Provenance
+from tasks.datasets.spec import FileDataset
 from tests.fixtures.runs.toy_run import ToyRun
 
 PROVENANCE = Provenance(code_version="test", config_digest="0" * 64, seed=0)
@@ -111,7 +113,21 @@ def test_the_card_has_a_row_for_each_run_and_the_settings_that_differ(forks: Toy
     assert ["sampling.temperature", "1.0", "1.0", "0.5"] in rows
     (data,) = (row for row in rows if row[0] == "inputs.dataset")
     assert data[2:] == [OTHER_DATA[:12]] * 2
-    assert OTHER_DATA in text
+
+
+def test_the_card_names_the_datasets_as_they_are_registered(forks: ToyRun, tmp_path: Path) -> None:
+    """A dataset has the name of its file, also where it was not added first."""
+    (sums := tmp_path / "sums.jsonl").write_text('{"prompt": "1+1"}\n')
+    data = add_dataset(forks.store, FileDataset(path=str(sums)), "prompt")
+    record = json.loads(forks.store.get("runs/toy/run.json"))
+    record["semantic"]["inputs"]["dataset"] = data.ref.sha256
+    forks.store.put("runs/toy/run.json", json.dumps(record).encode())
+    text = render_card(forks.store, "forked", "1").partition("## Data\n\n")[2].partition("\n\n")[0]
+    # the other one, of the two forks, was never in this store
+    assert text.splitlines() == [
+        f"- `sums` (sha256 `{data.ref.sha256[:12]}`)",
+        f"- a dataset that is not in this store (sha256 `{OTHER_DATA[:12]}`)",
+    ]
 
 
 def test_the_lineage_command_shows_the_fork(forks: ToyRun) -> None:

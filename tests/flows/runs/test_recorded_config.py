@@ -21,10 +21,12 @@ from flows.recipe import InputConfig
 from flows.runs.recipe_context import RecipeContext
 from flows.runs.recorded_config import FLOW, config_yaml, read_config, write_config
 from storage.chain.fork import fork_run
+from storage.chain.records import Chain, Root
 from storage.chain.run_record import create_or_check_run
 from storage.errors import CorruptArtifact, ObjectNotFound, RunBeingDeleted
 from storage.store import keys
 from storage.store.objects import ObjectStore, open_store
+from tests.fixtures.page import publish
 from tests.fixtures.runs.toy_run import ToyRun
 
 SETS = {
@@ -117,6 +119,30 @@ def test_a_fork_has_the_config_of_its_origin(toy_run: ToyRun, tmp_path: Path) ->
     assert path.read_text() == "edited"
     with pytest.raises(ObjectNotFound, match="run 'none' has no config"):
         read_config(toy.store, "none")
+
+
+def test_a_copy_names_the_versions_of_the_value_model_and_of_the_teacher(store: ObjectStore, tmp_path: Path) -> None:
+    """Policy and value model name one registered model, which had another version when each of them began."""
+    refs = {version: publish(store, tmp_path, "m", version) for version in ("1", "2", "3")}
+    sets = SETS | {"model.key": "m", "data.train": str(FILE), "algorithm.steps": "5"}
+    grader = {"grader.path": "tests.fixtures.toy:digit_share"}
+    for flow, part, sets_of_flow in (
+        ("ppo", "value_model", sets | grader | {"value_model.key": "m", "value_model.name": "critic"}),
+        ("distill", "teacher", sets | {"teacher.key": "m"}),
+    ):
+        values = load_config(None, [f"{name}={text}" for name, text in sets_of_flow.items()]) | {"run": flow}
+        config = TRAININGS[flow].config.model_validate(values)
+        inputs = {"dataset": "d" * 64, "model": refs["1"].sha256}
+        semantic, other = config.semantic() | {"inputs": inputs}, config.other() | {FLOW: flow}
+        create_or_check_run(store, flow, semantic=semantic, other=other, code_version="test")
+        name = "critic" if part == "value_model" else "teacher"
+        # before its chain begins, the version is not known
+        assert read_config(store, flow).copied(store)[part]["key"] == "m"
+        Chain(store, flow, f"0-{flow}", name).create_root(Root(base=refs["2"], base_digest=refs["2"].sha256))
+        copied = read_config(store, flow).copied(store)
+        assert (copied["model"]["key"], copied[part]["key"]) == ("m@1", "m@2")
+        # the config itself names what was given
+        assert read_config(store, flow).values[part]["key"] == "m"
 
 
 class Config(InputConfig):

@@ -10,11 +10,15 @@ import pytest
 from storage.chain.deletion import delete_runs
 from storage.chain.fork import fork_run
 from storage.chain.records import Chain, Root
+from storage.chain.run_record import create_or_check_run
 from storage.errors import ObjectNotFound
 from storage.inspect.accounting import step_inputs
-from storage.inspect.lineage import lineage_of, step_lineage, training_datasets
+from storage.inspect.lineage import lineage_of, runs_by_dataset, step_lineage, training_datasets
 from storage.inspect.prompt_lineage import prompt_report
 from storage.registry.models import find_model, registered_key
+from storage.store import keys
+from storage.store.index import record_run
+from storage.store.objects import open_store
 from storage.store.tables import read_table
 from tests.fixtures.runs.toy_run import ToyRun
 
@@ -100,6 +104,27 @@ def test_a_step_names_what_it_was_made_from(toy: ToyRun) -> None:
     assert set(step.prompts) == set(sampled_ids(toy, 2))
     rewards = read_table(toy.store, record.request.batch, ["reward"])["reward"].to_pylist()
     assert step.reward_mean == pytest.approx(sum(rewards) / 16)
+
+
+def test_the_record_of_a_run_is_read_once_for_all_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path / "store")
+    reads: list[str] = []
+    get = store.get
+    monkeypatch.setattr(store, "get", lambda key: (reads.append(key), get(key))[1])
+
+    def record(run: str, dataset: str) -> None:
+        create_or_check_run(store, run, semantic={"inputs": {"dataset": dataset}}, other={}, code_version="test")
+
+    record("a", "1" * 64)
+    record_run(store, "fork")
+    assert runs_by_dataset(store) == {"1" * 64: ["a"]}
+    assert runs_by_dataset(store) == {"1" * 64: ["a"]}
+    assert reads.count(keys.run_json("a")) == 1
+    # a fork that runs now, and a run that was deleted and created again
+    record("fork", "1" * 64)
+    delete_runs(store, "a", force=True)
+    record("a", "2" * 64)
+    assert runs_by_dataset(store) == {"1" * 64: ["fork"], "2" * 64: ["a"]}
 
 
 def test_what_a_prompt_touched(toy: ToyRun) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from storage.chain.records import Chain, Root
 from storage.errors import CorruptArtifact
 from storage.inspect.audit import audit_store
 from storage.registry.datasets import list_datasets
@@ -14,7 +15,15 @@ from storage.store.objects import ObjectStore, open_store
 from storage.store.tables import read_table
 from tasks.datasets.errors import EmptyDataset
 from tasks.datasets.registered import RegisteredDataset, select_version
-from tasks.datasets.votes import Vote, VotedAnswer, commit_vote, list_votes, preferred_model, register_votes
+from tasks.datasets.votes import (
+    Vote,
+    VotedAnswer,
+    commit_vote,
+    count_wins,
+    list_votes,
+    preferred_model,
+    register_votes,
+)
 from tests.fixtures.page import publish
 
 
@@ -66,6 +75,28 @@ def test_the_same_votes_are_the_same_version_and_a_further_vote_a_new_one(store:
     commit_vote(store, vote(2, "right"))
     assert register_votes(store, code_version="test").ref != first.ref
     assert len(list_datasets(store, "votes")) == 2
+
+
+def test_blind_votes_are_counted_by_the_version_that_answered(store: ObjectStore, tmp_path: Path) -> None:
+    """m@champion was version 1, and then 2."""
+    answers = {}
+    for version in ("1", "2"):
+        base = publish(store, tmp_path, "m", version)
+        root = Chain(store, "served/m", f"0-{version}", "policy").create_root(Root(base=base, base_digest=base.sha256))
+        uri = f"policy:served/m/0-{version}/policy@0#{root.state()}"
+        answers[version] = {"model": "m@champion", "policy": uri, "text": version}
+    root = Chain(store, "tuned", "0-sft", "policy").create_root(Root(base_digest="b"))
+    run = {"model": "tuned", "policy": f"policy:tuned/0-sft/policy@0#{root.state()}", "text": "run"}
+    choices = [("1", "left"), ("1", "left"), ("1", "right"), ("2", "tie"), ("2", "right"), ("1", "left")]
+    for number, (version, choice) in enumerate(choices):
+        body = vote(number, choice).model_dump() | {"left": answers[version], "right": run}
+        # the last one was not blind
+        commit_vote(store, Vote.model_validate(body | {"blind": number < 5}))
+    # a policy that is not in the store: the name by which it was chosen
+    commit_vote(store, Vote.model_validate(vote(7, "tie").model_dump() | {"right": run}))
+    assert [(tally.model, tally.won, tally.tied, tally.votes) for tally in count_wins(store, list_votes(store))] == [
+        ("m@1", 2, 1, 4), ("tuned, step 0", 2, 2, 6), ("m@2", 0, 1, 2),
+    ]  # fmt: skip
 
 
 def test_a_comparison_has_one_vote(store: ObjectStore) -> None:

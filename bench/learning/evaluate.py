@@ -25,10 +25,10 @@ class Context:
         self.workspace = workspace
 
 
-async def open_model(folder: Path, work: Path) -> InferenceModel:
-    """The model of a Hugging Face folder, sampled in this process on one thread."""
+async def open_model(folder: Path, work: Path, *, run: str = "evaluation") -> InferenceModel:
+    """The model of a Hugging Face folder, sampled in this process on one thread. Each model has a `run` of its own."""
     workspace = Workspace(
-        store=str(work / "evaluation"), engine=LocalEngineSpec(threads=1), run="evaluation", provenance=PROVENANCE
+        store=str(work / "evaluation"), engine=LocalEngineSpec(threads=1), run=run, provenance=PROVENANCE
     )
     model = await Model(str(folder)).to_builder(Context(workspace)).spawn_inference("policy")
     assert isinstance(model, InferenceModel)
@@ -47,8 +47,8 @@ async def heldout_scores(
 ) -> list[float]:
     """The mean grade of greedy answers to all rows, for the model of each folder."""
     scores = []
-    for folder in folders:
-        model = await open_model(folder, work)
+    for number, folder in enumerate(folders):
+        model = await open_model(folder, work, run=f"evaluation-{number}")
         scores.append(await mean_grade(model.temperature(0.0).max_gen_len(new_tokens), rows, grader))
         await model.dealloc()
     return scores

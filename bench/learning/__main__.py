@@ -76,15 +76,9 @@ def train_and_measure(task: Task, side: Side, seed: int, *, model_folder: Path =
     return {
         "task": task.name, "side": side, "seed": seed, "date": datetime.now(UTC).date().isoformat(),
         "versions": {name: version(name) for name in ("torch", "transformers", "trl", "reasoning-gym")},
-        "model": model_folder.name, "settings": settings_of(task), "heldout_rows": len(data.heldout),
+        "model": model_folder.name, "settings": task.settings, "heldout_rows": len(data.heldout),
         "wall_seconds": round(wall, 1), "load": round(os.getloadavg()[0], 1), "points": measured,
     }  # fmt: skip
-
-
-def settings_of(task: Task) -> dict[str, Any]:
-    """The settings of a task that a run depends on. A run with other settings is missing."""
-    names = ("steps", "every", "samples", "completions", "lr", "new_tokens")
-    return {name: getattr(task, name) for name in names}
 
 
 def missing(tasks: Sequence[Task], seeds: Sequence[int]) -> list[tuple[Task, Side, int]]:
@@ -99,7 +93,7 @@ def missing(tasks: Sequence[Task], seeds: Sequence[int]) -> list[tuple[Task, Sid
                 # the model before training is the same for all seeds
                 if side == "base" and seed != SEEDS[0]:
                     continue
-                if (task.name, side, seed, settings_of(task)) not in known:
+                if (task.name, side, seed, task.settings) not in known:
                     runs.append((task, side, seed))
     return runs
 

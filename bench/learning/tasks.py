@@ -64,6 +64,17 @@ class Task:
     """Whether the prompts of a step are drawn by their pass rates."""
     sides: tuple[Side, ...] = ("base", "ours", "trl")
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that a run depends on. A result with other settings does not count."""
+        names = ("steps", "every", "samples", "completions", "lr", "new_tokens", "pools")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def samples_completions(self) -> bool:
+        """Whether the training samples, so that sampled tokens can be counted."""
+        return self.training in ("grpo", "rft", "distill")
+
     def __post_init__(self) -> None:
         if self.steps % self.every:
             raise ValueError(f"{self.name}: given steps={self.steps}, every={self.every}; expected a divisor of steps")

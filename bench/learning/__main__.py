@@ -33,40 +33,39 @@ from bench.learning.measured import CPUMeter, Point
 from bench.learning.tasks import GYM, SEEDS, TASKS, Side, Task, gym_grader, gym_rows
 
 MODEL = Path(".ostinato/models/smollm2-135m-instruct")
-TEACHER = Path(".ostinato/learning/teacher")
-"""The last model of sums-grpo with seed 0, which teaches in sums-distill."""
-TEACHER_RUN: tuple[str, Side, int] = ("sums-grpo", "ours", 0)
+KEPT = Path(".ostinato/learning")
+"""Folder of the last models of our side with seed 0 that other tasks need, each under the name of its task."""
+NEEDED = {name for task in TASKS.values() for name in (task.teacher, task.start) if name}
 RATE_PROMPTS, RATE_ANSWERS, RATE_TOKENS = 24, 8, 24
 
 
-def train_and_measure(task: Task, side: Side, seed: int, *, model_folder: Path = MODEL) -> dict[str, Any]:
-    """Makes one run in this process. Returns its line of results."""
+def train_and_measure(
+    task: Task, side: Side, seed: int, *, model_folder: Path = MODEL, keep: Path | None = None
+) -> dict[str, Any]:
+    """Makes one run in this process. Returns its line of results. `keep` is a folder for a copy of the last model."""
     started, meter, data = time.time(), CPUMeter(), task.data()
-    points = [Point(0, model_folder, 0.0)]
+    start = KEPT / task.start if task.start else model_folder
     with tempfile.TemporaryDirectory(prefix="ostinato-learning-") as name:
         work = Path(name)
-        if side != "base":
-            if side == "ours":
-                from bench.learning.ours import train
+        folders = {"model_folder": start, "teacher": KEPT / task.teacher, "work": work}
+        if side == "ours":
+            from bench.learning.ours import train
 
-                training = train(
-                    task, data, seed, model_folder=model_folder, teacher=TEACHER, work=work, meter=meter
-                )
-                points = asyncio.run(training)
-            else:
-                from bench.learning.trl_side import train as train_by_trl
+            points = asyncio.run(train(task, data, seed, meter=meter, **folders))
+        elif side == "trl":
+            from bench.learning.trl_side import train as train_by_trl
 
-                points = train_by_trl(
-                    task, data, seed, model_folder=model_folder, teacher=TEACHER, work=work, meter=meter
-                )
+            points = train_by_trl(task, data, seed, meter=meter, **folders)
+        else:
+            points = [Point(0, start, 0.0)]
         wall = time.time() - started
         scores = asyncio.run(
             heldout_scores(
                 [point.folder for point in points], data.heldout, task.grader(), new_tokens=task.new_tokens, work=work
             )
         )
-        if (task.name, side, seed) == TEACHER_RUN:
-            shutil.copytree(points[-1].folder, TEACHER, dirs_exist_ok=True)
+        if keep is not None:
+            shutil.copytree(points[-1].folder, keep, dirs_exist_ok=True)
     measured = []
     for point, score in zip(points, scores, strict=True):
         measured.append({
@@ -100,16 +99,17 @@ def missing(tasks: Sequence[Task], seeds: Sequence[int]) -> list[tuple[Task, Sid
 
 def run_process(task: Task, side: Side, seed: int) -> None:
     """Makes one run in a new process, and adds its line to the results."""
-    if task.training == "distill" and side != "base" and not TEACHER.is_dir():
-        print(f"making the teacher of {task.name} first", flush=True)
-        command_of(*TEACHER_RUN)
-    line = command_of(task.name, side, seed)
+    needed = [name for name in (task.teacher, task.start) if name and not (KEPT / name).is_dir()]
+    for name in needed if side != "base" or task.start else []:
+        print(f"{task.name} needs the last model of {name}, which is trained first", flush=True)
+        train_in_process(name, "ours", SEEDS[0])
+    line = train_in_process(task.name, side, seed)
     with report.path_of("runs").open("a") as file:
         file.write(line + "\n")
     print(line, flush=True)
 
 
-def command_of(task: str, side: Side, seed: int) -> str:
+def train_in_process(task: str, side: Side, seed: int) -> str:
     """Runs `train` in a new process. Returns its last line."""
     command = [sys.executable, "-m", "bench.learning", "train", "--task", task, "--side", side, "--seed", str(seed)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -162,7 +162,10 @@ def main() -> None:
     elif options.command == "run":
         run_process(TASKS[options.task[0]], options.side, options.seed)
     else:
-        print(json.dumps(train_and_measure(TASKS[options.task[0]], options.side, options.seed)))
+        task, side, seed = TASKS[options.task[0]], options.side, options.seed
+        is_needed = task.name in NEEDED and (side, seed) == ("ours", SEEDS[0])
+        keep = KEPT / task.name if is_needed else None
+        print(json.dumps(train_and_measure(task, side, seed, keep=keep)))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import bench.without_prefect  # noqa: F401 - first, before the tasks
+from bench.learning.calculator import TURNS
 from bench.learning.evaluate import PROVENANCE, Context
 from bench.learning.measured import CPUMeter, Point
 from bench.learning.tasks import BETA_OF_PAIRS, CLIP, Data, Task
@@ -17,6 +18,7 @@ from flows.callbacks import Cadence, Moment
 from flows.configs.common import CheckpointConfig
 from flows.distill import Distillation
 from flows.dpo import DPO
+from flows.env_grpo import ENVGRPO
 from flows.grpo import GRPO
 from flows.kto import KTO
 from flows.rft import RFT
@@ -93,6 +95,8 @@ async def train(
             frozen = await Model(str(teacher)).to_builder(Context(workspace)).spawn_inference("teacher")
             assert isinstance(frozen, InferenceModel)
             loop = Distillation(rows, model, frozen, max_num_distill_steps=task.steps, **options)
+        elif task.training == "env_grpo":
+            loop = ENVGRPO(rows, model, task.grader(), max_turns=TURNS, max_num_grpo_steps=task.steps, **options)
         else:
             options["advantage_estimator"] = "group_sample_std"
             loop = GRPO(rows, model, task.grader(), max_num_grpo_steps=task.steps, **options)

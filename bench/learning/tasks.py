@@ -11,9 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 
+from bench.learning import calculator
 from tasks.datasets.gym import ReasoningGymDataset, generate_threads
+from tasks.environments.base import EnvironmentFactory
 from tasks.graders.base import BaseGrader
 from tasks.graders.gym import ReasoningGymGrader
 from tasks.graders.rules import AnswerFrom, ExactMatch, LastNumber, RegexMatch
@@ -43,10 +46,11 @@ class Task:
     """One training on one set of rows. Both sides have the same settings."""
 
     name: str
-    training: Literal["grpo", "rft", "distill", "sft", "dpo", "kto"]
+    training: Literal["grpo", "rft", "distill", "sft", "dpo", "kto", "env_grpo"]
     data: Callable[[], Data]
-    grader: Callable[[], BaseGrader]
-    """Grades held-out answers, and rewards completions where the training samples."""
+    grader: Callable[[], BaseGrader | EnvironmentFactory]
+    """Grades held-out answers, and rewards completions where the training samples. Or an environment, in which held-out
+    episodes are played."""
     rows: str
     """What the rows are, as a sentence for the page of results."""
     measures: str
@@ -62,6 +66,10 @@ class Task:
     new_tokens: int = 20
     pools: bool = False
     """Whether the prompts of a step are drawn by their pass rates."""
+    teacher: str = ""
+    """The task whose last model, of our side with seed 0, is the teacher."""
+    start: str = ""
+    """The task whose last model, of our side with seed 0, the training starts from. Empty: the bench's model."""
     sides: tuple[Side, ...] = ("base", "ours", "trl")
 
     @property
@@ -73,7 +81,7 @@ class Task:
     @property
     def samples_completions(self) -> bool:
         """Whether the training samples, so that sampled tokens can be counted."""
-        return self.training in ("grpo", "rft", "distill")
+        return self.training in ("grpo", "rft", "distill", "env_grpo")
 
     def __post_init__(self) -> None:
         if self.steps % self.every:
@@ -137,6 +145,13 @@ def brief_labels() -> Data:
     return Data(train, sums().heldout)
 
 
+def tool_data(*, shown: bool) -> Data:
+    """Products for the tool environment: questions, or whole episodes that are `shown` to be fine-tuned on."""
+    rows = calculator.products(384, Random(0))
+    heldout, train = rows[:64], rows[64:]
+    return Data([calculator.shown_episode(row) for row in train] if shown else train, heldout)
+
+
 # -- the table -----------------------------------------------------------------------------------------------------
 
 GYM: dict[str, tuple[dict[str, Any], AnswerFrom]] = {
@@ -174,13 +189,17 @@ def gym_task(name: str, *, heldout: int = 128, **settings: Any) -> Task:
 
 SUMS = "the demo's one-digit sums in twelve wordings (`examples/make_sums.py`)"
 RIGHT_SUMS = "right answers to sums that no training prompt has (last number)"
+EPISODES = "episodes whose last answer is the right product"
 SUMS_TASKS = (
     Task("sums-grpo", "grpo", sums, LastNumber, SUMS, RIGHT_SUMS, samples=48),
     Task("sums-pools", "grpo", sums, LastNumber, SUMS, RIGHT_SUMS, samples=48, pools=True, sides=("ours",)),
     Task(
         "sums-rft", "rft", sums, LastNumber, SUMS, RIGHT_SUMS, steps=3, every=1, samples=320, lr=1e-5, sides=("ours",)
     ),
-    Task("sums-distill", "distill", sums, LastNumber, SUMS, RIGHT_SUMS, samples=48, completions=1),
+    Task(
+        "sums-distill", "distill", sums, LastNumber, f"{SUMS}; the teacher is the last model of sums-grpo with seed 0",
+        RIGHT_SUMS, samples=48, completions=1, teacher="sums-grpo",
+    ),
 )
 """The trainings that docs/algorithms.md compares, all from the same model on the same prompts."""
 TASKS: dict[str, Task] = {
@@ -201,6 +220,16 @@ TASKS: dict[str, Task] = {
             "brief-kto", "kto", brief_labels, partial(RegexMatch, pattern=r"\d+\.?", full=True),
             "one answer to each of the demo's sums: by rule, the number alone is desirable and a sentence is not",
             "answers that are only a number", samples=16, lr=5e-6,
+        ),
+        Task(
+            "tool-sft", "sft", partial(tool_data, shown=True), calculator.CalculatorFactory,
+            "episodes in which the tool of `bench/learning/calculator.py` is called for a product of two numbers",
+            EPISODES, steps=6, every=3, samples=8, new_tokens=48, sides=("base", "ours"),
+        ),
+        Task(
+            "tool-env", "env_grpo", partial(tool_data, shown=False), calculator.CalculatorFactory,
+            "products of two numbers, with a tool that multiplies, from the last model of tool-sft (seed 0)",
+            EPISODES, steps=12, every=4, samples=16, new_tokens=48, start="tool-sft", sides=("base", "ours"),
         ),
     )
 }  # fmt: skip

@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from bench.learning import report
+from bench.learning.calculator import CalculatorFactory, products, shown_episode
+from bench.learning.evaluate import episode_grade
 from bench.learning.tasks import TASKS, Data, Task
+from engine.text.threads import StringThread
 from tasks.graders.rules import LastNumber
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +90,50 @@ def test_the_page_and_a_figure_are_written(tmp_path: Path, monkeypatch: pytest.M
     assert "| TRL | 1 of 3 | 0.100 | 0.300 | 0.500 | 0 | 20 | 0.006 |" in page
     assert page.count("Not measured yet") == len(TASKS) - 1
     assert (tmp_path / f"{TASK.name}.svg").read_text().lstrip().startswith("<?xml")
+
+
+# -- episodes ------------------------------------------------------------------------------------------------------
+
+
+class ScriptedModel:
+    """Gives the answers of a script, one after the other."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+
+    async def generate(self, thread: StringThread) -> StringThread:
+        return thread.assistant(self.answers.pop(0))
+
+
+CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 11}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("answers", "grade"),
+    [
+        ([CALL, "It is 132."], 1.0),
+        ([CALL, "It is 131."], 0.0),
+        (["It is 132."], 1.0),
+        # the third call ends the episode without an answer
+        ([CALL, CALL, CALL], 0.0),
+    ],
+)
+async def test_an_episode_with_the_tool_is_graded_by_its_last_answer(answers: list[str], grade: float) -> None:
+    thread = StringThread([("user", "What is 12 times 11?")], metadata={"answer": 132})
+    environment = CalculatorFactory().create_environment(thread.metadata)
+    assert await episode_grade(ScriptedModel(*answers), thread, environment) == grade  # type: ignore[arg-type]
+
+
+async def test_a_shown_episode_is_one_that_the_environment_plays() -> None:
+    (row,) = products(1, Random(3))
+    environment = CalculatorFactory().create_environment(row["metadata"])
+    state = await environment.initialize_state(StringThread([("user", row["prompt"])]))
+    shown = [(message["role"], message["content"]) for message in shown_episode(row)["messages"]]
+    assert [(turn.role, turn.text) for turn in state.turns] == shown[:2]
+    state, _ = await environment.react_to(state.assistant(shown[2][1]))
+    assert state is not None
+    assert [(turn.role, turn.text) for turn in state.turns] == shown[:4]
+    assert await environment.react_to(state.assistant(shown[4][1])) == (None, 1.0)
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -24,12 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.handles import Model
-from engine.specs.engine import LocalEngineSpec
-from engine.text.threads import StringThread
-from engine.workspace import Workspace
+from bench.learning.evaluate import heldout_scores
+from bench.learning.measured import cpu_seconds
 from flows.training.schedules import CosineScheduler
-from storage.store.artifacts import Provenance
 from tasks.graders.rules import LastNumber
 
 BASE = Path(".ostinato/models/smollm2-135m-instruct")
@@ -99,11 +95,11 @@ def train_trl(plan: Plan, work: Path) -> Path:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+    from bench.learning.trl_side import reward_function
     from bench.parity.peers import COMMON, load
 
     # SFT from the base model
     torch.set_num_threads(1)
-    grader = LastNumber()
     model, tokenizer = load(BASE)
     common = COMMON | {"bf16": True, "seed": plan.seed, "output_dir": str(work / "trl")}
     if plan.sft_steps:
@@ -125,20 +121,14 @@ def train_trl(plan: Plan, work: Path) -> Path:
         model, tokenizer = load(work / "sft")
 
     # GRPO from the result of SFT, with our grader as the reward function
-    def reward(prompts: list[Any], completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
-        rewards = []
-        for prompt, completion, expected in zip(prompts, completions, answer, strict=True):
-            rewards.append(score(grader, prompt[0]["content"], completion[0]["content"], expected))
-        return rewards
-
-    prompts = [{"prompt": user(r["prompt"]), "answer": r["metadata"]["answer"]} for r in rows("train")]
+    prompts = [{"prompt": user(r["prompt"]), "metadata": json.dumps(r["metadata"])} for r in rows("train")]
     arguments = GRPOConfig(
         max_steps=plan.steps, learning_rate=GRPO_LR, per_device_train_batch_size=SAMPLES, num_generations=COMPLETIONS,
         max_completion_length=NEW_TOKENS, temperature=1.0, epsilon=CLIP, beta=BETA, loss_type="bnpo",
         use_bias_correction_kl=False, **common,
     )  # fmt: skip
     trainer = GRPOTrainer(
-        model, reward_funcs=reward, args=arguments, train_dataset=Dataset.from_list(prompts),
+        model, reward_funcs=reward_function(LastNumber()), args=arguments, train_dataset=Dataset.from_list(prompts),
         processing_class=tokenizer, optimizers=optimizer_and_schedule(model, GRPO_LR, plan.steps),
     )  # fmt: skip
     trainer.train()
@@ -160,34 +150,7 @@ def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def score(grader: LastNumber, prompt: str, answer: str, expected: Any) -> float:
-    """Grades one answer with the grader of our side."""
-    thread = StringThread([("user", prompt)], metadata={"answer": expected}).assistant(answer)
-    return float(asyncio.run(grader.grade(thread)).value)
-
-
 # -- both ----------------------------------------------------------------------------------------------------------
-
-
-async def heldout_reward(folder: Path, work: Path) -> float:
-    """Returns the mean reward of greedy answers to all held-out sums."""
-    provenance = Provenance(code_version="bench", config_digest="none", seed=0)
-    # a model handle needs a context with a workspace
-    workspace = Workspace(
-        store=str(work / "evaluation"), engine=LocalEngineSpec(threads=1), run="evaluation", provenance=provenance
-    )
-
-    class Context:
-        pass
-
-    context = Context()
-    context.workspace = workspace  # type: ignore[attr-defined]
-    model = await Model(str(folder)).to_builder(context).spawn_inference("policy")  # type: ignore[arg-type]
-    greedy, grader = model.temperature(0.0).max_gen_len(NEW_TOKENS), LastNumber()
-    threads = [StringThread([("user", r["prompt"])], metadata=r["metadata"]) for r in rows("heldout")]
-    answers = await asyncio.gather(*(greedy.generate(thread) for thread in threads))
-    grades = [await grader.grade(answer) for answer in answers]
-    return statistics.mean(float(grade.value) for grade in grades)
 
 
 def run_side(side: str, plan: Plan) -> None:
@@ -201,11 +164,10 @@ def run_side(side: str, plan: Plan) -> None:
             trained = train_trl(plan, work)
         else:
             trained = BASE
-        cpu = 0.0
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-            usage = resource.getrusage(who)
-            cpu += usage.ru_utime + usage.ru_stime
-        print(json.dumps({"reward": asyncio.run(heldout_reward(trained, work)), "cpu": cpu}))
+        cpu = cpu_seconds()
+        measuring = heldout_scores([trained], rows("heldout"), LastNumber(), new_tokens=NEW_TOKENS, work=work)
+        (reward,) = asyncio.run(measuring)
+        print(json.dumps({"reward": reward, "cpu": cpu}))
 
 
 def measure(side: str, plan: Plan) -> dict[str, float]:

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import pytest
 
 from engine.text.threads import StringThread
+from engine.text.tool_calls import ToolCall, parse_tool_calls
 from tasks.environments.base import Grades
-from tasks.environments.tools import Tool, ToolCall, ToolEnvironment, parse_tool_calls
+from tasks.environments.tools import Tool, ToolEnvironment
 
 
 def call(name: str, **arguments: Any) -> str:

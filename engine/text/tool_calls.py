@@ -189,6 +189,16 @@ def _load_json(text: str) -> Any:
     return json.loads(text, parse_constant=_refuse_constant)
 
 
+def arguments_of(text: str) -> dict[str, Any]:
+    """Returns the arguments of a call from their JSON text. Raises ValueError unless it is a JSON object."""
+    try:
+        arguments = _load_json(text) if text.strip() else {}
+        json.dumps(arguments, ensure_ascii=False).encode()
+        return ToolCallFragment(id="", name="", arguments=arguments).arguments
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the arguments {text[:80]!r} are no JSON object: give the arguments as they came") from error
+
+
 def _checked_call(value: Any, text: str, keys: tuple[str, ...] = ("arguments",)) -> ToolCall:
     """Returns the call in a JSON value. The first of `keys` in it is the name of the arguments."""
     if isinstance(value, dict):

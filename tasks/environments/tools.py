@@ -30,6 +30,11 @@ from tasks.environments.base import Environment, Grades, Reaction
 from tasks.graders.base import in_thread
 
 
+class ToolFailed(Exception):
+    """Raised when a tool cannot be used, whatever the assistant calls it with. The environment fails, and its episode
+    is masked. Any other exception of a tool is reported to the assistant."""
+
+
 class Tool:
     """A function that the assistant may call. Its arguments are checked against their annotations."""
 
@@ -147,5 +152,7 @@ class ToolEnvironment(Environment):
                 location = ".".join(map(str, detail["loc"]))
                 problems.append(f"{location}: {detail['msg']}")
             return f"error: {'; '.join(problems)}"
+        except ToolFailed:
+            raise
         except Exception as error:  # noqa: BLE001  the boundary to a tool's code: reported to the assistant
             return f"error: {type(error).__name__}: {error}"

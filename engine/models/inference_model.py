@@ -249,7 +249,8 @@ class InferenceModel(ScoringMixin):
         for token, logprob in zip(sampled.token_ids[sampled.header :], sampled.logprobs or (), strict=True):
             answer.feed(token, logprob)
         answer.close("stop")
-        return StringThread([*answered.turns[:-1], ("assistant", answer.text)], answered.metadata, answered.weights)
+        turns = [*answered.turns[:-1], ("assistant", answer.text)]
+        return StringThread(turns, answered.metadata, answered.weights, answered.tools)
 
     async def generate_tokens(self, thread: StringThread | TokenizedThread) -> TokenizedThread:
         """Returns the tokenized thread with one sampled turn appended. Its token ids are the sampler's."""

@@ -138,6 +138,8 @@ class OpenAIModel:
             "top_p": self.sampling.top_p,
             "max_tokens": self.sampling.max_new_tokens,
         }
+        if thread.tools:
+            body["tools"] = list(thread.tools)
         if self.sampling.stop:
             body["stop"] = list(self.sampling.stop)
         if self.seed_value is not None:

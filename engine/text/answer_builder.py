@@ -20,8 +20,12 @@ class AnswerBuilder:
     `text` is the text that was released so far. `finish` is None until the answer has ended.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), min_tokens: int = 0, with_calls: bool = False
+    ) -> None:
+        """`with_calls`: whether the text keeps the special tokens that are part of tool calls."""
         self.tokenizer = tokenizer
+        self._decode = tokenizer.decode_with_calls if with_calls else tokenizer.decode
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.offsets: list[int] = []
@@ -74,8 +78,8 @@ class AnswerBuilder:
             end -= 1
 
         # Decode the last piece without and with the new tokens. What the new tokens add is the difference.
-        before = self.tokenizer.decode(self.tokens[self._window : self._decoded])
-        text = self.tokenizer.decode(self.tokens[self._window : end])
+        before = self._decode(self.tokens[self._window : self._decoded])
+        text = self._decode(self.tokens[self._window : end])
         new = text[len(before) :]
         if not new or (text.endswith(BROKEN) and not is_last):
             return ""

@@ -41,6 +41,8 @@ class ToolCallFragment(Frozen):
     id: str
     name: str
     arguments: dict[str, JsonValue] = {}
+    problem: str | None = Field(None, exclude_if=lambda problem: problem is None)
+    """Why the call is malformed and cannot be executed. None for a valid call."""
 
 
 class ToolResponseFragment(Frozen):

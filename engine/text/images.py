@@ -170,7 +170,7 @@ def embed_images(thread: StringThread) -> StringThread:
             # An image that is a data: URL already stays as it is.
             changed = changed or content != turn.content
         turns.append((turn.role, content))
-    return type(thread)(turns, thread.metadata, thread.weights) if changed else thread
+    return type(thread)(turns, thread.metadata, thread.weights, thread.tools) if changed else thread
 
 
 def _embed_if_image(part: Any) -> Any:

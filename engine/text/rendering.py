@@ -30,7 +30,8 @@ from engine.text.fragments import ReasoningFragment, ToolCallFragment
 from engine.text.images import embed_images, images_in, placed_images
 from engine.text.threads import StringThread, TokenizedThread, TokenizedTurn
 from engine.text.tokenizers import EncodedText, Tokenizer
-from engine.text.turns import Turn, fragments_of, turn_messages
+from engine.text.tool_calls import Tools
+from engine.text.turns import Content, Turn, fragments_of, turn_messages
 
 
 class Renderer:
@@ -54,7 +55,8 @@ class Renderer:
         """
         _check_prompt(thread.turns)
         self._check_text_only(thread.turns)
-        return self.tokenizer.encode(template_text(self.tokenizer, thread.turns, generation_prompt=True))
+        text = template_text(self.tokenizer, thread.turns, tools=thread.tools, generation_prompt=True)
+        return self.tokenizer.encode(text)
 
     def prompt_sequence(self, thread: StringThread) -> TokenSequence:
         """Returns the ids of a prompt with the thread's images. No token is trained."""
@@ -76,14 +78,14 @@ class Renderer:
             if thread.turns and thread.turns[-1].is_open:
                 return thread
             _check_prompt(thread.turns)
-            header = generation_header(self.tokenizer, self.detokenize(thread).turns)
+            header = generation_header(self.tokenizer, self.detokenize(thread).turns, thread.tools)
             turns, header_ids = list(thread.turns), self.tokenizer.encode(header)
         else:
             # The header is encoded together with the turns, since a token may span the border between them.
             _check_prompt(thread.turns)
             thread = self._embed_images(thread)
-            header = generation_header(self.tokenizer, thread.turns)
-            texts = [*turn_texts(self.tokenizer, thread.turns), TurnText(header, "")]
+            header = generation_header(self.tokenizer, thread.turns, thread.tools)
+            texts = [*turn_texts(self.tokenizer, thread.turns, thread.tools), TurnText(header, "")]
             *ids, (header_ids, _) = self._encode_turns([texts])[0]
             turns = _tokenized_turns(thread, ids, self.tokenizer)
 
@@ -95,7 +97,7 @@ class Renderer:
         open_turn = TokenizedTurn(
             "assistant", tuple(header_ids), (0.0,) * len(header_ids), header=len(header_ids), logprobs=()
         )
-        return TokenizedThread((*context, open_turn), thread.metadata)
+        return TokenizedThread((*context, open_turn), thread.metadata, thread.tools)
 
     def tokenize(self, thread: StringThread) -> TokenizedThread:
         """Returns the ids and weights of every turn. Image files are read here, once.
@@ -110,11 +112,11 @@ class Renderer:
     def tokenize_all(self, threads: Sequence[StringThread]) -> list[TokenizedThread]:
         """Returns `tokenize` of each thread. One call of the tokenizer encodes all of them."""
         threads = [self._embed_images(thread) for thread in threads]
-        encoded = self._encode_turns([turn_texts(self.tokenizer, thread.turns) for thread in threads])
+        encoded = self._encode_turns([turn_texts(self.tokenizer, thread.turns, thread.tools) for thread in threads])
         tokenized = []
         for thread, ids in zip(threads, encoded, strict=True):
             turns = _tokenized_turns(thread, ids, self.tokenizer)
-            tokenized.append(TokenizedThread(tuple(turns), thread.metadata))
+            tokenized.append(TokenizedThread(tuple(turns), thread.metadata, thread.tools))
         return tokenized
 
     def append(self, tokenized: TokenizedThread, role: str, content: Any) -> TokenizedThread:
@@ -124,7 +126,7 @@ class Renderer:
 
         # The template is applied to the whole conversation as text. Only what the new turn adds is encoded.
         thread = self._embed_images(self.detokenize(tokenized).append(role, content))
-        texts = turn_texts(self.tokenizer, thread.turns)
+        texts = turn_texts(self.tokenizer, thread.turns, thread.tools)
         header_ids, body_ids = self.tokenizer.encode(texts[-1].header), self.tokenizer.encode(texts[-1].body)
         weight = thread.get_turn_weights()[-1]
         turn = _tokenized_turn(thread.turns[-1], header_ids, body_ids, weight, self.tokenizer)
@@ -138,7 +140,7 @@ class Renderer:
                 weights=(*[0.0] * len(closing_ids), *turn.weights),
                 header=turn.header + len(closing_ids),
             )
-        return TokenizedThread((*tokenized.turns, turn), tokenized.metadata)
+        return TokenizedThread((*tokenized.turns, turn), tokenized.metadata, tokenized.tools)
 
     # -- sampled ids -------------------------------------------------------------------------------------------
 
@@ -162,24 +164,24 @@ class Renderer:
             weights=(*open_turn.weights, *[1.0] * len(token_ids)),
             logprobs=tuple(logprobs),
         )
-        return TokenizedThread((*prompt.turns[:-1], turn), prompt.metadata)
+        return TokenizedThread((*prompt.turns[:-1], turn), prompt.metadata, prompt.tools)
 
     def detokenize(self, tokenized: TokenizedThread) -> StringThread:
         """Returns the conversation as text. Sampled turns are decoded, the others keep the text that they were made
-        from. An open turn is left out."""
+        from. An open turn is left out. In a thread with tools, the calls in sampled turns become fragments."""
         closed = [turn for turn in tokenized.turns if not turn.is_open]
-        return StringThread(
-            turns=[(turn.role, self._content(turn)) for turn in closed],
-            metadata=tokenized.metadata,
-            weights=[max(turn.weights, default=0.0) for turn in closed],
-        )
+        turns: list[tuple[str, Any]] = []
+        call_count = 0
+        for turn in closed:
+            content = self._content(turn, tokenized.tools, call_count)
+            call_count += sum(isinstance(part, ToolCallFragment) for part in fragments_of(content))
+            turns.append((turn.role, content))
+        weights = [max(turn.weights, default=0.0) for turn in closed]
+        return StringThread(turns, tokenized.metadata, weights, tokenized.tools)
 
     def decode_completion(self, token_ids: Sequence[int]) -> str:
         """Returns the text of sampled ids, without special tokens such as the end-of-turn token."""
-        # The end-of-turn token is not always a special token, so it is removed here and not by the tokenizer.
-        if token_ids and token_ids[-1] in self.tokenizer.eos_token_ids:
-            token_ids = token_ids[:-1]
-        return self.tokenizer.decode(token_ids, skip_special=True)
+        return self.tokenizer.decode(self._without_end(token_ids), skip_special=True)
 
     def serialize(self, tokenized: TokenizedThread) -> tuple[list[int], list[float]]:
         """Returns (token ids, weights) of equal length. Tokens with a weight > 0 are trained.
@@ -210,10 +212,21 @@ class Renderer:
             self._check_text_only(thread.turns)
         return embed_images(thread)
 
-    def _content(self, turn: TokenizedTurn) -> Any:
+    def _content(self, turn: TokenizedTurn, tools: Tools, call_count: int) -> Content | None:
+        """Returns the content of a turn. `call_count` is the number of calls in the turns before it."""
         if turn.logprobs is None:
             return turn.content
-        return self.decode_completion(turn.token_ids[turn.header :])
+        sampled = turn.token_ids[turn.header :]
+        if not tools:
+            return self.decode_completion(sampled)
+        text = self.tokenizer.decode_with_calls(self._without_end(sampled))
+        return self.tokenizer.tool_format.parse_answer(text, tools).content(call_count)
+
+    def _without_end(self, token_ids: Sequence[int]) -> Sequence[int]:
+        # The end-of-turn token is not always a special token, so it is removed here and not by the tokenizer.
+        if token_ids and token_ids[-1] in self.tokenizer.eos_token_ids:
+            return token_ids[:-1]
+        return token_ids
 
     def _encode_turns(self, threads: Sequence[Sequence[TurnText]]) -> list[list[tuple[list[int], list[int]]]]:
         """Returns (header ids, body ids) of each turn of each thread. Joined, they are the ids of the whole text."""
@@ -348,9 +361,11 @@ class TurnText(NamedTuple):
     """The rest of the turn's text."""
 
 
-def template_text(tokenizer: Tokenizer, turns: Sequence[Turn], *, generation_prompt: bool) -> str:
-    """Returns the text that the template makes of the turns, with placeholders for the images where the model takes
-    images.
+def template_text(
+    tokenizer: Tokenizer, turns: Sequence[Turn], *, tools: Tools = (), generation_prompt: bool
+) -> str:
+    """Returns the text that the template makes of the turns and the tools, with placeholders for the images where the
+    model takes images.
 
     Raises:
         UnsupportedFragment: the model takes no images, or the template leaves out a tool call.
@@ -364,12 +379,14 @@ def template_text(tokenizer: Tokenizer, turns: Sequence[Turn], *, generation_pro
             "vision-language model (idefics3, smolvlm)"
         )
 
-    messages = _messages(turns)
+    tool_format = tokenizer.tool_format
+    messages = tool_format.messages(_messages(turns), tools)
     if tokenizer.images is not None:
         # The templates of these models accept content as a list of parts only.
         for message in messages:
             message["content"] = _as_parts(message["content"])
-    text = tokenizer.apply_chat_template(messages, generation_prompt=generation_prompt)
+    listed_tools = tools if tool_format.lists_tools else ()
+    text = tokenizer.apply_chat_template(messages, tools=listed_tools, generation_prompt=generation_prompt)
     if tokenizer.images is not None:
         text = tokenizer.images.expand(text, len(images))
 
@@ -403,22 +420,23 @@ def _as_parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
     return content
 
 
-def generation_header(tokenizer: Tokenizer, turns: Sequence[Turn]) -> str:
+def generation_header(tokenizer: Tokenizer, turns: Sequence[Turn], tools: Tools = ()) -> str:
     """Returns the text that the template adds after `turns` to open the assistant's next turn."""
     if not turns:
         raise ThreadError("the thread begins with the assistant's turn; expected a system or user turn before it")
-    return _header_after(tokenizer, turns, template_text(tokenizer, turns, generation_prompt=False))
+    text = template_text(tokenizer, turns, tools=tools, generation_prompt=False)
+    return _header_after(tokenizer, turns, tools, text)
 
 
-def _header_after(tokenizer: Tokenizer, turns: Sequence[Turn], text: str) -> str:
+def _header_after(tokenizer: Tokenizer, turns: Sequence[Turn], tools: Tools, text: str) -> str:
     """`generation_header` after turns whose text is known."""
     if not turns:
         return generation_header(tokenizer, turns)
-    text_with_header = template_text(tokenizer, turns, generation_prompt=True)
+    text_with_header = template_text(tokenizer, turns, tools=tools, generation_prompt=True)
     return _added_text(tokenizer, text, text_with_header, change=f"opening turn {len(turns)}")
 
 
-def turn_texts(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[TurnText]:
+def turn_texts(tokenizer: Tokenizer, turns: Sequence[Turn], tools: Tools = ()) -> list[TurnText]:
     """Returns what each turn adds to the template's text of the turns before it.
 
     Raises ThreadError (no turns), TemplateRefused, TemplateNotPrefixStable, UnsupportedFragment.
@@ -429,9 +447,11 @@ def turn_texts(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[TurnText]:
     # Apply the template to each prefix of the conversation. The difference to the prefix before is the turn's text.
     text_before, texts = "", []
     for index, turn in enumerate(turns):
-        header = _header_after(tokenizer, turns[:index], text_before) if turn.role == "assistant" else ""
+        header = ""
+        if turn.role == "assistant":
+            header = _header_after(tokenizer, turns[:index], tools, text_before)
         try:
-            text = template_text(tokenizer, turns[: index + 1], generation_prompt=False)
+            text = template_text(tokenizer, turns[: index + 1], tools=tools, generation_prompt=False)
         except TemplateRefused:
             if index or turn.role != "system" or len(turns) == 1:
                 raise

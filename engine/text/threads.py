@@ -15,6 +15,7 @@ from engine.text.turns import (
     Content,
     Turn,
     check_metadata,
+    check_tools,
     check_weights,
     content_as_json,
     default_weight,
@@ -24,6 +25,8 @@ from engine.text.turns import (
     turn_messages,
 )
 from storage.serialization import Frozen, canonical_json
+
+_FIELDS = {"turns", "metadata", "weights", "tools"}
 
 
 class StringThread(Frozen):
@@ -45,12 +48,15 @@ class StringThread(Frozen):
     weights: tuple[float, ...] | None = None
     """Training weight of each turn. None stands for the default weights: 1 for each assistant turn and 0 for any other.
     Only assistant turns can be trained."""
+    tools: tuple[dict[str, JsonValue], ...] = ()
+    """The tools that the assistant may call, in the format of OpenAI's API."""
 
     def __init__(
         self,
         turns: Iterable[Any] = (),
         metadata: Mapping[str, Any] | None = None,
         weights: Sequence[float] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         **unknown: Never,  # pydantic refuses them at run time; a type checker reports them
     ) -> None:
         checked = parse_turns(turns)
@@ -58,16 +64,19 @@ class StringThread(Frozen):
             "turns": checked,
             "metadata": check_metadata({} if metadata is None else metadata),
             "weights": check_weights(weights, checked),
+            "tools": check_tools(tools) if tools else (),
         }
         super().__init__(**fields, **unknown)
 
     @model_serializer
     def _as_dict(self) -> dict[str, Any]:
-        return {
+        fields: dict[str, Any] = {
             "turns": [{"role": turn.role, "content": content_as_json(turn.content)} for turn in self.turns],
             "metadata": self.metadata,
             "weights": None if self.weights is None else list(self.weights),
         }
+        # A thread without tools has the bytes that it had before threads had tools.
+        return fields | {"tools": list(self.tools)} if self.tools else fields
 
     # -- appending ---------------------------------------------------------------------------------------------
 
@@ -77,7 +86,7 @@ class StringThread(Frozen):
         weights = self.weights
         if weights is not None:
             weights = (*weights, default_weight(turn))
-        return type(self)((*self.turns, turn), self.metadata, weights)
+        return type(self)((*self.turns, turn), self.metadata, weights, self.tools)
 
     def system(self, content: Any) -> Self:
         return self.append("system", content)
@@ -93,7 +102,11 @@ class StringThread(Frozen):
 
     def with_metadata(self, metadata: Mapping[str, Any]) -> Self:
         """Returns a new thread with this metadata in place of the old."""
-        return type(self)(self.turns, metadata, self.weights)
+        return type(self)(self.turns, metadata, self.weights, self.tools)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Self:
+        """Returns a new thread with these tools, in the format of OpenAI's API, in place of the old."""
+        return type(self)(self.turns, self.metadata, self.weights, tools)
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -155,7 +168,7 @@ class StringThread(Frozen):
         weights = [0.0] * min(index, len(self.turns))
         for turn in self.turns[index:]:
             weights.append(default_weight(turn))
-        return type(self)(self.turns, self.metadata, weights)
+        return type(self)(self.turns, self.metadata, weights, self.tools)
 
     # -- JSON --------------------------------------------------------------------------------------------------
 
@@ -170,12 +183,12 @@ class StringThread(Frozen):
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ThreadError(f"not JSON ({error}); expected what StringThread.to_json wrote") from error
-        if not isinstance(data, dict) or "turns" not in data or data.keys() - {"turns", "metadata", "weights"}:
+        if not isinstance(data, dict) or "turns" not in data or data.keys() - _FIELDS:
             raise ThreadError(
                 f"given {short_repr(data)}; expected an object with 'turns', 'metadata' and 'weights', as to_json "
                 "writes it"
             )
-        return cls(data["turns"], data.get("metadata"), data.get("weights"))
+        return cls(data["turns"], data.get("metadata"), data.get("weights"), data.get("tools", ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +226,8 @@ class TokenizedThread:
 
     turns: tuple[TokenizedTurn, ...]
     metadata: dict[str, JsonValue] = field(default_factory=dict)
+    tools: tuple[dict[str, JsonValue], ...] = ()
+    """The tools that the assistant may call, in the format of OpenAI's API."""
 
     def __len__(self) -> int:
         """The number of tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from engine.errors import ChatTemplateMissing, TemplateRefused, TokenizerMissing
 from engine.models.folder import read_folder_config
 from engine.text.images import PROCESSOR_FILES, ImageTokens, image_tokens_of
+from engine.text.tool_calls import HERMES_TEXT, ToolFormat, tool_format_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,6 +93,36 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
 
+    def decode_with_calls(self, token_ids: Sequence[int]) -> str:
+        """Returns `decode`, with the special tokens that are part of tool calls."""
+        kept = self._ids_in_calls
+        if not kept:
+            return self.decode(token_ids)
+        special = self._special_ids
+        ids = [token_id for token_id in token_ids if token_id in kept or token_id not in special]
+        return self.decode(ids, skip_special=False)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._tokenizer.added_tokens_decoder
+        special = [token_id for token_id, token in added.items() if token.special]
+        return frozenset([*special, *self._tokenizer.all_special_ids])
+
+    @cached_property
+    def _ids_in_calls(self) -> frozenset[int]:
+        """The special tokens that are part of tool calls in the model's format."""
+        vocabulary = self._tokenizer.get_vocab()
+        ids = [vocabulary[marker] for marker in self.tool_format.markers if marker in vocabulary]
+        return self._special_ids & frozenset(ids)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes tool calls, by its chat template."""
+        if not self.has_chat_template:
+            return HERMES_TEXT
+        template = self._tokenizer.get_chat_template(tools=[{}])
+        return tool_format_of(template, _template_variables(template))
+
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes in UTF-8 that each id adds to a text; b"" for an id without text. Special tokens have theirs.
@@ -137,7 +168,9 @@ class Tokenizer:
         backend.no_truncation()
         return backend.to_str()  # type: ignore[no-any-return]
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], *, generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, generation_prompt: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         """Returns the template's text of the messages. Raises ChatTemplateMissing, TemplateRefused."""
         if not self.has_chat_template:
             raise ChatTemplateMissing(
@@ -146,7 +179,7 @@ class Tokenizer:
             )
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation_prompt
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=generation_prompt
             )
         except Exception as error:  # boundary to the template, a program of the model, which may raise any type
             roles = [message["role"] for message in messages]
@@ -154,6 +187,22 @@ class Tokenizer:
                 f"the chat template of {self.name} refused messages of the roles {roles}: "
                 f"{type(error).__name__}: {error}; give it the roles and order it takes, or correct the template"
             ) from error
+
+
+def _template_variables(template: str) -> set[str]:
+    """Returns the names that a chat template reads; none for a template that is not valid."""
+    import jinja2
+    from jinja2 import meta
+
+    try:
+        # "generation" is a tag of transformers, which marks the answers.
+        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+        return meta.find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", template)))
+    except jinja2.TemplateError:
+        return set()  # the first conversation that is rendered gets the error
+
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 def _bytes_of_part(token: str) -> bytes:

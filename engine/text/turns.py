@@ -28,6 +28,7 @@ F = TypeVar("F")
 
 _FRAGMENTS = TypeAdapter(tuple[Fragment, ...])
 _METADATA = TypeAdapter(dict[str, JsonValue])
+_TOOLS = TypeAdapter(tuple[dict[str, JsonValue], ...])
 
 
 class Turn(NamedTuple):
@@ -194,6 +195,19 @@ def check_metadata(metadata: Any) -> dict[str, JsonValue]:
             "finite numbers, lists, no tuples, no numpy values"
         ) from error
     return metadata_copy
+
+
+def check_tools(tools: Any) -> tuple[dict[str, JsonValue], ...]:
+    """Returns a deep copy of the descriptions of tools. Raises ThreadError unless each is an object in JSON."""
+    try:
+        tools_copy = _TOOLS.validate_python(tools)
+        json.dumps(tools_copy, allow_nan=False, ensure_ascii=False).encode("utf-8")
+    except ValueError as error:
+        raise ThreadError(
+            f"tools is {short_repr(tools)}; expected a list of descriptions in the format of OpenAI's API, as in "
+            '[{"type": "function", "function": {"name": "add", "parameters": {…}}}]'
+        ) from error
+    return tools_copy
 
 
 def check_weights(weights: Any, turns: tuple[Turn, ...]) -> tuple[float, ...] | None:

@@ -11,13 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import TextError, ThreadError
-from engine.text.fragments import ImageFragment, TextFragment
+from engine.text.fragments import ImageFragment, TextFragment, ToolCallFragment, ToolResponseFragment
 from engine.text.images import embed_image
 from engine.text.threads import StringThread
 from storage.serialization import canonical_json
 from tasks.batches.advantages import LARGEST_REWARD, REWARD_RANGE
 from tasks.datasets.errors import BadRow
-from tasks.datasets.layouts import CONVERSATIONS, SHAREGPT_ROLES, rating_of_label, tools_text, usual_message
+from tasks.datasets.layouts import (
+    CONVERSATIONS,
+    SHAREGPT_ROLES,
+    RawTurn,
+    rating_of_label,
+    tools_of,
+    turns_as_text,
+    turns_with_calls,
+    usual_message,
+)
 
 if TYPE_CHECKING:
     from tasks.datasets.load import DatasetUse
@@ -26,9 +35,6 @@ if TYPE_CHECKING:
 ROLES = ("system", "user", "assistant", "tool")
 MAX_VALUE_LETTERS = 60
 """Length to which a value is cut in an error message."""
-
-RawTurn = tuple[str, str | tuple[TextFragment | ImageFragment, ...]]
-"""(role, content) of a turn whose thread is not built yet."""
 
 
 class RowLocation(NamedTuple):
@@ -49,6 +55,8 @@ class Conversation(NamedTuple):
     metadata: dict[str, Any]
     first_trained_turn: int | None
     """Index of the first turn that can be trained. None for prompts, which have default weights."""
+    tools: list[dict[str, Any]]
+    """The tools that the assistant may call, in the format of OpenAI's API."""
 
 
 def conversation_from_row(
@@ -67,29 +75,29 @@ def conversation_from_row(
         metadata.setdefault("res", rating_of_label(label))
 
     # Read the turns in the layout of the row, and note the first turn that can be trained.
+    tools = row_tools(values, location, spec)
     if _layout(values, location, spec) == "messages":
-        turns = _messages(values, messages_column(values, spec), location)
+        turns = turns_for(tools, _messages(values, messages_column(values, spec), location))
         first_trained_turn = 0
     else:
-        turns = prompt_turns(values, column_of("prompt", spec), location)
+        prompt = prompt_turns(values, column_of("prompt", spec), location)
+        turns = turns_for(tools, prompt)
         first_trained_turn = len(turns)
         if has_answer:
-            turns = turns + answer_turns(values, column_of("completion", spec), location)
+            answer = answer_turns(values, column_of("completion", spec), location)
+            turns = turns_for(tools, prompt + answer)
     # Another turn at the beginning moves the first trained turn.
     if spec.system_prompt and turns[0][0] != "system":
         turns = [("system", _text(spec.system_prompt, "system_prompt", location)), *turns]
         first_trained_turn += 1
-    count = len(turns)
-    turns = with_tools(turns, values, location, spec)
-    first_trained_turn += len(turns) - count
     _check_last_turn(turns, location, use)
-    return Conversation(turns, metadata, first_trained_turn if has_answer else None)
+    return Conversation(turns, metadata, first_trained_turn if has_answer else None, tools)
 
 
 def thread_of(conversation: Conversation, location: RowLocation, use: DatasetUse) -> StringThread:
     """Build the thread of a conversation. Raises BadRow."""
     try:
-        thread = StringThread(turns=conversation.turns, metadata=conversation.metadata)
+        thread = StringThread(conversation.turns, conversation.metadata, tools=conversation.tools)
     except ThreadError as error:
         raise location.bad_row(
             None, given="values that make no thread", expected="a conversation", todo=str(error)
@@ -125,23 +133,20 @@ def messages_column(values: dict[str, Any], spec: RowsDataset) -> str:
     return CONVERSATIONS if is_sharegpt and values.get(CONVERSATIONS) is not None else column
 
 
-def with_tools(
-    turns: list[RawTurn], values: dict[str, Any], location: RowLocation, spec: RowsDataset
-) -> list[RawTurn]:
-    """The turns with the tools of the row listed in the system turn, as in the environments with tools."""
+def turns_for(tools: list[dict[str, Any]], turns: list[RawTurn]) -> list[RawTurn]:
+    """The turns with their tool calls: as the model's chat template writes them if the row has tools, else as text."""
+    return turns_with_calls(turns) if tools else turns_as_text(turns)
+
+
+def row_tools(values: dict[str, Any], location: RowLocation, spec: RowsDataset) -> list[dict[str, Any]]:
+    """The descriptions of the tools of a row. Raises BadRow."""
     column = column_of("tools", spec)
     try:
-        text = tools_text(values.get(column))
+        return tools_of(values.get(column))
     except (ValueError, RecursionError) as error:
         raise location.bad_row(
             column, given=f"{_shown(values[column])} ({error})", expected="a list of descriptions of tools, or its JSON"
         ) from error
-    if text is None:
-        return turns
-    role, content = turns[0]
-    if role == "system" and isinstance(content, str):
-        return [("system", f"{content}\n\n{text}"), *turns[1:]]
-    return [("system", text), *turns]
 
 
 def _layout(values: dict[str, Any], location: RowLocation, spec: RowsDataset) -> ColumnRole:
@@ -231,8 +236,14 @@ def _message(message: Any, column: str, location: RowLocation) -> RawTurn:
         raise location.bad_row(column, given=_shown(message), expected="an object with 'role' and 'content'")
     is_sharegpt = message.get("from") is not None and message.get("role") is None
     message = usual_message(message)
+    role, content = message.get("role"), message.get("content")
+    # Calls that are malformed are no fragments yet.
+    calls = message.get("tool_calls") if role == "assistant" else None
+    has_calls = isinstance(calls, list) and all(isinstance(call, ToolCallFragment) for call in calls)
+    known = {"role", "content"} | ({"tool_calls"} if has_calls else set())
+    known |= {"tool_call_id", "name"} if role == "tool" else set()
     # Parquet gives every row the union of the fields, null where absent: only a field with a value is lost data.
-    extra = sorted(key for key, value in message.items() if key not in ("role", "content") and value is not None)
+    extra = sorted(key for key, value in message.items() if key not in known and value is not None)
     if extra:
         raise location.bad_row(
             column,
@@ -240,17 +251,23 @@ def _message(message: Any, column: str, location: RowLocation) -> RawTurn:
             expected="'role' and 'content' only",
             todo="These fields would be lost. Remove them, or write them into the content.",
         )
-    role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        name, known = ("from", SHAREGPT_ROLES) if is_sharegpt else ("role", ROLES)
-        raise location.bad_row(f"{column}.{name}", given=_shown(role), expected=f"one of {', '.join(known)}")
+        name, roles = ("from", SHAREGPT_ROLES) if is_sharegpt else ("role", ROLES)
+        raise location.bad_row(f"{column}.{name}", given=_shown(role), expected=f"one of {', '.join(roles)}")
+    if has_calls and calls and isinstance(content, str | None):
+        text = [TextFragment(text=_text(content, f"{column}.content", location))] if content else []
+        return role, (*text, *calls)
     # The content is a text, or a list of parts such as texts and images.
     if isinstance(content, list) and content:
         parts = [_part(part, f"{column}.content[{index}]", location) for index, part in enumerate(content)]
-        return role, tuple(parts)
+        return role, (*parts, *(calls or ()))
     if not isinstance(content, str):
         raise location.bad_row(f"{column}.content", given=_shown(content), expected="a text, or a list of parts")
-    return role, _text(content, f"{column}.content", location)
+    text = _text(content, f"{column}.content", location)
+    call_id, tool_name = message.get("tool_call_id"), message.get("name")
+    if isinstance(call_id, str) or isinstance(tool_name, str):
+        return role, (ToolResponseFragment(id=call_id or "", text=text, name=tool_name),)
+    return role, text
 
 
 def _part(part: Any, column: str, location: RowLocation) -> TextFragment | ImageFragment:

@@ -13,7 +13,8 @@ from tasks.datasets.convert import (
     column_of,
     metadata_of,
     prompt_turns,
-    with_tools,
+    row_tools,
+    turns_for,
 )
 from tasks.datasets.layouts import CONVERSATIONS
 
@@ -46,14 +47,14 @@ def pair_from_row(values: dict[str, Any], location: RowLocation, spec: RowsDatas
         prompt = prompt_turns(values, CONVERSATIONS, location)
 
     # Build the two threads.
+    tools = row_tools(values, location, spec)
     threads = []
     for role in ("chosen", "rejected"):
         turns = _conversation(values, column_of(role, spec), prompt, location)
         if spec.system_prompt and turns[0][0] != "system":
             turns = [("system", spec.system_prompt), *turns]
-        turns = with_tools(turns, values, location, spec)
         try:
-            threads.append(StringThread(turns=turns, metadata=metadata))
+            threads.append(StringThread(turns_for(tools, turns), metadata, tools=tools))
         except ThreadError as error:
             raise location.bad_row(
                 column_of(role, spec), given="values that make no thread", expected="a conversation", todo=str(error)

@@ -44,7 +44,7 @@ class RowsDataset(OrderedDataset, ReadDataset):
     A row has either `messages`, or `prompt` and, with an answer, `completion`. A row of preferences has `chosen` and
     `rejected`: whole conversations or, if it has a `prompt` too, answers to it. `conversations` in ShareGPT's layout
     stand for `messages`, or for the prompt of preferences. `label` is the rating of an answer, a number or true or
-    false. `tools` are descriptions of tools, which are listed in the system turn.
+    false. `tools` are descriptions of tools in the format of OpenAI's API.
     """
 
     model_config = ConfigDict(json_schema_extra=_source_first)

@@ -77,12 +77,17 @@ def prompt_item(conversations: tuple[str, ...], metadata: str) -> StoredItem:
         raise ValueError(f"given {last}; expected a user or tool turn before the answer")
     values = json.loads(metadata)
     values.setdefault("answer", StringThread.from_json(conversations[0]).last_content())
-    thread = canonical_text({"metadata": values, "turns": turns, "weights": None})
+    fields = {"metadata": values, "turns": turns, "weights": None}
+    tools = json.loads(conversations[0]).get("tools")
+    thread = canonical_text(fields | {"tools": tools} if tools else fields)
     return StoredItem((thread,), canonical_text(values))
 
 
 def _is_plain(conversation: Conversation) -> bool:
-    """Whether every content is a text and every value of the metadata is a plain one. `convert` has checked these."""
+    """Whether every content is a text, every value of the metadata is a plain one, and there are no tools. `convert`
+    has checked these."""
+    if conversation.tools:
+        return False
     for _, content in conversation.turns:
         if type(content) is not str:
             return False

@@ -35,6 +35,10 @@ class Environment(ABC):
     random: Random
     """Random generator of the episode. Its seed is derived from the run's seed, the step, the prompt and the episode's
     number. It is set before any method is called."""
+    has_native_tools: bool = False
+    """Whether the model's chat template knows tools, and its tool calls can be read: the environment may then set the
+    tools of the conversation (`thread.with_tools`), and the calls in an answer are fragments of its turn. It is set
+    before any method is called."""
 
     async def initialize_state(self, thread: StringThread) -> StringThread:
         """Called once with the prompt of the dataset. Return the conversation that the assistant answers first."""

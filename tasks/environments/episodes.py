@@ -138,7 +138,9 @@ class EpisodePlayer:
 
     async def _begin(self, episode: Episode) -> None:
         """Create the environment and open the first segment."""
-        opening = await episode.environment.begin(StringThread.from_json(str(episode.row["thread"])))
+        prompt = StringThread.from_json(str(episode.row["thread"]))
+        has_native_tools = self.renderer.tokenizer.tool_format.is_native
+        opening = await episode.environment.begin(prompt, has_native_tools=has_native_tools)
         self._open_segment(episode, opening)
 
     def _check_first_prompt(self, episode: Episode) -> None:
@@ -222,12 +224,12 @@ class EpisodePlayer:
     ) -> TokenizedThread | None:
         """The tokens so far, the new turns, and the opening of the assistant's next turn.
 
-        None if `following` does not begin with `thread`, or if the chat template renders earlier turns differently once
-        more turns follow.
+        None if `following` does not begin with `thread`, has other tools, or if the chat template renders earlier turns
+        differently once more turns follow.
         """
         # Only the new turns are tokenized: the tokens of the earlier ones must stay those that were sampled.
         played = len(thread.turns)
-        if following.turns[:played] != thread.turns:
+        if following.turns[:played] != thread.turns or following.tools != thread.tools:
             return None
         try:
             for role, content in following.turns[played:]:

@@ -39,14 +39,15 @@ class EnvironmentRunner:
         self.spent = 0.0
         """Seconds that the environment took so far."""
         self._factory, self._seed, self._seconds = factory, seed, seconds
+        self._has_native_tools = False
         self._environment: Environment | None = None
         self._prompt: StringThread | None = None
         self._opening: StringThread | None = None
         self._history: list[tuple[StringThread, GradedReaction]] = []
 
-    async def begin(self, prompt: StringThread) -> StringThread:
+    async def begin(self, prompt: StringThread, *, has_native_tools: bool = False) -> StringThread:
         """Create the environment and return the conversation that the assistant answers first."""
-        self._prompt = prompt
+        self._prompt, self._has_native_tools = prompt, has_native_tools
         self._opening = await self._with_retry(self._create)
         return self._opening
 
@@ -124,6 +125,7 @@ class EnvironmentRunner:
             raise TypeError(f"create_environment returned {type(environment).__name__}; expected an Environment")
         # The same seed for every attempt: a new environment must react like the failed one.
         environment.random = Random(self._seed)
+        environment.has_native_tools = self._has_native_tools
         # Keep it before its first call, so that `close` is called even if that call fails.
         self._environment = environment
         return _checked_thread(await environment.initialize_state(self._prompt), "initialize_state")

@@ -1,70 +1,38 @@
 """Environments in which the assistant calls tools.
 
-The protocol is the text format on which many open models are trained (Hermes, Qwen). A call is
+A model whose chat template knows tools, and whose format is a known one (`engine.text.tool_calls`), gets the tools and
+writes its calls in its own format. For any other model the system turn lists the tools, and a call is
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
 
-in the assistant's turn; the next turn holds the results. The system turn lists the tools, since the renderer passes no
-tools to a chat template. Any model can thus call tools. Tool turns are rendered by the model's own chat template.
+in the assistant's turn, as Hermes and Qwen write it. The next turn holds the results. Tool turns are rendered by the
+model's own chat template.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import re
 import typing
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
-from engine.text.fragments import ToolResponseFragment
+from engine.text.fragments import ToolCallFragment, ToolResponseFragment
 from engine.text.threads import StringThread
+from engine.text.tool_calls import INSTRUCTIONS, ToolCall, parse_tool_calls
+from engine.text.turns import fragments_of
 from tasks.environments.base import Environment, Grades, Reaction
 from tasks.graders.base import in_thread
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_CALL_PATTERN = re.compile(re.escape(OPEN) + r"(.*?)(?:" + re.escape(CLOSE) + r"|\Z)", re.DOTALL)
-INSTRUCTIONS = (
-    "You may call tools. For each call write a JSON object with the tool's name and arguments between <tool_call> and "
-    "</tool_call>, like this:\n"
-    '<tool_call>\n{"name": "tool", "arguments": {"argument": 1}}\n</tool_call>\n'
-    "The answers come in the next turn. The tools, one a line:\n"
-)
 
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A tool call of the assistant. A call with a `problem` is malformed and is not executed."""
-
-    name: str
-    arguments: dict[str, Any]
-    problem: str | None = None
-
-
-def parse_tool_calls(text: str) -> list[ToolCall]:
-    """Return the calls in an assistant's answer, in order.
-
-    Text between the tags that is not a valid call becomes a call with a `problem`, which is reported to the assistant.
-    """
-    return [_parsed_call(match.group(1).strip()) for match in _CALL_PATTERN.finditer(text)]
-
-
-def _parsed_call(body: str) -> ToolCall:
-    try:
-        call = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        return ToolCall("", {}, f"not JSON: {error}")
-    if isinstance(call, dict):
-        name, arguments = call.get("name"), call.get("arguments", {})
-        if isinstance(name, str) and isinstance(arguments, dict):
-            return ToolCall(name, arguments)
-    return ToolCall("", {}, 'not a call: expected {"name": …, "arguments": {…}}')
+class ToolFailed(Exception):
+    """Raised when a tool cannot be used, whatever the assistant calls it with. The environment fails, and its episode
+    is masked. Any other exception of a tool is reported to the assistant."""
 
 
 class Tool:
@@ -127,10 +95,17 @@ class ToolEnvironment(Environment):
     """Role of the turn that holds the results; "user" for a chat template without tool turns."""
 
     async def initialize_state(self, thread: StringThread) -> StringThread:
-        """Return the prompt with the tools listed in its system turn."""
-        return listed_tools(thread, [tool.description() for tool in self._tools().values()])
+        """Return the prompt with the tools, which are listed in its system turn if the chat template knows none."""
+        descriptions = [tool.description() for tool in self._tools().values()]
+        if self.has_native_tools:
+            return thread.with_tools(descriptions)
+        return listed_tools(thread, descriptions)
 
     async def react_to(self, thread: StringThread) -> Reaction:
+        fragments = fragments_of(thread.turns[-1].content)
+        read_calls = [part for part in fragments if isinstance(part, ToolCallFragment)]
+        if read_calls or self.has_native_tools:
+            return await self._answer_fragments(thread, read_calls)
         calls = parse_tool_calls(thread.last_content())
         if not calls:
             return None, await self.finish(thread)
@@ -142,6 +117,16 @@ class ToolEnvironment(Environment):
         parts = []
         for number, (call, answer) in enumerate(zip(calls, answers, strict=True)):
             parts.append(ToolResponseFragment(id=f"call_{number}", name=call.name or None, text=answer))
+        return thread.tool(parts), None
+
+    async def _answer_fragments(self, thread: StringThread, calls: Sequence[ToolCallFragment]) -> Reaction:
+        """React to an answer whose calls the renderer has read in the model's format."""
+        if not calls:
+            return None, await self.finish(thread)
+        parts = []
+        for call in calls:
+            answer = await self._answer(ToolCall(call.name, call.arguments, call.problem))
+            parts.append(ToolResponseFragment(id=call.id, name=call.name, text=answer))
         return thread.tool(parts), None
 
     @abstractmethod
@@ -167,5 +152,7 @@ class ToolEnvironment(Environment):
                 location = ".".join(map(str, detail["loc"]))
                 problems.append(f"{location}: {detail['msg']}")
             return f"error: {'; '.join(problems)}"
+        except ToolFailed:
+            raise
         except Exception as error:  # noqa: BLE001  the boundary to a tool's code: reported to the assistant
             return f"error: {type(error).__name__}: {error}"

@@ -15,9 +15,10 @@ from pydantic import JsonValue
 
 from engine.text.fragments import ToolResponseFragment
 from engine.text.threads import StringThread
+from engine.text.tool_calls import parse_tool_calls
 from tasks.environments.base import Environment, EnvironmentFactory, Grades, Limit, Reaction
 from tasks.environments.spec import EnvironmentSpecError
-from tasks.environments.tools import listed_tools, parse_tool_calls
+from tasks.environments.tools import listed_tools
 from tasks.graders.base import Grade
 
 COLUMNS = ("answer", "info", "task", "example_id")

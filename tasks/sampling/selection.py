@@ -132,7 +132,7 @@ def _rows(
         metadata = thread.metadata | {"rollout": origin}
         # the turns of the prompt are not trained
         weights = [0.0] * (len(thread.turns) - 1) + [1.0]
-        text = StringThread(thread.turns, metadata, weights).to_json()
+        text = StringThread(thread.turns, metadata, weights, thread.tools).to_json()
         row = {"index": first + len(rows), "id": thread_id(text), "thread": text}
         rows.append(row | {"metadata": canonical_text(metadata)})
     for row, times in zip(rows, counter.add_all([str(row["id"]) for row in rows]), strict=True):

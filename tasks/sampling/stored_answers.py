@@ -66,7 +66,7 @@ def _prompt_and_answers(row: dict[str, Any], column: str | None, name_row: NameR
     thread = StringThread.from_json(str(row["thread"]))
     if column is None:
         # without the weights of the turns, so that the prompt is the same as in a dataset of prompts
-        return StringThread(thread.turns[:-1], thread.metadata), [thread.last_content()]
+        return StringThread(thread.turns[:-1], thread.metadata, tools=thread.tools), [thread.last_content()]
     metadata = dict(thread.metadata)
     value = metadata.pop(column, None)
     values = value if isinstance(value, list) else [value]

@@ -48,7 +48,6 @@ from engine.http.openai.responses import (
 from engine.protocol import Engine, GenerateRequest, SamplingParams
 from engine.text.answer_builder import AnswerBuilder
 from engine.text.stored_models import renderer_of, tokenizer_of
-from engine.text.threads import StringThread
 from engine.text.tokenizers import Tokenizer
 from engine.workspace import derive_seed
 from storage.errors import StorageError
@@ -158,8 +157,8 @@ def _prepare(
     if isinstance(body, ChatRequest):
         renderer = renderer_of(store, resolved.base)
         tokenizer, default = renderer.tokenizer, CHAT_TOKENS
-        prompts = [renderer.prompt_ids(StringThread(turns=[message.turn for message in body.messages]))]
-        builder = ChatResponseBuilder(body, resolved, prompts)
+        prompts = [renderer.prompt_ids(body.thread)]
+        builder = ChatResponseBuilder(body, resolved, prompts, tokenizer.tool_format)
     else:
         tokenizer, default = tokenizer_of(store, resolved.base), TEXT_TOKENS
         prompts = _text_prompt_ids(body, tokenizer)
@@ -181,7 +180,14 @@ def _prepare(
         seeds += [derive_seed(seed, index, number) for number in range(count)]
     request = GenerateRequest(resolved.policy, repeated_prompts, seeds, sampling)
 
-    answers = [AnswerBuilder(tokenizer, stop=body.stops, min_tokens=sampling.min_new_tokens) for _ in repeated_prompts]
+    reads_calls = isinstance(body, ChatRequest) and body.reads_calls
+    answers = []
+    for _ in repeated_prompts:
+        answers.append(
+            AnswerBuilder(
+                tokenizer, stop=body.stops, min_tokens=sampling.min_new_tokens, with_calls=reads_calls
+            )
+        )
     generation = Generation(
         engine,
         request,
@@ -203,7 +209,8 @@ def _text_prompt_ids(body: TextRequest, tokenizer: Tokenizer) -> list[list[int]]
 def _check_length(body: ChatRequest | TextRequest, resolved: ResolvedPolicy) -> None:
     """Raises SampleTooLong for a text that is too long for the model's context with any tokenizer."""
     if isinstance(body, ChatRequest):
-        longest = sum(len(message.turn[1]) for message in body.messages)
+        longest = sum(message.length for message in body.messages)
+        longest += sum(len(tool.model_dump_json()) for tool in body.tools or ())
     else:
         longest = max(len(prompt) for prompt in body.prompts)
     if resolved.context is not None and longest > LONGEST_TOKEN * resolved.context:
@@ -285,7 +292,8 @@ async def _events(
 
     # their ends
     for index, answer in enumerate(answers):
-        yield _event(builder.finish_chunk(index, answer))
+        for chunk in builder.finish_chunks(index, answer):
+            yield _event(chunk)
     if builder.request.wants_usage:
         yield _event(builder.usage_chunk(answers))
     yield "data: [DONE]\n\n"

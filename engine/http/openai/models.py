@@ -9,7 +9,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    model_validator,
+)
 
 from engine.errors import (
     Fenced,
@@ -22,6 +32,10 @@ from engine.errors import (
 )
 from engine.http.errors import http_status, wire_name
 from engine.protocol import MOST_STOP_STRINGS, SamplingTemperature, StopString
+from engine.text.fragments import TextFragment, ToolCallFragment, ToolResponseFragment
+from engine.text.threads import StringThread
+from engine.text.tool_calls import arguments_of
+from engine.text.turns import Content as TurnContent
 from engine.validation_messages import describe_errors, field_path
 from storage.chain.records import PolicyRef
 from storage.errors import InvalidKey, ObjectNotFound, StorageError
@@ -29,6 +43,8 @@ from storage.serialization import Frozen
 
 MOST_ANSWERS = 256
 """Most answers to one request: prompts times n."""
+MOST_TOOLS = 128
+"""Most tools of one request."""
 
 
 def _check_utf8(text: str) -> str:
@@ -42,7 +58,6 @@ def _check_utf8(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_check_utf8)]
 Zero = Annotated[float, Field(ge=0, le=0)]
-EmptyList = Annotated[list[Any], Field(max_length=0)]
 EmptyDict = Annotated[dict[str, Any], Field(max_length=0)]
 StopStrings = Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -103,27 +118,103 @@ Prompt = Annotated[
 ]
 
 
-class ChatMessage(_RequestModel):
-    """One turn of a conversation. `developer` is the newer name of `system`."""
+class FunctionCall(_RequestModel):
+    name: Annotated[Text, Field(min_length=1)]
+    arguments: Text
+    """JSON text of an object."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    name: None = None
+
+class CallOfMessage(_RequestModel):
+    """A tool call in a message of the assistant."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    @property
+    def fragment(self) -> ToolCallFragment:
+        arguments = arguments_of(self.function.arguments)
+        return ToolCallFragment(id=self.id, name=self.function.name, arguments=arguments)
+
+    @model_validator(mode="after")
+    def _check_arguments(self) -> CallOfMessage:
+        arguments_of(self.function.arguments)
+        return self
+
+
+class ChatMessage(_RequestModel):
+    """One message of a conversation. `developer` is the newer name of `system`."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Text | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: EmptyList | None = None
+    tool_calls: list[CallOfMessage] | None = None
+    tool_call_id: Text | None = None
+    """The call that a message of a tool answers."""
 
     @property
-    def turn(self) -> tuple[str, str]:
-        """(role, text)."""
+    def text(self) -> str:
         if isinstance(self.content, str):
-            text = self.content
-        else:
-            text = "".join(part.text for part in self.content)
+            return self.content
+        return "".join(part.text for part in self.content or ())
+
+    @property
+    def length(self) -> int:
+        """Number of characters of the message."""
+        return len(self.text) + sum(len(call.function.arguments) for call in self.tool_calls or ())
+
+    @property
+    def turn(self) -> tuple[str, TurnContent]:
+        """(role, content)."""
+        if self.role == "tool":
+            return "tool", (ToolResponseFragment(id=self.tool_call_id or "", text=self.text, name=self.name),)
+        if self.tool_calls:
+            text = [TextFragment(text=self.text)] if self.text else []
+            return "assistant", (*text, *[call.fragment for call in self.tool_calls])
         # Chat templates of models know only the older name.
         role = "system" if self.role == "developer" else self.role
-        return role, text
+        return role, self.text
+
+    @model_validator(mode="after")
+    def _check_fields_of_role(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls in a message of {self.role}: only the assistant calls tools")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("a message of a tool needs the tool_call_id of its call, and no other message has one")
+        if self.name is not None and self.role != "tool":
+            raise ValueError("the name of a sender has no effect here: leave it out")
+        if self.content is None and not self.tool_calls:
+            raise ValueError(f"a message of {self.role} without content: only tool_calls can take its place")
+        return self
+
+
+class FunctionDescription(_RequestModel):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: Text | None = None
+    parameters: dict[str, JsonValue] | None = None
+    """JSON schema of the arguments."""
+    strict: bool | None = None
+    """Ignored: decoding is not constrained to the schema."""
+
+
+class ToolDescription(_RequestModel):
+    type: Literal["function"]
+    function: FunctionDescription
+
+
+def _check_tool_choice(value: Any) -> Any:
+    if value in (None, "none", "auto"):
+        return value
+    raise ValueError(
+        "only 'auto' and 'none' are available: 'required' and a named tool would need decoding that is constrained to "
+        "a call"
+    )
+
+
+ToolChoice = Annotated[Literal["none", "auto"] | None, BeforeValidator(_check_tool_choice)]
 
 
 class _SamplingRequest(_RequestModel):
@@ -176,8 +267,11 @@ class ChatRequest(_SamplingRequest):
     logprobs: bool | None = None
     """Whether the response has the logprob of each sampled token, including the end-of-turn token."""
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    tools: EmptyList | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[ToolDescription], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice = None
+    """none: the tools are in the prompt, and calls in the answer are not read."""
+    parallel_tool_calls: bool | None = None
+    """False: only the first call of an answer is returned."""
     response_format: TextFormat | None = None
 
     @property
@@ -187,6 +281,28 @@ class ChatRequest(_SamplingRequest):
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls in the answers are returned as `tool_calls`."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def descriptions(self) -> list[dict[str, Any]]:
+        """The descriptions of the tools for the chat template."""
+        left_out = {"function": {"strict"}}
+        return [tool.model_dump(exclude_none=True, exclude=left_out) for tool in self.tools or ()]
+
+    @property
+    def thread(self) -> StringThread:
+        """The conversation. Consecutive messages of tools, which answer the calls of one turn, are one turn."""
+        turns: list[tuple[str, TurnContent]] = []
+        for message in self.messages:
+            role, content = message.turn
+            if role == "tool" and turns and turns[-1][0] == "tool":
+                content = (*turns.pop()[1], *content)  # type: ignore[assignment]
+            turns.append((role, content))
+        return StringThread(turns, tools=self.descriptions)
 
     @model_validator(mode="after")
     def _check_limits(self) -> ChatRequest:
@@ -346,8 +462,8 @@ def as_api_error(error: Exception) -> ApiError | None:
 
 _OPTIONS_WITHOUT_EFFECT = frozenset(
     {
-        "presence_penalty", "frequency_penalty", "logit_bias", "store", "top_logprobs", "tools", "tool_choice",
-        "response_format", "echo", "suffix", "name", "tool_calls", "function_call", "audio", "refusal",
+        "presence_penalty", "frequency_penalty", "logit_bias", "store", "top_logprobs",
+        "response_format", "echo", "suffix", "function_call", "audio", "refusal",
     }
 )  # fmt: skip
 

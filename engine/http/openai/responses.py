@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -24,6 +25,7 @@ from engine.http.openai.policies import ResolvedPolicy
 from engine.protocol import Completion, Engine, GenerateRequest, OnToken
 from engine.text.answer_builder import AnswerBuilder, token_text
 from engine.text.tokenizers import BROKEN
+from engine.text.tool_calls import ToolFormat
 
 NO_LOGPROB = -9999.0
 """Written for a logprob that is not finite, which JSON cannot represent. OpenAI writes the same number."""
@@ -51,8 +53,8 @@ class ResponseBuilder:
         # All chunks of one stream have the same id and the same time.
         self._id, self._created = uuid4().hex, int(time.time())
 
-    def _whole_content(self, text: str) -> dict[str, Any]:
-        """Returns the fields of a choice that hold a whole answer."""
+    def _whole_content(self, index: int, answer: AnswerBuilder) -> dict[str, Any]:
+        """Returns the fields of a choice that hold a whole answer, and its finish reason."""
         raise NotImplementedError
 
     def _chunk_content(self, text: str) -> dict[str, Any]:
@@ -77,9 +79,9 @@ class ResponseBuilder:
         """Returns the response to a request that is not streamed."""
         choices = []
         for index, answer in enumerate(answers):
-            content = self._whole_content(answer.text)
+            content = self._whole_content(index, answer)
             details = self._token_details(answer, slice(0, len(answer.tokens)))
-            choices.append({"index": index, **content, **details, "finish_reason": answer.finish})
+            choices.append({"index": index, **content, **details})
         common_fields = self._common_fields(self.whole_type)
         response = CompletionResponse(**common_fields, choices=choices, usage=self.usage(answers))
         body = response.model_dump(mode="json", exclude={"prompt_token_ids"})
@@ -114,20 +116,25 @@ class ResponseBuilder:
         """Returns the chunk for the new tokens of an answer, which `answer` contains already. None: nothing to send."""
         # A token may release no text yet. It is sent all the same if the client asked for tokens.
         wants_tokens = self.request.wants_logprobs or self.request.return_token_ids
-        if not delta.text and not (delta.token_count and wants_tokens):
+        text = self._released(delta, answer)
+        if not text and not (delta.token_count and wants_tokens):
             return None
         details = self._token_details(answer, slice(len(answer.tokens) - delta.token_count, len(answer.tokens)))
-        choice = {"index": delta.index, **self._chunk_content(delta.text), **details, "finish_reason": None}
+        choice = {"index": delta.index, **self._chunk_content(text), **details, "finish_reason": None}
         return self._chunk([choice])
 
-    def finish_chunk(self, index: int, answer: AnswerBuilder) -> dict[str, Any]:
-        """Returns the chunk that ends the answer `index`, with its finish reason."""
+    def finish_chunks(self, index: int, answer: AnswerBuilder) -> list[dict[str, Any]]:
+        """Returns the chunks that end the answer `index`. The last one has its finish reason."""
         choice = self._open_choice(index, self._finish_content())
-        return self._chunk([choice | {"finish_reason": answer.finish}])
+        return [self._chunk([choice | {"finish_reason": answer.finish}])]
 
     def usage_chunk(self, answers: Sequence[AnswerBuilder]) -> dict[str, Any]:
         """Returns the chunk with the usage, which ends a stream whose request asks for it."""
         return self._chunk([]) | {"usage": self.usage(answers).model_dump()}
+
+    def _released(self, delta: Delta, answer: AnswerBuilder) -> str:
+        """Returns the text to send for an addition to an answer."""
+        return delta.text
 
     @staticmethod
     def _open_choice(index: int, content: dict[str, Any]) -> dict[str, Any]:
@@ -171,8 +178,64 @@ class ChatResponseBuilder(ResponseBuilder):
     chunk_type = "chat.completion.chunk"
     begins_with_role = True
 
-    def _whole_content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
+    def __init__(
+        self,
+        request: ChatRequest,
+        served_policy: ResolvedPolicy,
+        prompts: Sequence[list[int]],
+        tool_format: ToolFormat,
+    ) -> None:
+        super().__init__(request, served_policy, prompts)
+        self._chat, self._tools = request, request.descriptions
+        self._tool_format = tool_format if request.reads_calls else None
+        self._sent: dict[int, str] = {}
+        """Text of each answer that a stream has sent, where calls are read."""
+
+    def _whole_content(self, index: int, answer: AnswerBuilder) -> dict[str, Any]:
+        text, calls = self._read_calls(index, answer)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
+        return {"message": message, "finish_reason": _finish_reason(answer, calls)}
+
+    def _read_calls(self, index: int, answer: AnswerBuilder) -> tuple[str, list[dict[str, Any]]]:
+        """Returns the text of an answer and its calls. A malformed call stays text."""
+        if self._tool_format is None:
+            return answer.text, []
+        parsed = self._tool_format.parse_answer(answer.text, self._tools)
+        text = "\n".join(part for part in (parsed.text, *[call.text for call in parsed.calls if call.problem]) if part)
+        valid = [call for call in parsed.calls if not call.problem]
+        if self._chat.parallel_tool_calls is False:
+            del valid[1:]
+        calls = []
+        for number, call in enumerate(valid):
+            function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+            call_id = call.id or f"call_{self._id[:16]}{index:03d}{number:03d}"
+            calls.append({"id": call_id, "type": "function", "function": function})
+        return text, calls
+
+    def _released(self, delta: Delta, answer: AnswerBuilder) -> str:
+        if self._tool_format is None:
+            return delta.text
+        sent = self._sent.get(delta.index, "")
+        self._sent[delta.index] = self._tool_format.released(answer.text)
+        return self._sent[delta.index][len(sent) :]
+
+    def finish_chunks(self, index: int, answer: AnswerBuilder) -> list[dict[str, Any]]:
+        """Returns the text that was held back, the calls, and the finish reason."""
+        if self._tool_format is None:
+            return super().finish_chunks(index, answer)
+        text, calls = self._read_calls(index, answer)
+        contents = []
+        held_back = text.removeprefix(self._sent.get(index, ""))
+        if held_back:
+            contents.append(self._chunk_content(held_back))
+        if calls:
+            numbered = [{"index": number} | call for number, call in enumerate(calls)]
+            contents.append({"delta": {"tool_calls": numbered}})
+        chunks = [self._chunk([self._open_choice(index, content)]) for content in contents]
+        end = self._open_choice(index, self._finish_content()) | {"finish_reason": _finish_reason(answer, calls)}
+        return [*chunks, self._chunk([end])]
 
     def _chunk_content(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}}
@@ -200,8 +263,8 @@ class TextResponseBuilder(ResponseBuilder):
     whole_type = "text_completion"
     chunk_type = "text_completion"
 
-    def _whole_content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _whole_content(self, index: int, answer: AnswerBuilder) -> dict[str, Any]:
+        return {"text": answer.text, "finish_reason": answer.finish}
 
     def _chunk_content(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -213,6 +276,11 @@ class TextResponseBuilder(ResponseBuilder):
             "top_logprobs": None,
             "text_offset": answer.offsets[span],
         }
+
+
+def _finish_reason(answer: AnswerBuilder, calls: Sequence[Any]) -> str | None:
+    # An answer that was cut may lack a call, so its reason stays "length".
+    return "tool_calls" if calls and answer.finish == "stop" else answer.finish
 
 
 def _json_logprob(logprob: float) -> float:

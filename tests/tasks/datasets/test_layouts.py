@@ -11,10 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from engine.text.fragments import TextFragment, ToolCallFragment, ToolResponseFragment
+from engine.text.tool_calls import parse_tool_calls
 from tasks.datasets.errors import BadRow
 from tasks.datasets.spec import DatasetUse, FileDataset
-from tasks.environments.tools import INSTRUCTIONS, parse_tool_calls
+from tests.engine.text.test_rendering import trained_text
 from tests.fixtures.dataset_rows import read_pairs, read_threads
+from tests.fixtures.tool_models import MODELS
 
 SHAREGPT = {
     "conversations": [
@@ -85,21 +88,80 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "o
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_tools_are_listed_in_the_system_turn(tmp_path: Path, as_text: bool) -> None:
+def test_a_thread_has_the_tools_of_its_row(tmp_path: Path, as_text: bool) -> None:
     path = tmp_path / "rows.jsonl"
     tools = json.dumps([ADD]) if as_text else [ADD]
     path.write_text(json.dumps({"prompt": "1+1?", "completion": "2", "tools": tools}) + "\n")
-    listed = INSTRUCTIONS + json.dumps(ADD)
-    assert turns(FileDataset(path=str(path))) == [("system", listed), ("user", "1+1?"), ("assistant", "2")]
-    with_system = FileDataset(path=str(path), system_prompt="Be brief.")
-    assert turns(with_system)[0] == ("system", f"Be brief.\n\n{listed}")
+    spec = FileDataset(path=str(path), system_prompt="Be brief.")
+    (thread,) = read_threads(spec, use="completion")
+    assert thread.tools == (ADD,)
+    assert thread.turns == (("system", "Be brief."), ("user", "1+1?"), ("assistant", "2"))
     # only the answer is trained
-    (thread,) = read_threads(with_system, use="completion")
     assert list(thread.get_turn_weights()) == [0.0, 0.0, 1.0]
 
 
+CALLS = [
+    {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
+    {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}},
+]
+TOOL_TALK = [
+    {"role": "user", "content": "Add."},
+    {"role": "assistant", "content": "I add.", "tool_calls": CALLS},
+    {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
+    {"role": "tool", "content": "3", "tool_call_id": "c2"},
+    {"role": "assistant", "content": "2 and 3"},
+]
+
+
+def test_calls_and_answers_of_a_row_with_tools_are_fragments(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": TOOL_TALK, "tools": [ADD]}) + "\n")
+    (thread,) = read_threads(FileDataset(path=str(path)), use="completion")
+    called = [ToolCallFragment(id=f"c{a}", name="add", arguments={"a": a}) for a in (1, 2)]
+    answers = [ToolResponseFragment(id="c1", name="add", text="2"), ToolResponseFragment(id="c2", text="3")]
+    assert thread.turns == (
+        ("user", "Add."),
+        ("assistant", (TextFragment(text="I add."), *called)),
+        ("tool", tuple(answers)),
+        ("assistant", "2 and 3"),
+    )
+    assert thread.get_turn_weights() == [0.0, 1.0, 0.0, 1.0]
+
+    # both turns of the assistant are trained, with the calls, as Qwen2.5 writes them
+    renderer = MODELS["qwen2.5"].renderer()
+    assert trained_text(renderer, renderer.tokenize(thread)) == [
+        'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>',
+        "2 and 3<|im_end|>",
+    ]
+
+
+def test_answers_without_an_id_belong_to_the_calls_in_order(tmp_path: Path) -> None:
+    calls = [{name: value for name, value in call.items() if name != "id"} for call in CALLS]
+    answers = [{"role": "tool", "content": text, "name": "add"} for text in "23"]
+    row = {"messages": [TOOL_TALK[0], {"role": "assistant", "tool_calls": calls}, *answers], "tools": [ADD]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    (thread,) = read_threads(FileDataset(path=str(path)), use="prompt")
+    ids = [[part.id for part in turn.content] for turn in thread.turns[1:]]
+    assert ids == [["call00000", "call00001"]] * 2
+
+
+def test_the_prompts_calls_are_not_trained(tmp_path: Path) -> None:
+    row = {"prompt": TOOL_TALK[:4], "completion": "2 and 3", "tools": [ADD]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    (thread,) = read_threads(FileDataset(path=str(path)), use="completion")
+    assert [turn.role for turn in thread.turns] == ["user", "assistant", "tool", "assistant"]
+    assert thread.get_turn_weights() == [0.0, 0.0, 0.0, 1.0]
+    pair = {"prompt": TOOL_TALK[:4], "chosen": "2 and 3", "rejected": "5", "tools": [ADD]}
+    path.write_text(json.dumps(pair) + "\n")
+    ((chosen, rejected),) = read_pairs(FileDataset(path=str(path)))
+    assert chosen.tools == rejected.tools == (ADD,) and chosen.get_turn_weights() == [0.0, 0.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
-def test_tool_calls_are_written_as_the_environments_read_them(write: Any, arguments: Any) -> None:
+def test_calls_of_a_row_without_tools_are_text(write: Any, arguments: Any) -> None:
     row = {
         "messages": [
             {"role": "user", "content": "1+1?"},

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import pytest
+from pydantic import JsonValue
 
+from engine.backends.torch.tiny import byte_tokenizer
+from engine.protocol import Completion
+from engine.text.rendering import Renderer
 from engine.text.threads import StringThread
-from tasks.environments.base import Grades
-from tasks.environments.tools import Tool, ToolCall, ToolEnvironment, parse_tool_calls
+from engine.text.tokenizers import Tokenizer
+from engine.text.tool_calls import INSTRUCTIONS, ToolCall, parse_tool_calls
+from tasks.environments.base import Environment, EnvironmentFactory, Grades
+from tasks.environments.episodes import Episode, EpisodeLimits, EpisodePlayer
+from tasks.environments.runner import EnvironmentRunner
+from tasks.environments.tools import Tool, ToolEnvironment
+from tests.engine.text.test_rendering import trained_text
+from tests.fixtures.tool_models import MODELS
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -129,3 +140,68 @@ def test_a_bound_method_is_a_tool() -> None:
 
     tool = Tool(Counter().count)
     assert [asyncio.run(tool.call({"by": 2})) for _ in range(2)] == ["now 2", "now 4"]
+
+
+# -- models whose chat template knows tools --------------------------------------------------------------------------
+
+
+class ScriptedAnswers:
+    """Answers of a policy, by turn."""
+
+    def __init__(self, renderer: Renderer, *answers: str) -> None:
+        self.renderer, self.answers = renderer, answers
+        self.prompts: list[str] = []
+
+    async def __call__(self, prompts: list[list[int]], live: list[Episode]) -> list[Completion]:
+        completions = []
+        for prompt, episode in zip(prompts, live, strict=True):
+            self.prompts.append(self.renderer.tokenizer.decode(prompt, skip_special=False))
+            ids = self.renderer.tokenizer.encode(self.answers[episode.turn])
+            completions.append(Completion(ids, [-1.0] * len(ids), "eos"))
+        return completions
+
+
+class DeskFactory(EnvironmentFactory):
+    def create_environment(self, metadata: Mapping[str, JsonValue]) -> Environment:
+        return Desk()
+
+
+def play(renderer: Renderer, *answers: str) -> tuple[Episode, list[str]]:
+    row = {"id": "p", "index": 0, "thread": StringThread([("user", "1+1?")]).to_json()}
+    episode = Episode(row, 0, EnvironmentRunner(DeskFactory(), seed=0, seconds=5))
+    script = ScriptedAnswers(renderer, *answers)
+    limits = EpisodeLimits(turns=4, tokens=None, seconds=None, new_tokens=3)
+    player = EpisodePlayer(renderer, limits, concurrency=1, name_row=lambda index: f"row {index}")
+    asyncio.run(player.play([episode], script))
+    return episode, script.prompts
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_model_calls_tools_in_its_format(name: str) -> None:
+    model = MODELS[name]
+    renderer = model.renderer()
+    last = model.answer.replace("It is 2.", "It is 7.")
+    episode, prompts = play(renderer, model.call, last)
+    assert (episode.ending, episode.reason, episode.current_segment.grades) == ("environment", None, {1: 1.0})
+    # one segment: the conversation grew by the template's text, and the answers are the trained part
+    assert len(episode.segments) == 1
+    assert INSTRUCTIONS not in prompts[0] and prompts[0].endswith(model.asked)
+    assert prompts[1] == prompts[0] + model.call + model.response
+    assert trained_text(renderer, episode.current_segment.tokenized) == [model.call, last]
+
+
+def test_a_malformed_call_is_answered_with_its_problem() -> None:
+    model = MODELS["gpt-oss"]
+    bad = model.call.replace('{"a": 1, "b": 1}', "{a: 1}")
+    episode, prompts = play(model.renderer(), bad, model.answer)
+    assert episode.ending == "environment"
+    assert prompts[1].startswith(prompts[0] + bad + "<|start|>functions.add to=assistant")
+    assert '<|message|>"error: not JSON: ' in prompts[1]
+
+
+def test_a_template_without_tools_keeps_the_text_format() -> None:
+    raw = byte_tokenizer()
+    renderer = Renderer(Tokenizer(raw, name="tiny", eos_token_ids=[raw.eos_token_id]))
+    episode, prompts = play(renderer, call("add", a=1) + "<|im_end|>", "7<|im_end|>")
+    assert episode.current_segment.grades == {1: 1.0} and INSTRUCTIONS in prompts[0]
+    assert prompts[1].endswith("<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")

@@ -14,6 +14,8 @@ from storage.store.objects import open_store
 from tests.fixtures.servers.openai_calls import ASK, OpenAIRun, chat, client_of, complete
 from tests.fixtures.servers.openai_server import running_openai_server
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
 
 @pytest.mark.parametrize(
     ("option", "value"),
@@ -22,8 +24,16 @@ from tests.fixtures.servers.openai_server import running_openai_server
         ("frequency_penalty", -1),
         ("logit_bias", {"5": 10}),
         ("top_logprobs", 3),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tools", [{"type": "function", "function": {"name": "two words"}}]),
+        ("tools", [{"type": "function", "function": {"name": "f"}}] * 129),
+        ("tools", [{"type": "web_search"}]),
         ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("messages", [{"role": "user", "content": None}]),
+        ("messages", [{"role": "tool", "content": "2"}]),
+        ("messages", [{"role": "user", "content": "x", "tool_call_id": "c"}]),
+        ("messages", [{"role": "user", "content": "x", "tool_calls": [CALL]}]),
+        ("messages", [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[]"}}]}]),
         ("response_format", {"type": "json_object"}),
         ("store", True),
         ("reasoning_effort", "low"),

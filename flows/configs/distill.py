@@ -22,7 +22,8 @@ NO_REWARD = "tasks.graders.rules:no_reward"
 DIVERGENCES: dict[str, type[DistillationSpec]] = {"forward_kl": ForwardKLSpec, "jsd": JSDSpec}
 """The losses of the divergences. The reverse KL divergence is a term of the advantages."""
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
-_SAMPLED, _BETA, _TOP_K = "reverse_kl", default_of(JSDSpec, "beta"), 64
+_SAMPLED: Literal["reverse_kl"] = "reverse_kl"
+_BETA, _TOP_K = default_of(JSDSpec, "beta"), 64
 
 
 class TeacherConfig(Frozen):

@@ -115,6 +115,8 @@ def check_divergence(
 ) -> None:
     """Raises ValueError for settings of a policy loss that the divergence does not have, and for answers of the dataset
     with one that needs the sampler's log-probabilities."""
+    if not 0 <= on_policy <= 1:
+        raise ValueError(f"on_policy={on_policy} was given, a probability; give a number from 0 to 1")
     if algorithm.divergence == _SAMPLED:
         if on_policy < 1:
             raise ValueError(

@@ -159,14 +159,24 @@ class DistillDataConfig(PromptDataConfig):
     its row. Each step draws for each of its prompts. 0: no completion is sampled. Below 1, every row of the dataset
     needs an answer, and algorithm.divergence is forward_kl or jsd."""
 
+    @model_validator(mode="after")
+    def _answers_follow_whole_prompts(self) -> Self:
+        if self.on_policy < 1 and self.truncation in ("left", "right"):
+            raise ValueError(
+                f"truncation={self.truncation!r} cuts prompts, and with on_policy={self.on_policy} their answers would "
+                "follow a cut prompt; use truncation='drop' or 'error'"
+            )
+        return self
+
     @property
     def sources(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
         return {"dataset": (self.train, "prompt" if self.on_policy == 1 else "completion")}
 
     @property
     def heldout_rows(self) -> DeclaredDataset | None:
-        split = self.heldout if isinstance(self.heldout, HeldoutSplit) else None
-        return self.heldout if split is None else split.part(self.train, "heldout")  # type: ignore[return-value]
+        if isinstance(self.heldout, HeldoutSplit):
+            return self.heldout.part(self.train, "heldout")
+        return self.heldout
 
     @property
     def heldout_use(self) -> DatasetUse:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.backends.torch.tiny import build_tiny_model
-from engine.errors import BadSpec
+from engine.errors import BadSpec, SampleTooLong
 from engine.local.replay_rollouts import replay_rollouts
 from engine.local.verify import verify_run
 from engine.workspace import derive_seed
@@ -183,6 +183,12 @@ def test_answers_of_the_dataset_take_the_place_of_completions_by_chance(
     check_verified(runs, "m", steps=3)
 
 
+def test_answers_that_are_too_long_are_refused(runs: FlowRuns) -> None:
+    data = {**FORWARD, "data__train": answered(runs.folder), "data__on_policy": 0.0}
+    with pytest.raises(SampleTooLong, match="tokens, at most 1 are allowed .max_prompt_tokens"):
+        runs.run("prompt", **data, data__max_prompt_tokens=1)
+
+
 def test_a_run_on_the_dataset_alone_samples_nothing(runs: FlowRuns) -> None:
     runs.run("off", **FORWARD, data__train=answered(runs.folder), data__on_policy=0.0, algorithm__steps=3)
     for batch, line in zip(runs.tables("off", "batch"), runs.metrics("off"), strict=True):
@@ -261,6 +267,7 @@ def test_teachers_that_do_not_fit_are_refused_before_a_model_loads(
         (FORWARD | {"algorithm__teacher_top_k": 1025}, "teacher_top_k"),
         ({"algorithm__divergence": "jsd", "algorithm__divergence_beta": 1.0}, "divergence_beta"),
         (FORWARD | {"data__on_policy": 1.5}, "on_policy"),
+        (FORWARD | {"data__on_policy": 0.5, "data__truncation": "left"}, "their answers would follow a cut prompt"),
     ],
 )
 def test_what_has_no_effect_is_refused(runs: FlowRuns, changes: dict[str, Any], message: str) -> None:

@@ -79,6 +79,7 @@ class Distillation(GRPO):
         # the settings as they were given: staleness changes those of a policy loss
         given = read_options(Regularisation, options, options.get("regularisation"))
         check_divergence(self.algorithm, given, self.rules, self.on_policy)
+        self.teacher_beta, self.teacher_top_k = self.algorithm.teacher_beta, self.algorithm.top_k
         self.divergence_loss = self.algorithm.divergence_loss(self.regularisation.norm_constant)
         # the teachers
         self.teacher_column = options.get("teacher_column")
@@ -105,12 +106,12 @@ class Distillation(GRPO):
 
     def batch_plan(self, start: PolicyRef, kl_beta: float) -> BatchPlan:
         plan = super().batch_plan(start, kl_beta)
-        update = {**self._teachers, "teacher_beta": self.algorithm.teacher_beta}
+        update = {**self._teachers, "teacher_beta": self.teacher_beta}
         if self.divergence_loss is not None:
             # The loss reads no old log-probabilities. Those of its own forward pass show the gap to the sampler.
             sampled = self.on_policy == 1
             old = "forward" if plan.old_logprobs == "forward" and sampled else "sampler"
-            update |= {"teacher_top_k": self.algorithm.top_k, "dataset_answers": not sampled, "old_logprobs": old}
+            update |= {"teacher_top_k": self.teacher_top_k, "dataset_answers": not sampled, "old_logprobs": old}
         return plan.model_copy(update=update)
 
     def _loss_settings(self, kl_beta: float) -> dict[str, JsonValue]:

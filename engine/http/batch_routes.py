@@ -98,14 +98,7 @@ def _batch_submitter(service: EngineService, decoder: BodyDecoder) -> Callable[.
 def batch_routes(service: EngineService) -> APIRouter:
     """Returns the routes of the verbs whose bodies are Arrow streams."""
     router = v1_router(service)
-    # the documentation of these routes, whose bodies FastAPI does not parse
-    streams: Responses = {200: {"content": ARROW, "description": "An Arrow IPC stream"}}
-    documented: dict[str, Any] = {
-        "response_class": Response,
-        "responses": streams | not_finished(),
-        "openapi_extra": {"requestBody": {"content": ARROW, "required": True}},
-    }
-
+    documented = _documentation()
     decoder = BodyDecoder(service.store)
     call = _batch_submitter(service, decoder)
 
@@ -162,6 +155,16 @@ def batch_routes(service: EngineService) -> APIRouter:
         return await score(request, "values_of_rows", ROWS, service.engine.values_of_rows, wire.encode_scores, wait)
 
     return router
+
+
+def _documentation() -> dict[str, Any]:
+    """Returns the documentation of the routes whose bodies are Arrow streams, which FastAPI does not parse."""
+    streams: Responses = {200: {"content": ARROW, "description": "An Arrow IPC stream"}}
+    return {
+        "response_class": Response,
+        "responses": streams | not_finished(),
+        "openapi_extra": {"requestBody": {"content": ARROW, "required": True}},
+    }
 
 
 class Decode(Protocol[T_co]):

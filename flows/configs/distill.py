@@ -24,7 +24,8 @@ TEACHER = "teacher"
 DIVERGENCES: dict[str, type[DistillationSpec]] = {"forward_kl": ForwardKLSpec, "jsd": JSDSpec}
 """The losses of the divergences. The reverse KL divergence is a term of the advantages."""
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
-_SAMPLED, _BETA, _TOP_K = "reverse_kl", default_of(JSDSpec, "beta"), 64
+_SAMPLED: Literal["reverse_kl"] = "reverse_kl"
+_BETA, _TOP_K = default_of(JSDSpec, "beta"), 64
 
 
 class TeacherConfig(Frozen):
@@ -116,6 +117,8 @@ def check_divergence(
 ) -> None:
     """Raises ValueError for settings of a policy loss that the divergence does not have, and for answers of the dataset
     with one that needs the sampler's log-probabilities."""
+    if not 0 <= on_policy <= 1:
+        raise ValueError(f"on_policy={on_policy} was given, a probability; give a number from 0 to 1")
     if algorithm.divergence == _SAMPLED:
         if on_policy < 1:
             raise ValueError(
@@ -158,14 +161,24 @@ class DistillDataConfig(PromptDataConfig):
     its row. Each step draws for each of its prompts. 0: no completion is sampled. Below 1, every row of the dataset
     needs an answer, and algorithm.divergence is forward_kl or jsd."""
 
+    @model_validator(mode="after")
+    def _answers_follow_whole_prompts(self) -> Self:
+        if self.on_policy < 1 and self.truncation in ("left", "right"):
+            raise ValueError(
+                f"truncation={self.truncation!r} cuts prompts, and with on_policy={self.on_policy} their answers would "
+                "follow a cut prompt; use truncation='drop' or 'error'"
+            )
+        return self
+
     @property
     def sources(self) -> dict[str, tuple[TrainingSource, DatasetUse]]:
         return {"dataset": (self.train, "prompt" if self.on_policy == 1 else "completion")}
 
     @property
     def heldout_rows(self) -> DeclaredDataset | None:
-        split = self.heldout if isinstance(self.heldout, HeldoutSplit) else None
-        return self.heldout if split is None else split.part(self.train, "heldout")  # type: ignore[return-value]
+        if isinstance(self.heldout, HeldoutSplit):
+            return self.heldout.part(self.train, "heldout")
+        return self.heldout
 
     @property
     def heldout_use(self) -> DatasetUse:

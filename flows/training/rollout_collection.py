@@ -81,8 +81,10 @@ class PromptShards:
         if self.on_policy == 1:
             parts: list[tuple[DatasetAnswers, list[tuple[int, int]]]] = [("none", occurrences)]
         else:
-            taken = [occurrence for occurrence in occurrences if self._takes_answer(*occurrence, step=step)]
-            sampled = [occurrence for occurrence in occurrences if occurrence not in taken]
+            taken, sampled = [], []
+            for row, times in occurrences:
+                part = taken if self._takes_answer(row, times, step=step) else sampled
+                part.append((row, times))
             parts = [("replaced", sampled), ("taken", taken)]
 
         shards: list[PromptShard] = []

@@ -113,7 +113,8 @@ def _take_answers(
     """Commits the answers of the dataset's rows as completions that no policy sampled: their logprobs are 0, and they
     have no seed.
 
-    Raises SampleTooLong for a row that the model, or the limit of a forward pass, cannot hold."""
+    Raises BadSpec for an answer without tokens, SampleTooLong for a prompt of more than max_prompt_tokens, and for a
+    row that the model, or the limit of a forward pass, cannot hold."""
     store = workspace.open_store()
     renderer = renderer_of(store, shard.base)
     limit = shortest(context_length_of(store, shard.base), workspace.max_tokens)
@@ -125,13 +126,20 @@ def _take_answers(
         last = len(thread.turns) - 1
         whole = renderer.sequence(renderer.tokenize(thread.with_weight_assistant_turns_from_index(last)))
         places = np.flatnonzero(whole.loss_mask)
-        if limit is not None and places[-1] >= limit:
-            raise SampleTooLong(
-                f"the answer of prompt {row['id']} ({row_name(store, shard.dataset, row['index'])}) ends at token "
-                f"{places[-1] + 1}, at most {limit} are allowed (the model's context, or max_batch_size); shorten it "
-                "or leave the row out"
-            )
+        name = f"prompt {row['id']} ({row_name(store, shard.dataset, row['index'])})"
+        if not len(places):
+            raise BadSpec(f"the answer of {name} has no tokens; give answers, or leave the row out")
         start, end = int(places[0]), int(places[-1]) + 1
+        if shard.max_prompt_tokens is not None and start > shard.max_prompt_tokens:
+            raise SampleTooLong(
+                f"{name} has {start} tokens, at most {shard.max_prompt_tokens} are allowed (max_prompt_tokens); set "
+                "truncation to drop, or raise the limit"
+            )
+        if limit is not None and end > limit:
+            raise SampleTooLong(
+                f"the answer of {name} ends at token {end}, at most {limit} are allowed (the model's context, or "
+                "max_batch_size); shorten it, or leave the row out"
+            )
         answer = whole.token_ids[start:end].tolist()
         prompt = TokenSequence(whole.token_ids[:start], np.zeros(start, bool), images=whole.images)
         thread_json = without_answer(row["thread"]).to_json()

@@ -3,6 +3,7 @@ without kills in every chain, and `ostinato verify` accepts each chain."""
 
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,13 @@ IN_DATA, IN_SAMPLING, IN_EPISODES = "batch.after_data:2", "rollout.after_data:3"
 IN_STEP = "step.before_commit:2"
 """Of a process that goes on where the first was killed: with two chains, the value model's, over a committed policy."""
 
+FORWARD_KL = "distill with forward_kl"
+"""A second run of distill: half of the prompts have answers of the dataset, and there are two teachers."""
 FIRST = {
     "sft": IN_DATA, "dpo": IN_DATA, "simpo": IN_DATA, "orpo": IN_DATA, "kto": IN_DATA,
     "reward_model": IN_DATA, "rft": IN_DATA, "sft_to_gspo": IN_DATA,
     "grpo": IN_SAMPLING, "gspo": IN_SAMPLING, "ppo": IN_SAMPLING, "distill": IN_SAMPLING,
+    FORWARD_KL: IN_DATA,
     "env_grpo": IN_EPISODES, "env_gspo": IN_EPISODES, "env_ppo": IN_EPISODES,
 }  # fmt: skip
 """Flow -> where its first process is killed; the second is at IN_STEP, in all of them."""
@@ -49,8 +53,9 @@ class Trained(Folder):
         return ["run", self.flow, "--config", "config.yaml", "--run", "kill"]
 
     def records(self) -> dict[str, list[CommitRecord]]:
-        """Chain -> its records, without the chain of a frozen teacher."""
-        chains = [one for one in run_chains(open_store(str(self.path / "data")), "kill") if one.model != "teacher"]
+        """Chain -> its records, without the chains of frozen teachers."""
+        chains = run_chains(open_store(str(self.path / "data")), "kill")
+        chains = [one for one in chains if not one.model.startswith("teacher")]
         return {f"{one.stage}/{one.model}": list(one.records(after=0, until=one.head().step)) for one in chains}
 
     def history(self) -> dict[str, list[tuple[str, str | None]]]:
@@ -88,6 +93,8 @@ def config_of(flow: str, path: Path, tiny_folder: Path) -> dict[str, Any]:
     if flow == "distill":
         teacher = build_tiny_model(path / "teacher", seed=7, layers=2)
         return toy | {"teacher": {"key": str(teacher)}}
+    if flow == FORWARD_KL:
+        return with_answers(toy, path)
     if not flow.startswith("sft"):
         return toy
     chats = {"kind": "file", "path": str(write_pairs(path / "chats.jsonl")), "columns": {"completion": "chosen"}}
@@ -102,6 +109,23 @@ def config_of(flow: str, path: Path, tiny_folder: Path) -> dict[str, Any]:
     }
 
 
+def with_answers(toy: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The config of FORWARD_KL. Its settings of a policy loss are the defaults."""
+    teachers = {name: str(build_tiny_model(path / name, seed=seed)) for name, seed in (("odd", 7), ("even", 8))}
+    rows = []
+    for number in range(10):
+        metadata = {"kind": "odd" if number % 2 else "even"}
+        rows.append({"prompt": str(number), "completion": "ab" * (number % 4 + 1), "metadata": metadata})
+    (path / "answered.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    algorithm = toy["algorithm"] | {"divergence": "forward_kl", "teacher_top_k": 8, "kl_beta": 0.0}
+    del algorithm["clip_range"]
+    return toy | {
+        "teacher": {"column": "kind", "by_value": teachers},
+        "data": {"train": {"kind": "file", "path": str(path / "answered.jsonl")}, "on_policy": 0.5},
+        "algorithm": algorithm,
+    }
+
+
 def make_folder(flow: str, path: Path, tiny_folder: Path, server: str) -> Trained:
     path.mkdir()
     config = config_of(flow, path, tiny_folder)
@@ -110,11 +134,11 @@ def make_folder(flow: str, path: Path, tiny_folder: Path, server: str) -> Traine
         parts = [{"dataset": dataset | {"order": "file"}, "weight": 3}, {"dataset": dataset, "weight": 1}]
         config["data"]["train"] = {"kind": "mixture", "parts": parts}
     (path / "config.yaml").write_text(yaml.safe_dump(config))
-    return Trained(path, server, flow)
+    return Trained(path, server, "distill" if flow == FORWARD_KL else flow)
 
 
 def test_every_training_flow_is_killed() -> None:
-    assert FIRST.keys() == TRAININGS.keys()
+    assert FIRST.keys() == TRAININGS.keys() | {FORWARD_KL}
 
 
 @pytest.mark.slow

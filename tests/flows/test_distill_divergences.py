@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.backends.torch.tiny import build_tiny_model
-from engine.errors import BadSpec
+from engine.errors import BadSpec, SampleTooLong
 from engine.local.replay_rollouts import replay_rollouts
 from engine.local.verify import verify_run
 from engine.workspace import derive_seed
@@ -32,7 +32,7 @@ PLAIN = {
     "sampling__min_new_tokens": 0,
 }  # fmt: skip
 FORWARD = {"algorithm__divergence": "forward_kl", "algorithm__teacher_top_k": TOP}
-DIGITS = "0123456789"
+ROWS = 12
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +52,16 @@ def runs(prefect_server: str, tmp_path: Path, tiny_folder: Path, teachers: dict[
     return make_runs(tmp_path, tiny_folder, {"key": str(teachers["odd"])})
 
 
+def answer_of(number: int) -> str:
+    return str(number % 10) * (1 + number % 3)
+
+
 def answered(folder: Path) -> dict[str, Any]:
-    """A dataset of ten prompts with answers, and with the column `kind` in their metadata."""
+    """A dataset of twelve prompts with answers, and with `kind` in their metadata. Three steps read it once."""
     rows = []
-    for digit in DIGITS:
-        metadata = {"kind": "odd" if int(digit) % 2 else "even"}
-        rows.append({"prompt": digit, "completion": digit * (1 + int(digit) % 3), "metadata": metadata})
+    for number in range(ROWS):
+        metadata = {"kind": "odd" if number % 2 else "even"}
+        rows.append({"prompt": str(number), "completion": answer_of(number), "metadata": metadata})
     path = folder / "answered.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"kind": "file", "path": str(path)}
@@ -138,7 +142,7 @@ def is_taken(row: int, step: int, on_policy: float) -> bool:
 def test_answers_of_the_dataset_take_the_place_of_completions_by_chance(
     runs: FlowRuns, tiny_folder: Path, teachers: dict[str, Path]
 ) -> None:
-    mixed = {**FORWARD, "data__train": answered(runs.folder), "data__on_policy": 0.5, "algorithm__steps": 4}
+    mixed = {**FORWARD, "data__train": answered(runs.folder), "data__on_policy": 0.5, "algorithm__steps": 3}
     runs.run("m", **mixed)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     taken = sampled = 0
@@ -155,7 +159,7 @@ def test_answers_of_the_dataset_take_the_place_of_completions_by_chance(
                 continue
             taken += 1
             (answer,) = group["text"]
-            assert answer == DIGITS[row] * (1 + row % 3)
+            assert answer == answer_of(int(row))
             assert group["seed"].isna().all() and not np.concatenate(list(group["logprobs"])).any()
             (ids,), (mask,) = group["token_ids"], group["loss_mask"]
             trained = tokenizer.decode(ids[mask])
@@ -170,13 +174,19 @@ def test_answers_of_the_dataset_take_the_place_of_completions_by_chance(
     # a second run, and a fork, decide the same
     runs.run("again", **mixed)
     assert runs.digests("again") == runs.digests("m")
-    fork_run(runs.store, "m", "fork", step=2)
+    fork_run(runs.store, "m", "fork", step=2, code_version="test")
     runs.run("fork", **mixed)
-    assert runs.digests("fork")[-2:] == runs.digests("m")[-2:]
+    assert runs.digests("fork")[-1] == runs.digests("m")[-1]
     # only what was sampled can be sampled again
     report = replay_rollouts(runs.chain("m"), 1)
     assert report.equal and report.completions == metrics[0]["completions"]
-    check_verified(runs, "m", steps=4)
+    check_verified(runs, "m", steps=3)
+
+
+def test_answers_that_are_too_long_are_refused(runs: FlowRuns) -> None:
+    data = {**FORWARD, "data__train": answered(runs.folder), "data__on_policy": 0.0}
+    with pytest.raises(SampleTooLong, match="tokens, at most 1 are allowed .max_prompt_tokens"):
+        runs.run("prompt", **data, data__max_prompt_tokens=1)
 
 
 def test_a_run_on_the_dataset_alone_samples_nothing(runs: FlowRuns) -> None:
@@ -257,6 +267,7 @@ def test_teachers_that_do_not_fit_are_refused_before_a_model_loads(
         (FORWARD | {"algorithm__teacher_top_k": 1025}, "teacher_top_k"),
         ({"algorithm__divergence": "jsd", "algorithm__divergence_beta": 1.0}, "divergence_beta"),
         (FORWARD | {"data__on_policy": 1.5}, "on_policy"),
+        (FORWARD | {"data__on_policy": 0.5, "data__truncation": "left"}, "their answers would follow a cut prompt"),
     ],
 )
 def test_what_has_no_effect_is_refused(runs: FlowRuns, changes: dict[str, Any], message: str) -> None:

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from engine.workspace import derive_seed
 from flows.training import rollout_sources as module
 from flows.training.rollout_collection import PromptShards, RolloutCollector
+from storage.store.artifacts import ArtifactRef
+from tasks.plans import PromptShard
 from tasks.sampling.shards import SHARDS_AT_ONCE
 
 
@@ -84,3 +87,44 @@ def test_an_error_cancels_the_other_shards_and_is_raised(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="no grade"):
         run(monkeypatch, generate, grade)
     assert ended == [1]
+
+
+def shards_of(on_policy: float, step: int, *, seed: int = 0, rows: list[int] | None = None) -> list[PromptShard]:
+    """The shards of a step that reads these rows, with three prompts per shard and two completions of each."""
+    ref = ArtifactRef(kind="threads", key="datasets/d/v", sha256="0" * 64, bytes=1, rows=None, parents=())
+    workspace = SimpleNamespace(seed_for=lambda *parts: derive_seed(seed, *parts))
+    model: Any = SimpleNamespace(base=ref, workspace=workspace)
+    prompts: Any = PromptShards(model, SimpleNamespace(ref=ref), 100, 2, 3, model, None, "error", on_policy=on_policy)
+    return prompts.shards(rows or list(range(100)), earlier_rows=[], first_index=0, step=step)
+
+
+def taken_rows(shards: list[PromptShard]) -> list[tuple[int, int]]:
+    taken = [shard for shard in shards if shard.dataset_answers == "taken"]
+    return [pair for shard in taken for pair in zip(shard.rows, shard.repetitions, strict=True)]
+
+
+def test_each_prompt_has_completions_or_its_answer_by_the_seed_and_the_step() -> None:
+    shards = shards_of(0.7, 4)
+    assert [shard.index for shard in shards] == list(range(len(shards)))
+    assert sorted(row for shard in shards for row in shard.rows) == list(range(100))
+    assert {shard.dataset_answers for shard in shards} == {"replaced", "taken"}
+    assert all(len(shard.rows) <= 3 for shard in shards)
+    # of 100 draws with probability 0.3, a number that is 4 standard deviations (4.6) from 30 would be no chance
+    assert 12 <= len(taken_rows(shards)) <= 48
+    assert shards_of(0.7, 4) == shards
+    others = [shards_of(0.7, 5), shards_of(0.7, 4, seed=1)]
+    assert all(taken_rows(other) != taken_rows(shards) for other in others)
+    # a smaller probability takes the same answers, and more
+    assert set(taken_rows(shards)) < set(taken_rows(shards_of(0.4, 4)))
+
+
+def test_a_row_that_occurs_twice_in_a_step_draws_twice() -> None:
+    taken = taken_rows(shards_of(0.5, 0, rows=[*range(50), *range(50)]))
+    first, second = ({row for row, times in taken if times == occurrence} for occurrence in (0, 1))
+    assert first and second and first != second
+
+
+def test_with_and_without_sampling_a_step_has_one_kind_of_shards() -> None:
+    assert {shard.dataset_answers for shard in shards_of(1.0, 0)} == {"none"}
+    assert "dataset_answers" not in shards_of(1.0, 0)[0].model_dump()
+    assert {shard.dataset_answers for shard in shards_of(0.0, 0)} == {"taken"}

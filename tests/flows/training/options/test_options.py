@@ -65,7 +65,10 @@ KEYWORDS: dict[type, set[str]] = {
     PPO: CRITIC | {"grader"},
     GRPO: POLICY_GRADIENT | {"grader", "max_num_grpo_steps"},
     GSPO: POLICY_GRADIENT | {"grader", "max_num_gspo_steps"},
-    Distillation: POLICY_GRADIENT | {"grader", "teacher", "teacher_beta", "max_num_distill_steps"},
+    Distillation: POLICY_GRADIENT | {
+        "grader", "teacher", "teacher_beta", "max_num_distill_steps", "divergence", "divergence_beta", "teacher_top_k",
+        "teacher_column", "on_policy",
+    },
     ENVGRPO: POLICY_GRADIENT | {"environment_factory", "max_num_grpo_steps", "max_turns"},
     ENVGSPO: POLICY_GRADIENT | {"environment_factory", "max_num_gspo_steps", "max_turns"},
     ENVPPO: CRITIC | {"environment_factory", "max_turns"},

@@ -46,7 +46,13 @@ from flows.ops.state import (
     status,
     supervising,
 )
-from flows.ops.supervisor import SUPERVISOR_LOG, Supervisor, deploy_by_command, describe_log_end
+from flows.ops.supervisor import (
+    SUPERVISOR_LOG,
+    WAIT_MESSAGE_SECONDS,
+    Supervisor,
+    deploy_by_command,
+    describe_log_end,
+)
 
 DETACH_TIMEOUT_SECONDS = 600.0
 """Seconds that `up --detach` waits for the services."""
@@ -139,7 +145,9 @@ def deploy_command(
     os.environ["PREFECT_API_URL"] = url
     try:
         token = read_token(token_file) or ""
-        names, paused = deploy(file, pool=pool, storage=storage, engine_url=engine, token=token)
+        names, paused = deploy(
+            file, pool=pool, storage=storage, engine_url=engine, token=token, on_created=_show_created()
+        )
     except ConfigError as error:
         raise usage_error(str(error)) from error
     except UpError as error:
@@ -147,6 +155,19 @@ def deploy_command(
     print(f"deployed to {url}: {', '.join(names)}")
     for line in paused:
         print_plain(messages(), line)
+
+
+def _show_created() -> Callable[[int, int], None]:
+    """A function that prints how many deployments are created, at most once in some seconds."""
+    shown = time.monotonic()
+
+    def show(created: int, total: int) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= WAIT_MESSAGE_SECONDS:
+            shown = time.monotonic()
+            print_plain(messages(), f"{created} of {total} deployments are created")
+
+    return show
 
 
 def _up(home: Path, options: UpOptions) -> int:
@@ -157,7 +178,7 @@ def _up(home: Path, options: UpOptions) -> int:
             return _show_running(home, options)
         state = _take_over(home, options, log) or _new_state(options)
         save_state(home, state)
-        supervisor = Supervisor(home, state, log, deploy_by_command)
+        supervisor = Supervisor(home, state, log, lambda state: deploy_by_command(state, log))
         _stop_on_signals(supervisor.stop)
         # a signal or an error ends the services, too
         try:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ import yaml
 
 from flows.configs.overrides import ConfigError
 from flows.ops.packaged_files import packaged_file
+from flows.ops.processes import run_and_follow
 from flows.ops.schedules import check_schedules_of_file, pause_bad_schedules
 from flows.ops.state import UpError
 
 PREFECT_YAML = "prefect.yaml"
 POOL = "ostinato"
+CREATED = "Deployment '"
+"""Start of what `prefect deploy` prints when it has created or updated a deployment."""
 
 
 def find_prefect_yaml(path: Path | None = None) -> Path:
@@ -47,12 +51,19 @@ def deployments_in(path: Path) -> list[dict[str, Any]]:
 
 
 def deploy(
-    file: Path | None, *, pool: str, storage: str, engine_url: str, token: str
+    file: Path | None,
+    *,
+    pool: str,
+    storage: str,
+    engine_url: str,
+    token: str,
+    on_created: Callable[[int, int], None] = lambda created, total: None,
 ) -> tuple[list[str], list[str]]:
     """Sets up the server of $PREFECT_API_URL; returns the names of the deployments, and a line for each schedule that
     is paused because its runs could only fail. Raises UpError, and ConfigError also for such a schedule in the file.
 
-    Without a `file`, runs work in the present working directory, else in the folder of the file.
+    Without a `file`, runs work in the present working directory, else in the folder of the file. After each deployment,
+    `on_created` is called with the number of those that are created or updated, and of all.
     """
     path = find_prefect_yaml(file)
     folder = path.parent if file else Path.cwd()
@@ -66,7 +77,7 @@ def deploy(
     # `prefect deploy` resets what people changed in the UI, so it is read before and restored after
     try:
         before = asyncio.run(_prepare(pool, names))
-        _deploy_all(path, pool, folder)
+        _deploy_all(path, pool, folder, lambda created: on_created(created, len(names)))
         asyncio.run(_restore(before))
         from flows.ops.deployment_settings import save_deployment_settings
 
@@ -107,12 +118,16 @@ async def _prepare(pool: str, names: list[str]) -> list[Any]:
         return await read_deployments(client, names)
 
 
-def _deploy_all(path: Path, pool: str, folder: Path) -> None:
+def _deploy_all(path: Path, pool: str, folder: Path, on_created: Callable[[int], None]) -> None:
     """Runs `prefect deploy`, which supports everything that prefect.yaml may contain. Raises UpError."""
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(path)]
-    environment = dict(os.environ) | {"OSTINATO_POOL": pool, "OSTINATO_FOLDER": str(folder)}
-    process = subprocess.run(
-        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    if process.returncode:
-        raise UpError(f"'prefect deploy' failed on {path}:\n{(process.stderr + process.stdout).strip()[-3000:]}")
+    environment = dict(os.environ) | {"OSTINATO_POOL": pool, "OSTINATO_FOLDER": str(folder), "PYTHONUNBUFFERED": "1"}
+    created = itertools.count(1)
+
+    def count(line: str) -> None:
+        if CREATED in line:
+            on_created(next(created))
+
+    status, printed = run_and_follow(command, environment=environment, folder=folder, on_line=count)
+    if status:
+        raise UpError(f"'prefect deploy' failed on {path}:\n{printed[-3000:]}")

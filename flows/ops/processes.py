@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -93,6 +93,23 @@ def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: Path, 
     # keeps Popen from warning about a running child; `reap` waits for it
     child.returncode = 0
     return identity
+
+
+def run_and_follow(
+    command: Sequence[str], *, environment: Mapping[str, str], folder: Path | None, on_line: Callable[[str], None]
+) -> tuple[int, str]:
+    """Runs a command in a folder, or in the present one, and calls `on_line` with each line that it prints. Returns its
+    exit status and all that it printed."""
+    printed = []
+    with subprocess.Popen(
+        command, cwd=folder, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, errors="replace",
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            printed.append(line)
+            on_line(line)
+    return process.returncode, "".join(printed).strip()
 
 
 def reap(identity: ProcessIdentity) -> str:

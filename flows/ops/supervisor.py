@@ -6,7 +6,7 @@ killed one takes over its services.
 
 from __future__ import annotations
 
-import subprocess
+import re
 import sys
 import threading
 import time
@@ -25,6 +25,7 @@ from flows.ops.processes import (
     processes_of_up,
     reap,
     rotate_log,
+    run_and_follow,
     spawn,
     terminate_all,
 )
@@ -48,6 +49,9 @@ SUPERVISOR_LOG = "supervisor.log"
 """Name of the log of the supervisor itself, where it runs in the background."""
 LOG_TAIL = 3000
 """Bytes of a log, or characters of a command's output, that an error message shows."""
+
+PROGRESS = re.compile(r"\d+ of \d+ deployments")
+"""Begin of a line in which `ostinato deploy` says how far it is."""
 
 Log = Callable[[str], None]
 
@@ -282,19 +286,24 @@ class Supervisor:
         return self.home / f"{service.name}.log"
 
 
-def deploy_by_command(state: UpState) -> None:
-    """Runs `ostinato deploy` for the server of this `up`. Raises UpError.
+def deploy_by_command(state: UpState, log: Log) -> None:
+    """Runs `ostinato deploy` for the server of this `up`, and logs how far it is. Raises UpError.
 
     It runs in its own process, so that this one does not import Prefect."""
     command = [
         sys.executable, "-m", "flows.cli.main", "deploy", "--pool", state.options.pool,
         "--storage", state.options.storage, "--engine", state.engine_url,
     ]  # fmt: skip
-    process = subprocess.run(
-        command, env=client_environment(state), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+
+    def log_progress(line: str) -> None:
+        if PROGRESS.match(line):
+            log(line.strip())
+
+    status, printed = run_and_follow(
+        command, environment=client_environment(state), folder=None, on_line=log_progress
     )
-    if process.returncode:
-        raise UpError(f"the deployments could not be made:\n{(process.stderr or process.stdout).strip()[-LOG_TAIL:]}")
+    if status:
+        raise UpError(f"the deployments could not be made:\n{printed[-LOG_TAIL:]}")
 
 
 def describe_log_end(log: Path) -> str:

@@ -28,6 +28,7 @@ from storage.registry.models import list_models, list_versions, resolve_alias
 from storage.store import keys
 from storage.store.artifacts import Manifest, read_manifest
 from storage.store.download import file_blocks, tar_blocks
+from storage.store.index import run_entries
 from storage.store.objects import ObjectStore
 from tasks.evaluation.model_comparison import find_evaluations
 
@@ -114,10 +115,11 @@ def _model(store: ObjectStore, name: str) -> dict[str, Any]:
     newest_first = sorted(zip(versions, manifests, strict=True), key=lambda row: row[1].created, reverse=True)
     rows = []
     for version, manifest in newest_first:
-        runs = [keys.run_of_parent(parent) for parent in manifest.parents]
-        rows.append((version, manifest.created, next(filter(None, runs), None), format_size(manifest.bytes)))
+        run = next(filter(None, map(keys.run_of_parent, manifest.parents)), None)
+        rows.append((version, manifest.created, run, format_size(manifest.bytes)))
     return {
-        "name": name, "rows": rows, "champion": log[-1].version if log else None, "latest": resolve_alias(store, name),
+        "name": name, "rows": rows, "runs": run_entries(store),
+        "champion": log[-1].version if log else None, "latest": resolve_alias(store, name),
         "decisions": [(decision, is_in_force(decision, log)) for decision in reversed(decisions)],
         # a roll back is offered only where it works
         "previous": previous_champion(log, versions), "over": log[-1].number if log else 0,

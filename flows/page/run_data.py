@@ -25,7 +25,7 @@ from storage.chain.leases import flow_run_of_lease
 from storage.chain.listing import EVALUATED, has_objects, is_auxiliary
 from storage.inspect.run_details import RunSummary, summarize_run
 from storage.store.index import run_entries
-from storage.store.keys import is_run, short_key
+from storage.store.keys import is_run, with_short_digest
 from storage.store.objects import ObjectInfo
 from tasks.evaluation.model_comparison import StoredEvaluation, stored_evaluation
 from tasks.evaluation.validation_curve import Validation, curves, read_validations
@@ -131,7 +131,7 @@ class RunView:
         lines = [f"{name}: {before} → {latest}" for name, before, latest, *_ in self.heldout_rows]
         for score in self.evaluation.comparison.scores if self.evaluation else ():
             mean = score.why_no_mean or f"{score.mean:.3f}"
-            lines.append(f"{score.dataset}, {score.grader}: {short_key(score.model)} {mean}")
+            lines.append(f"{score.dataset}, {score.grader}: {with_short_digest(score.model)} {mean}")
         return lines
 
 

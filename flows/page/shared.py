@@ -71,7 +71,7 @@ class Page:
         self.templates.filters["text_for_page"] = text_for_page
         # an ISO time without its seconds
         self.templates.filters["moment"] = lambda iso: (iso or "–")[:16].replace("T", " ")
-        self.templates.filters.update(score_rows=score_changes, short_key=keys.short_key)
+        self.templates.filters.update(score_rows=score_changes, short=keys.with_short_digest)
         self.templates.globals.update(csrf=self.sessions.csrf, sections=sections, page=self)
 
     @property

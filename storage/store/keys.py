@@ -428,6 +428,12 @@ def short_key(key: str) -> str:
     return f"{name}{separator}{version[:8] if len(version) > 16 else version}"
 
 
+def with_short_digest(key: str) -> str:
+    """The version, or `name@version`, with only the first letters of a version that is a digest. Any other one stays
+    whole."""
+    return re.sub(r"(^|@)([0-9a-f]{12})[0-9a-f]{20,}$", r"\1\2", key)
+
+
 def dataset_of(key: str) -> tuple[str, str]:
     """Returns (name, version) for the logical key of a dataset. Raises InvalidKey."""
     area, *names = key.split("/")

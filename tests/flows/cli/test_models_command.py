@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_a_card_has_a_header_that_hubs_read_and_says_what_made_the_model(toy: To
     record = toy.chain.record(1)
     assert record is not None
     dataset = json.loads(toy.store.get(keys.run_json("toy")))["semantic"]["inputs"]["dataset"]
-    assert dataset in body
+    assert re.search(rf"- `[\w-]+` \(sha256 `{dataset[:12]}`\)", body)
     model = find_model(toy.store, "toy", version)
     assert model is not None
     files = {info.key for info in toy.store.list(f"{model.key}/")}

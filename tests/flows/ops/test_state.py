@@ -8,12 +8,14 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
-from flows.ops import processes
+from flows.cli import up
+from flows.ops import deployments, processes, supervisor
 from flows.ops.processes import UP_ID_ENV, ProcessIdentity, processes_of_up, reap, spawn, terminate_all
 from flows.ops.services import services
 from flows.ops.state import (
@@ -153,3 +155,43 @@ def test_only_the_worker_sends_the_log_of_flows_to_the_server(
     monkeypatch.delenv("PREFECT_LOGGING_EXTRA_LOGGERS", raising=False)
     specs = services(some_state(), tmp_path)
     assert [each.name for each in specs if "PREFECT_LOGGING_EXTRA_LOGGERS" in each.environment] == ["worker"]
+
+
+def test_a_command_is_followed_line_by_line(tmp_path: Path) -> None:
+    seen: list[str] = []
+    command = ["sh", "-c", "pwd; echo bad >&2; exit 3"]
+    status, printed = processes.run_and_follow(
+        command, environment=dict(os.environ), folder=tmp_path, on_line=seen.append
+    )
+    assert (status, seen) == (3, [f"{tmp_path}\n", "bad\n"])
+    assert printed == f"{tmp_path}\nbad"
+
+
+def test_up_says_how_many_deployments_are_created(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The lines are those of `prefect deploy` 3.8, which breaks its boxes at 80 characters."""
+    printed = """\
+╭──────────────────────────────────────────────────────────────────────────────╮
+│ Deploying grpo                                                               │
+│ Deployment 'grpo/grpo' successfully created with id                          │
+│ '0f9bd87e-2b3a-4bd4-8a06-1d7ddc3a4ab5'.                                      │
+        $ prefect deployment run 'grpo/grpo'
+│ Deployment 'sft_to_gspo/sft_to_gspo' successfully created with id            │
+"""
+
+    def follow(
+        command: Sequence[str], *, environment: Mapping[str, str], folder: Path, on_line: Callable[[str], None]
+    ) -> tuple[int, str]:
+        for line in printed.splitlines():
+            on_line(line)
+        return 0, printed
+
+    monkeypatch.setattr(deployments, "run_and_follow", follow)
+    monkeypatch.setattr(up, "WAIT_MESSAGE_SECONDS", 0.0)
+    show = up._show_created()
+    deployments._deploy_all(tmp_path / "prefect.yaml", "pool", tmp_path, lambda created: show(created, 18))
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["1 of 18 deployments are created", "2 of 18 deployments are created"]
+    # the supervisor, which reads them, passes them on
+    assert all(supervisor.PROGRESS.match(line) for line in lines)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.learning.tasks import SEEDS, SUMS_TASKS, TASKS, Task
+from bench.learning.tasks import GYM, SEEDS, SUMS_TASKS, TASKS, Task
 from tasks.evaluation.statistics import t_quantile
 from tasks.reports.plots import series_style
 
@@ -129,11 +130,14 @@ def section(task: Task, lines: Sequence[Line]) -> str:
     )
     if task.training == "grpo":
         text += f", {task.completions} completions per prompt"
-    text += ".\n\n"
+    text += "."
+    if task.name.replace("-", "_") in GYM:
+        text += f" The most frequent held-out answer alone would score {most_frequent(task):.3f}."
+    text += "\n\n"
     if not curves:
         return text + "Not measured yet.\n"
-    base = curve_of(task, "base", lines)
-    before = f"{base.lines[0]['points'][0]['score']:.3f}" if base else "-"
+    base = base_score(task, lines)
+    before = "-" if base is None else f"{base:.3f}"
     header = ["side", "seeds", "before"]
     header += [f"{curves[0].lines[0]['points'][n]['samples']} {unit}" for n in curves[0].points]
     header += ["sampled tokens", "CPU-s", "CPU-hours"]
@@ -148,6 +152,12 @@ def section(task: Task, lines: Sequence[Line]) -> str:
     text += table(header, rows) + f"\n{heldout} held-out rows. "
     text += f"![{task.name}](../bench/learning/results/{task.name}.svg)\n"
     return text
+
+
+def most_frequent(task: Task) -> float:
+    """The share of held-out rows whose answer is the most frequent one: what a constant answer would score."""
+    answers = Counter(row["metadata"]["answer"] for row in task.data().heldout)
+    return max(answers.values()) / answers.total()
 
 
 def comparison_table(lines: Sequence[Line]) -> str:
@@ -215,7 +225,8 @@ def draw_all(lines: Sequence[Line]) -> None:
 
 
 def base_score(task: Task, lines: Sequence[Line]) -> float | None:
-    base = curve_of(task, "base", lines)
+    """The score before training. The trainings on the demo's sums share one. None: it is not measured."""
+    base = curve_of(SUMS_TASKS[0] if task in SUMS_TASKS else task, "base", lines)
     return None if base is None else base.score(0).mean
 
 

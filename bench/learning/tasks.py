@@ -182,7 +182,7 @@ def gym_task(name: str, *, heldout: int = 96) -> Task:
     config, answer_from = GYM[name]
     return Task(
         name=name.replace("_", "-"), training="grpo", data=partial(gym_data, name, config, train=256, heldout=heldout),
-        grader=partial(gym_grader, name), rows=f"reasoning-gym's `{name}`, {json.dumps(config)}",
+        grader=partial(gym_grader, name), rows=f"reasoning-gym's `{name}`, `{json.dumps(config)}`",
         measures=f"right answers ({answer_from.replace('_', ' ')})", new_tokens=24,
     )  # fmt: skip
 
@@ -211,7 +211,7 @@ TASKS: dict[str, Task] = {
         gym_task("products"),
         Task(
             "format-sft", "sft", tagged_sums, partial(ExactMatch, answer_from="answer_tag"),
-            "the demo's sums, with the instruction to write the result between <answer> and </answer>",
+            "the demo's sums, with the instruction to write the result between `<answer>` and `</answer>`",
             "answers with the right sum in the format", samples=16,
         ),
         Task(

@@ -70,7 +70,7 @@ def test_a_section_has_the_means_over_the_seeds_that_are_there() -> None:
 def test_a_task_without_results_is_named_as_not_measured() -> None:
     assert "Not measured yet" in report.section(TASK, [])
     assert f"| `{TASK.name}` | `sft` | 0 of 3 | 0 of 3 |" in report.coverage_table([])
-    assert "| `sums-rft` | `rft` | 0 of 3 | has no such training |" in report.coverage_table([])
+    assert "| `sums-rft` | `rft` | 0 of 3 | none |" in report.coverage_table([])
 
 
 def test_results_of_other_settings_do_not_count_and_the_newest_of_a_seed_does() -> None:

@@ -1,16 +1,18 @@
-"""Writes docs/results.md and the figures from the lines in results/*.jsonl. It computes no score itself."""
+"""Writes docs/results.md and the figures from the lines in results/*.jsonl. It trains and evaluates nothing."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
-from bench.learning.tasks import SEEDS, SUMS_TASKS, TASKS, Task
+from bench.learning.tasks import GYM, SEEDS, SUMS_TASKS, TASKS, Task
 from tasks.evaluation.statistics import t_quantile
 from tasks.reports.plots import series_style
 
@@ -113,7 +115,7 @@ def coverage_table(lines: Sequence[Line]) -> str:
         for side in SIDES:
             curve = curve_of(task, side, lines)
             count = f"{len(curve.lines) if curve else 0} of {len(SEEDS)}"
-            cells.append(count if side in task.sides else "has no such training")
+            cells.append(count if side in task.sides else "none")
         rows.append(cells)
     return table(["task", "training", *(f"seeds of {name}" for name in SIDES.values())], rows)
 
@@ -124,16 +126,19 @@ def section(task: Task, lines: Sequence[Line]) -> str:
     unit = {"sft": "conversations", "dpo": "pairs", "kto": "labelled answers"}.get(task.training, "completions")
     what = "rounds" if task.training == "rft" else "steps"
     text = (
-        f"## {task.name}\n\n`{task.training}` on {task.rows}. A held-out score is the share of {task.measures}. "
+        f"`{task.training}` on {task.rows}. A held-out score is the share of {task.measures}. "
         f"{task.steps} {what} of {task.samples} {unit}, learning rate {task.lr:g}"
     )
     if task.training == "grpo":
         text += f", {task.completions} completions per prompt"
-    text += ".\n\n"
+    text += "."
+    if task.name.replace("-", "_") in GYM:
+        text += f" The most frequent held-out answer alone would score {most_frequent(task):.3f}."
+    text = f"## {task.name}\n\n{fill(text, 120)}\n\n"
     if not curves:
         return text + "Not measured yet.\n"
-    base = curve_of(task, "base", lines)
-    before = f"{base.lines[0]['points'][0]['score']:.3f}" if base else "-"
+    base = base_score(task, lines)
+    before = "-" if base is None else f"{base:.3f}"
     header = ["side", "seeds", "before"]
     header += [f"{curves[0].lines[0]['points'][n]['samples']} {unit}" for n in curves[0].points]
     header += ["sampled tokens", "CPU-s", "CPU-hours"]
@@ -148,6 +153,12 @@ def section(task: Task, lines: Sequence[Line]) -> str:
     text += table(header, rows) + f"\n{heldout} held-out rows. "
     text += f"![{task.name}](../bench/learning/results/{task.name}.svg)\n"
     return text
+
+
+def most_frequent(task: Task) -> float:
+    """The share of held-out rows whose answer is the most frequent one: what a constant answer would score."""
+    answers = Counter(row["metadata"]["answer"] for row in task.data().heldout)
+    return max(answers.values()) / answers.total()
 
 
 def comparison_table(lines: Sequence[Line]) -> str:
@@ -215,7 +226,8 @@ def draw_all(lines: Sequence[Line]) -> None:
 
 
 def base_score(task: Task, lines: Sequence[Line]) -> float | None:
-    base = curve_of(task, "base", lines)
+    """The score before training. The trainings on the demo's sums share one. None: it is not measured."""
+    base = curve_of(SUMS_TASKS[0] if task in SUMS_TASKS else task, "base", lines)
     return None if base is None else base.score(0).mean
 
 
@@ -240,7 +252,14 @@ whole distributions of student and teacher at each token, ours the log-probabili
 """
 COVERAGE = """## What is measured
 
-"0 of 3" is a run that is planned and not made. `python -m bench.learning run --missing` makes these.
+"0 of 3" are runs that are planned and not made; `python -m bench.learning run --missing` makes them. "None" is not
+planned: TRL has no pools of prompts and no rounds of rejection sampling, and its GRPOTrainer refuses tools with a chat
+template that it does not know, such as that of this model.
+"""
+SUMS = """## The trainings on the demo's sums
+
+From the same model, on the same prompts. The teacher of the distillation is the last model of sums-grpo with seed 0;
+its own training is not counted.
 """
 RATES = """## Base pass rates
 
@@ -257,7 +276,8 @@ and MATH. The first lines of both files name published scores, with their source
 
 def page(lines: Sequence[Line], rates: Sequence[Line]) -> str:
     """The text of docs/results.md."""
-    parts = [INTRODUCTION, COVERAGE, coverage_table(lines), RATES, rates_table(rates)]
+    parts = [INTRODUCTION, COVERAGE, coverage_table(lines), RATES, rates_table(rates), SUMS, comparison_table(lines)]
+    parts += [f"![Trainings on the demo's sums](../bench/learning/results/{COMPARISON}.svg)\n"]
     parts += [section(task, lines) for task in TASKS.values()]
     return "\n".join([*parts, GPU_DAY])
 
@@ -267,4 +287,3 @@ def write() -> None:
     lines = read("runs")
     PAGE.write_text(page(lines, read("rates")))
     draw_all(lines)
-    print(comparison_table(lines))

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 
 from engine.errors import BadSpec
 from engine.specs.adapters import FullSpec, LoraSpec
+from storage.chain.records import OptimizerKind
 from storage.secrets import refuse_secrets
 from storage.serialization import Frozen
 
@@ -299,6 +300,14 @@ class LocalEngineSpec(Frozen):
             raise BadSpec(
                 "load_in_4bit=true was given, and bitsandbytes computes in bfloat16 or float32, but engine."
                 "compute_dtype='float64' was given; set engine.compute_dtype='float32', or leave load_in_4bit out"
+            )
+
+    def check_optimizer(self, kind: OptimizerKind) -> None:
+        """Raises BadSpec for an optimizer that the trainer of this engine does not have."""
+        if kind == "adamw_8bit" and self.trainer.kind != "torch":
+            raise BadSpec(
+                f"optimizer.kind='adamw_8bit' was given, which only the torch trainer has, and engine.trainer.kind="
+                f"{self.trainer.kind!r}; set engine.trainer.kind='torch', or optimizer.kind='adamw'"
             )
 
     @property

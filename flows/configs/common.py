@@ -293,6 +293,12 @@ class StageConfig(TrainingConfig):
         optimizer: OptimizerConfig
         rules: RunRules
 
+    @model_validator(mode="after")
+    def _engine_has_the_optimizer(self) -> Self:
+        if isinstance(self.engine, LocalEngineSpec):
+            self.engine.check_optimizer(self.optimizer.kind)
+        return self
+
     @property
     def stages(self) -> dict[str, StageConfig]:
         return {"": self}

@@ -20,7 +20,8 @@ class OptimizerConfig(Frozen):
     kind: OptimizerKind = Field("adamw", exclude_if=lambda kind: kind == "adamw")
     """Optimizer. adamw: AdamW. muon: Muon for the hidden matrices, and AdamW for embeddings, heads, norms and biases.
     The updates of Muon are scaled to the size of AdamW's, so that both have the same learning rate and weight decay
-    (arXiv:2502.16982)."""
+    (arXiv:2502.16982). adamw_8bit: AdamW of bitsandbytes, whose two moments take 2 bytes per weight instead of 8
+    (arXiv:2110.02861). It needs the torch trainer."""
     lr: float = Field(7.5e-7, gt=0, le=MAX_RATE)
     """Highest learning rate of the schedule."""
     schedule: ScheduleName = "cosine"

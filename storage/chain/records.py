@@ -73,7 +73,7 @@ class PolicyRef(Frozen):
         return cls(run=run, stage=stage, model=model, step=int(step), state=state)
 
 
-OptimizerKind = Literal["adamw", "muon"]
+OptimizerKind = Literal["adamw", "muon", "adamw_8bit"]
 
 
 class OptimizerSpec(Frozen):
@@ -81,7 +81,8 @@ class OptimizerSpec(Frozen):
     request, so that a resume needs no state of a schedule."""
 
     kind: OptimizerKind = Field("adamw", exclude_if=lambda kind: kind == "adamw")  # absent from older requests
-    """muon: Muon for hidden matrices, AdamW for the other weights. Both have `lr` and `weight_decay`."""
+    """muon: Muon for hidden matrices, AdamW for the other weights. Both have `lr` and `weight_decay`. adamw_8bit: AdamW
+    whose moments have 8 bits."""
     lr: Rate
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)

@@ -84,7 +84,8 @@ class OrderedDataset(Frozen):
     pools: PromptPools = Field(PromptPools(), exclude_if=lambda pools: pools == PromptPools())
     """Shares of easy, hard and unsolved prompts, for order=pools."""
     keep: KeptRows | None = Field(None, exclude_if=lambda keep: keep is None)
-    """Which rows are read, by a number of each row. None: all."""
+    """Which rows are trained on, by a number of each row. None: all. The held-out rows of a split are not affected: all
+    of them are evaluated, so that runs with other limits are compared on the same rows."""
 
     @model_validator(mode="after")
     def _column_of_the_curriculum(self) -> Self:

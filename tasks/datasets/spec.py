@@ -216,8 +216,8 @@ class SplitPart(DeclaredDataset):
         ref = known or self._commit(store, key, whole, use, provenance, split)
         changes: dict[str, Any] = {"ref": ref, "rows": ref.rows or 0, "new": known is None}
         if self.part == "heldout":
-            # only training reads the rows in an order
-            changes |= {"order": "shuffled", "curriculum_column": None, "parts": ()}
+            # only training reads the rows in an order, and leaves some out
+            changes |= {"order": "shuffled", "curriculum_column": None, "keep": None, "parts": ()}
         elif whole.parts:
             changes["parts"] = self._train_parts(store, whole)
         return whole.model_copy(update=changes)

@@ -332,6 +332,7 @@ class DeepSpeedTrainer:
         on_micro_batch: Callable[[], None] = lambda: None,
     ) -> UpdateReport:
         # Check everything before anything changes.
+        self._backend.spec.check_optimizer(optimizer.kind)
         check_loss_fits_head(objective.loss, scalar=self.scalar, name="the policy")
         self._check_sequences(samples)
         totals = count_totals(samples)

@@ -175,6 +175,11 @@ def read_checkpoint(state: ShardedState, files: Mapping[str, Path], *, optimizer
     moments = checkpoint.moments if optimizer else None
     if moments is not None:
         kind = kind_of_moments(moments.shapes())
+        if kind == "adamw_8bit":
+            raise BadSpec(
+                "the checkpoint has the moments of adamw_8bit, which only the torch trainer has; set "
+                "engine.trainer.kind='torch', or begin a new stage or run from the policy's weights"
+            )
         of_muon = shards.matrices_of_muon(kind)
         trained = {state.trained[name]: shape for name, shape in shards.shapes.items() if name not in of_muon}
         momenta = {f"{MOMENTUM}.{state.trained[name]}": shards.shapes[name] for name in sorted(of_muon)}

@@ -95,7 +95,7 @@ class Shards:
 
     def matrices_of_muon(self, kind: OptimizerKind) -> frozenset[str]:
         """The names of the parameters that an optimizer of this kind steps with Muon."""
-        return frozenset() if self._optimizer is None or kind == "adamw" else self._optimizer.hidden
+        return self._optimizer.hidden if self._optimizer is not None and kind == "muon" else frozenset()
 
     def moments_of(self, name: str) -> tuple[str, ...]:
         """The names of the moments of a parameter in a checkpoint."""

@@ -1,13 +1,18 @@
-"""The optimizer of the torch trainer: AdamW, or Muon for the hidden matrices with AdamW for everything else.
+"""The optimizer of the torch trainer: AdamW, Muon for the hidden matrices with AdamW for everything else, or AdamW with
+moments of 8 bits.
 
-A matrix is hidden if it is neither an embedding nor an output head. Both optimizers are torch's. The update of Muon
+A matrix is hidden if it is neither an embedding nor an output head. AdamW and Muon are torch's. The update of Muon
 (kellerjordan.github.io/posts/muon) is the momentum with all singular values near 1. It is scaled to the size of AdamW's
 updates, 0.2·sqrt(max(rows, columns)) (arXiv:2502.16982), so that both take the same learning rate and weight decay.
+
+In 8 bits (bitsandbytes, arXiv:2110.02861), a moment is cut into blocks of 256 numbers. Each number is the index of an
+entry in a fixed table, times the largest number of its block. The moments of small tensors stay in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -27,15 +32,29 @@ HEADS = ("lm_head", "embed_out", HEAD_NAME)
 """Names of the output heads in models of transformers."""
 
 
+STATES = ("state1", "state2")
+"""bitsandbytes' names of the moments."""
+SCALES = ("absmax1", "absmax2")
+"""The largest number of each block of the moments of 8 bits, `state1` and `state2`."""
+BLOCK = 256
+"""Numbers of a moment of 8 bits that share a scale: bitsandbytes' own."""
+SMALLEST_8BIT = 4096
+"""Number of elements from which the moments of a tensor have 8 bits: bitsandbytes' default."""
+
+
 class TrainerOptimizer:
-    """One or two of torch's optimizers, which step together."""
+    """One or two optimizers, which step together."""
 
     def __init__(self, kind: OptimizerKind, trained: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> None:
         self.kind = kind
         hidden = hidden_matrices(trained, module) if kind == "muon" else set()
         matrices = [parameter for name, parameter in trained if name in hidden]
         others = [parameter for name, parameter in trained if name not in hidden]
-        self._adamw = torch.optim.AdamW(adamw_groups(others), fused=True) if others else None
+        self._adamw: torch.optim.Optimizer | None = None
+        if others and kind == "adamw_8bit":
+            self._adamw = _new_adamw_8bit(others)
+        elif others:
+            self._adamw = torch.optim.AdamW(adamw_groups(others), fused=True)
         self._muon = new_muon(matrices) if matrices else None
         self._parts: list[torch.optim.Optimizer] = [part for part in (self._adamw, self._muon) if part is not None]
 
@@ -57,22 +76,33 @@ class TrainerOptimizer:
         for part in self._parts:
             part.zero_grad(set_to_none=True)
 
-    @property
-    def state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """The tensors of each parameter that has some."""
-        states: dict[Tensor, dict[str, Tensor]] = {}
+    def tensors(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The moments and the count of steps of a parameter, by name. Empty before the first step."""
         for part in self._parts:
-            states |= part.state
-        return states
+            state: dict[str, Any] = part.state.get(parameter, {})
+            if state and self.kind == "adamw_8bit":
+                # the table is the same for all tensors, and bitsandbytes counts without a tensor
+                names = [name for name in (*STATES, *SCALES) if name in state]
+                return {"step": torch.tensor(float(state["step"]))} | {name: state[name] for name in names}
+            if state:
+                return dict(state)
+        return {}
 
-    def add_tensor(self, parameter: nn.Parameter, moment: str) -> Tensor:
-        """An uninitialised tensor in the state of a parameter: a moment, or a count of steps."""
+    def read_tensor(self, parameter: nn.Parameter, moment: str, read: Callable[[Tensor], None]) -> None:
+        """Has `read` fill a moment or the count of steps of a parameter, which is created if there is none."""
         part: Any = self._muon if moment == MOMENTUM else self._adamw
-        weight = parameter.detach()
+        state, weight = part.state[parameter], parameter.detach()
+        if self.kind == "adamw_8bit":
+            if not state:
+                part.init_state(part.param_groups[0], parameter, 0, 0)
+            tensor = torch.empty(()) if moment == "step" else state[moment]
+            read(tensor)
+            if moment == "step":
+                state["step"] = int(tensor)
+            return
         is_moment = moment in (*MOMENTS, MOMENTUM)
-        tensor = torch.empty_like(weight) if is_moment else torch.empty((), device=weight.device)
-        part.state[parameter][moment] = tensor
-        return tensor
+        state[moment] = torch.empty_like(weight) if is_moment else torch.empty((), device=weight.device)
+        read(state[moment])
 
 
 def new_muon(
@@ -87,6 +117,19 @@ def new_muon(
     return torch.optim.Muon(
         matrices, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"
     )
+
+
+def _new_adamw_8bit(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW. Raises BadSpec if it is not installed."""
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise BadSpec(
+            "optimizer.kind='adamw_8bit' needs the package bitsandbytes: pip install 'ostinato[qlora]' on the machine "
+            f"of the engine, or set optimizer.kind='adamw' ({error})"
+        ) from None
+    groups = [group for group in adamw_groups(parameters) if group["params"]]
+    return AdamW8bit(groups, min_8bit_size=SMALLEST_8BIT)  # type: ignore[no-any-return]
 
 
 def check_kind(spec: OptimizerSpec, kind: OptimizerKind) -> None:
@@ -116,7 +159,10 @@ def hidden_matrices(trained: Iterable[tuple[str, nn.Parameter]], module: nn.Modu
 
 def kind_of_moments(names: Iterable[str]) -> OptimizerKind:
     """The kind of optimizer that a checkpoint with tensors of these names has the moments of."""
-    return "muon" if any(name.startswith(f"{MOMENTUM}.") for name in names) else "adamw"
+    moments = {name.partition(".")[0] for name in names}
+    if MOMENTUM in moments:
+        return "muon"
+    return "adamw_8bit" if STATES[0] in moments else "adamw"
 
 
 def expected_moments(
@@ -125,5 +171,9 @@ def expected_moments(
     """The shapes of the tensors in a checkpoint of such an optimizer."""
     hidden = hidden_matrices(trained, module) if kind == "muon" else set()
     shapes = {name: tuple(parameter.shape) for name, parameter in trained}
+    if kind == "adamw_8bit":
+        large = {name: shape for name, shape in shapes.items() if prod(shape) >= SMALLEST_8BIT}
+        blocks = {name: (-(-prod(shape) // BLOCK),) for name, shape in large.items()}
+        return moment_shapes(shapes, STATES) | moment_shapes(blocks, SCALES)
     others = {name: shape for name, shape in shapes.items() if name not in hidden}
     return moment_shapes(others, MOMENTS) | {f"{MOMENTUM}.{name}": shapes[name] for name in sorted(hidden)}

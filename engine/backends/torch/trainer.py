@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -298,14 +299,14 @@ class TorchTrainer:
         return files
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's own tensors: `step.NAME`, `exp_avg.NAME` and `exp_avg_sq.NAME` of AdamW, and
-        `momentum_buffer.NAME` of Muon. Empty before the first update."""
+        """The optimizer's own tensors: `step.NAME`, `exp_avg.NAME` and `exp_avg_sq.NAME` of AdamW,
+        `momentum_buffer.NAME` of Muon, `state1.NAME`, `state2.NAME` and their scales of AdamW in 8 bits. Empty before
+        the first update."""
         if self._optimizer is None:
             return {}
         moments: dict[str, Tensor] = {}
-        state = self._optimizer.state
         for name, parameter in self.trained_parameters():
-            for moment, value in state.get(parameter, {}).items():
+            for moment, value in self._optimizer.tensors(parameter).items():
                 moments[f"{moment}.{name}"] = value
         return moments
 
@@ -333,7 +334,7 @@ class TorchTrainer:
             parameters = dict(self.trained_parameters())
             for key in moments.shapes():
                 moment, name = key.split(".", 1)
-                moments.read_into(key, optimizer_of_moments.add_tensor(parameters[name], moment))
+                optimizer_of_moments.read_tensor(parameters[name], moment, partial(moments.read_into, key))
 
     def write_config(self, folder: Path) -> None:
         module: Any = self.model.module

@@ -138,6 +138,22 @@ def test_moments_of_another_kind_are_refused_before_anything_changes(
 
 
 @pytest.mark.slow
+def test_moments_of_8_bits_are_refused(
+    two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    in_8_bits = ADAMW.model_copy(update={"kind": "adamw_8bit"})
+    single, trainer = torch_trainer(tiny_folder), on_ranks(two_ranks, tiny_folder, zero_stage=1)
+    with pytest.raises(BadSpec, match="which only the torch trainer has"):
+        trainer.update(some_samples(), CE, in_8_bits, WHOLE)
+    single.update(some_samples(), CE, in_8_bits, max_tokens=WHOLE)
+    before = trainer.digest()
+    with pytest.raises(BadSpec, match="the checkpoint has the moments of adamw_8bit"):
+        trainer.call("read_checkpoint", single.write_checkpoint(tmp_path / "8"), True)
+    assert trainer.digest() == before
+
+
+@pytest.mark.slow
 def test_masters_of_bfloat16_move(two_ranks: RankGroup, on_ranks: Load, tiny_folder: Path) -> None:
     """In stage 1 with bfloat16, DeepSpeed has another class of optimizers."""
     weights = []

@@ -18,7 +18,7 @@ from storage.store.artifacts import Provenance, read_manifest
 from storage.store.objects import ObjectStore, open_store
 from storage.store.tables import RowReader
 from tasks.datasets.errors import DatasetError
-from tasks.datasets.load import DatasetUse, DeclaredDataset, LoadedDataset, load_dataset
+from tasks.datasets.load import DatasetUse, DeclaredDataset, KeptRows, LoadedDataset, load_dataset
 from tasks.datasets.load_order import load_order
 from tasks.datasets.order import DataCursor
 from tasks.datasets.spec import FileDataset, HeldoutSplit, MixtureDataset, RegisteredDataset
@@ -51,6 +51,22 @@ def prompts(store: ObjectStore, data: LoadedDataset) -> list[str]:
     rows = RowReader(store, data.ref).rows(range(data.rows))
     assert [row["index"] for row in rows] == list(range(data.rows))
     return [json.loads(row[column])["turns"][0]["content"] for row in rows]
+
+
+def test_keep_leaves_rows_out_of_training_and_not_of_the_held_out_ones(store: ObjectStore, tmp_path: Path) -> None:
+    rows = [{"prompt": f"question {n}", "metadata": {"pass_rate": n % 10 / 10}} for n in range(100)]
+    keep = KeptRows(column="pass_rate", min=0.2, max=0.7)
+    source, split = FileDataset(path=write(tmp_path / "rows.jsonl", rows), keep=keep), HeldoutSplit(split=0.3)
+    train, heldout = (load(store, split.part(source, part), "prompt") for part in ("train", "heldout"))
+    texts = [row["prompt"] for row in rows]
+    assert prompts(store, heldout) == [text for text in texts if is_held_out(text, 0.3)]
+    assert (heldout.keep, train.keep) == (None, keep)
+    # one pass of the training reads the kept rows among the others, each once
+    order, trained = load_order(store, train, seed=0), prompts(store, train)
+    taken, cursor = order.take(DataCursor(), order.rows)
+    kept = [text for n, text in enumerate(texts) if 2 <= n % 10 <= 7 and not is_held_out(text, 0.3)]
+    assert sorted(trained[row] for row in taken) == sorted(kept)
+    assert cursor.epoch == 1 and len(trained) > len(kept) > 20
 
 
 ANSWERS: dict[DatasetUse, dict[str, Any]] = {

@@ -95,8 +95,8 @@ def other_batch(trainer: Any, update: Any, samples: Any, objective: Any, optimiz
 def stale_moment(
     trainer: Any, update: Any, samples: Any, objective: Any, optimizer: OptimizerSpec, options: Any
 ) -> Any:
-    for state in trainer._optimizer.state.values():
-        state["exp_avg"].zero_()
+    for _name, parameter in trainer.trained_parameters():
+        trainer._optimizer.tensors(parameter)["exp_avg"].zero_()
     return update(samples, objective, optimizer, **options)
 
 

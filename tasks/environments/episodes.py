@@ -78,6 +78,8 @@ class Trajectory:
     """Number of answers that are complete: those to which the environment has reacted."""
     ending: Ending | None = None
     reason: str | None = None
+    failed_attempts: int = 0
+    """How often the agent that plays it failed."""
 
     @property
     def status(self) -> str:

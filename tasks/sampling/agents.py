@@ -129,6 +129,7 @@ class AgentRunner:
                     return
                 except AgentFailed as error:
                     problems.append(str(error))
+                    trajectory.failed_attempts += 1
                     log_work("agent_failed", prompt=trajectory.row["id"], completion=trajectory.number)
                 if len(problems) > self.plan.retries:
                     first = f" (the first: {problems[0]})" if len(problems) > 1 else ""

@@ -95,6 +95,9 @@ async def _play_shard(
     played = [episode for episode in episodes if episode.ending != "too_long"]
     store = workspace.open_store()
     parents, counts = [policy.uri, shard.dataset.uri], _counts(episodes, played)
+    if isinstance(plan, AgentPlan):
+        counts["segments"] = sum(len(episode.segments) for episode in played)
+        counts["failed_attempts"] = sum(episode.failed_attempts for episode in played)
     if in_flight is not None:
         tokens_by_policy = in_flight.tokens_by_policy
         counts |= {"policies": dict(tokens_by_policy), "min_new_tokens": sampling.min_new_tokens}

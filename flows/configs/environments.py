@@ -188,19 +188,12 @@ class ENVGRPOConfig(RolloutConfig):
     @model_validator(mode="after")
     def _is_played_by_one(self) -> Self:
         if (self.environment is None) == (self.agent is None):
-            given = "both" if self.agent else "neither"
-            raise ValueError(f"episodes are played by an environment or by an agent, and {given} was given; give one")
-        if self.agent is None:
-            return self
-        if self.data.max_prompt_tokens is not None:
+            number = "both" if self.agent else "neither"
+            raise ValueError(f"episodes are played by an environment or by an agent, and {number} was given; give one")
+        if self.agent is not None and self.data.max_prompt_tokens is not None:
             raise ValueError(
                 f"data.max_prompt_tokens={self.data.max_prompt_tokens}: an agent writes its prompts itself; leave it "
                 "out, and limit them by agent.max_tokens"
-            )
-        if self.rules.weight_updates != "between":
-            raise ValueError(
-                f"rules.weight_updates={self.rules.weight_updates!r}: the answers of an agent come from one policy; "
-                "leave it out"
             )
         return self
 

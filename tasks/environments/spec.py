@@ -213,8 +213,8 @@ class AgentSpec(Frozen):
 def check_agent(path: str | None, command: tuple[str, ...]) -> None:
     """Raises ValueError unless exactly one of both is given."""
     if (path is None) == (not command):
-        given = "both" if path else "neither"
-        raise ValueError(f"an agent is a function (path) or a command, and {given} was given; give one of them")
+        number = "both" if path else "neither"
+        raise ValueError(f"an agent is a function (path) or a command, and {number} was given; give one of them")
 
 
 def agent_spec(path: str | None = None, command: tuple[str, ...] = ()) -> AgentSpec:

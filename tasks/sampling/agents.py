@@ -8,6 +8,8 @@ worker, gets the same answers, in whatever order it asks.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from itertools import chain
 
 from pydantic import JsonValue
 
@@ -37,6 +39,7 @@ from tasks.environments.agents import AgentAttempt, AgentFailed
 from tasks.environments.episodes import EpisodeSegment, Trajectory
 from tasks.plans import AgentPlan, PromptShard
 from tasks.reports.clock import timed
+from tasks.sampling.segments import InFlightSampler
 
 
 class CommittedCall(Frozen):
@@ -45,8 +48,10 @@ class CommittedCall(Frozen):
     prompt_id: str
     completion: int
     """Number of the episode among those of the prompt."""
-    policy: str
-    """URI of the policy."""
+    policies: list[PolicyRef]
+    """The policies that sampled it, in order: several if the weights changed at a token."""
+    policy_tokens: list[int]
+    """Number of tokens of each of these policies."""
     prompt: list[int]
     sampling: SamplingParams
     seed: int
@@ -72,7 +77,8 @@ class CommittedCall(Frozen):
 
     @property
     def answer(self) -> SampledAnswer:
-        return SampledAnswer(Completion(self.token_ids, self.logprobs, self.stop_reason), [], [])
+        completion = Completion(self.token_ids, self.logprobs, self.stop_reason)
+        return SampledAnswer(completion, self.policies, self.policy_tokens)
 
 
 class _StoredCall(Frozen):
@@ -93,16 +99,19 @@ class AgentRunner:
         *,
         seeds: tuple[str | int, ...],
         rollouts: str | None,
+        in_flight: InFlightSampler | None,
     ) -> None:
         """`rollouts` is the key of the table that the episodes are for. None: calls are not committed, and a run that
-        was killed plays the episodes again."""
+        was killed plays the episodes again. `in_flight` samples the answers if their policy may change at a token."""
         self.workspace, self.policy, self.shard, self.sampling = workspace, policy, shard, sampling
-        self.plan, self.seeds, self.rollouts = plan, seeds, rollouts
+        self.plan, self.seeds, self.rollouts, self.in_flight = plan, seeds, rollouts, in_flight
         self.store: ObjectStore = workspace.open_store()
         self.renderer = renderer_of(self.store, shard.base)
         context = context_length_of(self.store, shard.base)
         self.served = ResolvedPolicy(policy, shard.base, context)
         self.limits = SessionLimits(plan.max_calls, shortest(context, plan.max_tokens, workspace.max_tokens))
+        self._policies: dict[str, PolicyRef] = {}
+        """The policies of the answers, by their states."""
         self._free = asyncio.Semaphore(plan.concurrency)
 
     async def play(self, trajectories: list[Trajectory]) -> None:
@@ -119,6 +128,18 @@ class AgentRunner:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+        if self.in_flight is not None:
+            # The sampler has also counted answers of attempts that failed.
+            self.in_flight.count_tokens(self._tokens_of(trajectories))
+
+    def _tokens_of(self, trajectories: Sequence[Trajectory]) -> dict[PolicyRef, int]:
+        """The number of tokens that each policy sampled of the trajectories."""
+        tokens: dict[PolicyRef, int] = {}
+        for segment in chain.from_iterable(trajectory.segments for trajectory in trajectories):
+            for state, count in zip(segment.policy_states, segment.policy_tokens, strict=True):
+                policy = self._policies[state]
+                tokens[policy] = tokens.get(policy, 0) + count
+        return tokens
 
     async def _play_one(self, server: SessionServer, trajectory: Trajectory) -> None:
         async with self._free:
@@ -184,19 +205,19 @@ class AgentRunner:
             with timed("storage"):
                 committed = await asyncio.to_thread(_find_call, self.store, key)
             if committed is not None:
-                return committed.answer
+                return self._remembered(committed)
 
         failpoint("trajectory.turn")
         seed = self.workspace.seed_for(*self.seeds, row_id, number, name, occurrence)
-        request = GenerateRequest(self.policy, [content.prompt], [seed], content.sampling)
-        with timed("rollout"):
-            (completion,) = await self.workspace.connect().generate(request, epoch=self.workspace.epoch)
+        completion, policies, lengths = await self._sample(
+            GenerateRequest(self.policy, [content.prompt], [seed], content.sampling)
+        )
         if not completion.token_ids:
             raise TextError("the sampler returned no token; shorten the prompt")
         call = CommittedCall(
-            prompt_id=row_id, completion=number, policy=self.policy.uri, prompt=content.prompt,
-            sampling=content.sampling, seed=seed, token_ids=completion.token_ids, logprobs=completion.logprobs,
-            stop_reason=completion.stop_reason,
+            prompt_id=row_id, completion=number, policies=policies, policy_tokens=lengths,
+            prompt=content.prompt, sampling=content.sampling, seed=seed, token_ids=completion.token_ids,
+            logprobs=completion.logprobs, stop_reason=completion.stop_reason,
         )  # fmt: skip
         if key is not None:
             with timed("storage"):
@@ -205,7 +226,22 @@ class AgentRunner:
             call = CommittedCall.from_bytes(stored.data, key)
             log_work("call", prompt=row_id, completion=number)
             failpoint("trajectory.call")
-        return call.answer
+        return self._remembered(call)
+
+    async def _sample(self, request: GenerateRequest) -> SampledAnswer:
+        """Samples one answer."""
+        if self.in_flight is not None:
+            (sampled,) = await self.in_flight.sample(request)
+            return SampledAnswer(sampled.completion(), sampled.policies, sampled.lengths)
+        with timed("rollout"):
+            (completion,) = await self.workspace.connect().generate(request, epoch=self.workspace.epoch)
+        return SampledAnswer(completion, [self.policy], [len(completion.token_ids)])
+
+    def _remembered(self, call: CommittedCall) -> SampledAnswer:
+        """The answer of a call, whose policies are remembered."""
+        answer = call.answer
+        self._policies |= {policy.state: policy for policy in answer.policies}
+        return answer
 
 
 def _find_call(store: ObjectStore, key: str) -> CommittedCall | None:
@@ -224,7 +260,7 @@ def _take_segments(trajectory: Trajectory, session: Session) -> None:
             completion = call.answer.completion
             segment.turn_tokens.append(len(completion.token_ids))
             segment.stop_reasons.append(completion.stop_reason)
-            segment.policy_states += call.answer.policy_states
+            segment.policy_states += [policy.state for policy in call.answer.policies]
             segment.policy_tokens += call.answer.policy_tokens
         trajectory.turn += len(sequence.calls)
         trajectory.segments.append(segment)

@@ -84,8 +84,6 @@ async def _play_shard(
     # Play the episodes. Their seeds depend on the step, so that a repeated prompt is not the same episode again.
     seeds = (policy.stage, step)
     in_flight: InFlightSampler | None = None
-    if shard.segment_seconds is not None and isinstance(plan, AgentPlan):
-        raise BadSpec("weight_updates='in_flight' with an agent: its answers come from one policy; leave it out")
     if shard.segment_seconds is not None:
         in_flight = InFlightSampler(workspace, policy, step=step, seconds=shard.segment_seconds)
     episodes = await play(workspace, policy, shard, sampling, plan, seeds=seeds, where=key, in_flight=in_flight)
@@ -159,7 +157,10 @@ async def play(
 
         played = [Trajectory(row, number) for row, number in _numbered(shard, rows)]
         rollouts = where if keys.is_rollouts(where) else None
-        await AgentRunner(workspace, policy, shard, sampling, plan, seeds=seeds, rollouts=rollouts).play(played)
+        runner = AgentRunner(
+            workspace, policy, shard, sampling, plan, seeds=seeds, rollouts=rollouts, in_flight=in_flight
+        )
+        await runner.play(played)
     else:
         played = await _play_environments(workspace, policy, shard, sampling, plan, rows, seeds, in_flight)
     check_masked(played, plan, where=where)

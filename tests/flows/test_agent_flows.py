@@ -11,7 +11,7 @@ from flows.configs.environments import ENVGRPOConfig, ENVGSPOConfig
 from flows.env_grpo import env_grpo
 from flows.env_gspo import env_gspo
 from flows.training.options import episode_plan
-from storage.inspect.accounting import check_accounting
+from storage.inspect.accounting import check_accounting, step_inputs
 from tasks.environments.spec import agent_spec
 from tasks.plans import AgentPlan
 from tests.fixtures.guessing import PLAIN_AGENT, agent_config, guess_config
@@ -44,6 +44,21 @@ def test_gspo_trains_the_one_grade_of_an_agent(prefect_server: str, tmp_path: Pa
     assert len({record.state for record in runs.train("gspo", algorithm__steps=2)}) == 2
 
 
+def test_answers_take_newer_weights_in_flight(runs: FlowRuns) -> None:
+    records = runs.train(
+        "in-flight", rules__max_staleness=1, rules__weight_updates="in_flight", rules__segment_seconds=0.02,
+        engine__sampler={"kind": "torch", "own_lane": True},
+    )  # fmt: skip
+    states = [runs.chain("in-flight").policy(step).state for step in range(4)]
+    for record in records:
+        step = record.request.parent.step
+        assert check_accounting(runs.store, record) == []
+        for ref in step_inputs(runs.store, record).rollouts:
+            for row in runs.rows(ref):
+                assert sum(row["policy_tokens"]) == len(row["logprobs"]) == 12
+                assert set(row["policy_states"]) <= set(states[max(0, step - 1) : step + 1])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -52,7 +67,6 @@ def test_gspo_trains_the_one_grade_of_an_agent(prefect_server: str, tmp_path: Pa
         ({"agent": {}}, "and neither was given; give one of them"),
         ({"agent": {"path": "a:b", "command": ["c"]}}, "and both was given; give one of them"),
         ({"data__max_prompt_tokens": 5}, "an agent writes its prompts itself"),
-        ({"rules": {"max_staleness": 1, "weight_updates": "in_flight"}}, "an agent come from one policy"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

@@ -27,7 +27,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import JsonValue
 
-from engine.errors import SampleTooLong, TextError
+from engine.errors import BadSpec, OutOfMemory, SampleTooLong, TextError
 from engine.http.guard import MAX_JSON_BYTES
 from engine.http.lifecycle import Binding, EngineServer
 from engine.http.openai.api import POLICY_HEADER, OpenAIRoute, check_length, events_of
@@ -54,6 +54,7 @@ from engine.text.answer_builder import AnswerBuilder
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread, TokenizedThread, TokenizedTurn
 from engine.text.turns import Turn, parse_turns
+from storage.chain.records import PolicyRef
 from storage.serialization import canonical_json, digest
 
 RETRY_HEADER = "x-stainless-retry-count"
@@ -66,10 +67,10 @@ SessionLimit = Literal["turns", "tokens"]
 
 
 class SampledAnswer(NamedTuple):
-    """An answer, and the policies that sampled it where they may change at a token."""
+    """An answer, and the policies that sampled it: several if the weights changed at a token."""
 
     completion: Completion
-    policy_states: list[str]
+    policies: list[PolicyRef]
     policy_tokens: list[int]
     """Number of tokens of each of these policies."""
 
@@ -188,8 +189,8 @@ class Session:
         try:
             with self._waits():
                 calls = await cancel_on_disconnect(request, self._answers(body, is_retry))
-        except (ApiError, SampleTooLong, TextError, ClientDisconnected):
-            raise
+        except (ApiError, SampleTooLong, TextError, BadSpec, OutOfMemory, ClientDisconnected):
+            raise  # its prompt is to blame
         except Exception as error:
             # The agent cannot help it, and a defect must not look like a failure of the agent.
             self.failure = error
@@ -490,7 +491,10 @@ def session_router(server: SessionServer) -> APIRouter:
     @router.post("/reward")
     async def reward(session: str, request: Request) -> dict[str, bool]:
         """Sets the reward of the episode. A later one replaces it."""
-        value = reward_of(await request.json())
+        try:
+            value = reward_of(await request.json())
+        except (ValueError, RecursionError):  # not JSON, or nested too deeply
+            value = None
         if value is None:
             problem = 'the reward is no number; send a number, a list of numbers, or {"reward": a number}'
             raise ApiError(400, problem, code="invalid_value")

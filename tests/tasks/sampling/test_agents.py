@@ -11,6 +11,7 @@ from typing import Any
 import pandas
 import pytest
 
+from storage.chain.records import PolicyRef
 from storage.errors import CorruptArtifact
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef, read_manifest
@@ -30,6 +31,9 @@ from tests.fixtures.worklog import events
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 PLAIN = AgentPlan(agent=agent_spec(command=PLAIN_AGENT))
+
+
+POLICY = PolicyRef(run="r", stage="s", model="m", step=0, state="a" * 64)
 
 
 def plan_of(function: str, **limits: Any) -> AgentPlan:
@@ -142,7 +146,7 @@ async def test_an_evaluation_is_played_by_agents(calls: TaskCalls) -> None:
 
 def test_a_damaged_record_of_a_call_is_no_answer() -> None:
     call = CommittedCall(
-        prompt_id="p", completion=0, policy="policy:r/s/m@0#a", prompt=[1, 2], sampling=SAMPLING, seed=7,
+        prompt_id="p", completion=0, policies=[POLICY], policy_tokens=[2], prompt=[1, 2], sampling=SAMPLING, seed=7,
         token_ids=[11, 12], logprobs=[-0.5, -0.25], stop_reason="eos",
     )  # fmt: skip
     data = call.to_bytes()
@@ -153,7 +157,7 @@ def test_a_damaged_record_of_a_call_is_no_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("agent", "message"),
     [
         ({"path": "tests.fixtures.agents:nothing"}, "has no 'nothing'"),
         ({"path": "tests.fixtures.agents:even_share"}, "expected an async function run"),
@@ -161,15 +165,15 @@ def test_a_damaged_record_of_a_call_is_no_answer() -> None:
         ({"command": ("no-such-program",)}, "there is no program 'no-such-program' in PATH"),
     ],
 )
-def test_an_agent_that_cannot_be_started_is_refused(given: dict[str, Any], message: str) -> None:
+def test_an_agent_that_cannot_be_started_is_refused(agent: dict[str, Any], message: str) -> None:
     with pytest.raises(AgentSpecError, match=message):
-        agent_spec(**given)
+        agent_spec(**agent)
 
 
-@pytest.mark.parametrize("given", [{}, {"path": "a:b", "command": ("c",)}])
-def test_an_agent_is_a_function_or_a_command(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("agent", [{}, {"path": "a:b", "command": ("c",)}])
+def test_an_agent_is_a_function_or_a_command(agent: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="give one of them"):
-        AgentSpec(**given)
+        AgentSpec(**agent)
 
 
 def test_agents_do_not_inherit_the_tokens_of_services(monkeypatch: pytest.MonkeyPatch) -> None:

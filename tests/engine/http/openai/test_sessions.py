@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from engine.errors import EngineBusy
+from engine.errors import BadSpec, EngineBusy
 from engine.http.guard import MAX_JSON_BYTES
 from engine.http.openai.policies import ResolvedPolicy
 from engine.http.openai.sessions import (
@@ -42,7 +42,7 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def said(text: str) -> Message:
+def assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
@@ -109,12 +109,12 @@ OPEN, CLOSE, ANSWER = "<|im_start|>user\n", "<|im_end|>\n", "<|im_start|>assista
 async def test_what_was_sampled_is_not_tokenised_again(talk: Talk) -> None:
     first = await talk.ask(user("q"))
     assert BROKEN in first  # encoding this text would give other ids
-    await talk.ask(user("q"), said(first), user("more"))
+    await talk.ask(user("q"), assistant(first), user("more"))
     (segment,) = talk.session.segments()
-    one, two = talk.sampled()
+    answer, second = talk.sampled()
     expected = [
-        (talk.encode(f"{OPEN}q{CLOSE}{ANSWER}"), 0.0), (one, 1.0),
-        (talk.encode(f"{CLOSE}{OPEN}more{CLOSE}{ANSWER}"), 0.0), (two, 1.0),
+        (talk.encode(f"{OPEN}q{CLOSE}{ANSWER}"), 0.0), (answer, 1.0),
+        (talk.encode(f"{CLOSE}{OPEN}more{CLOSE}{ANSWER}"), 0.0), (second, 1.0),
     ]  # fmt: skip
     assert segment.tokenized.token_ids == [token for ids, _ in expected for token in ids]
     assert segment.tokenized.weights == [weight for ids, weight in expected for _ in ids]
@@ -125,7 +125,7 @@ async def test_what_was_sampled_is_not_tokenised_again(talk: Talk) -> None:
 
 async def test_a_rewritten_history_begins_another_sequence(talk: Talk) -> None:
     first = await talk.ask(user("q"))
-    await talk.ask(user("q"), said(first.upper() + "!"), user("more"))
+    await talk.ask(user("q"), assistant(first.upper() + "!"), user("more"))
     segments = talk.session.segments()
     trained = [segment.tokenized.weights.count(1.0) for segment in segments]
     assert trained == [8, 8]
@@ -138,7 +138,7 @@ async def test_a_rewritten_history_begins_another_sequence(talk: Talk) -> None:
 async def test_parallel_calls_are_branches_in_an_order_without_time(talk: Talk, words: tuple[str, ...]) -> None:
     first = await talk.ask(user("q"))
     for word in words:
-        await talk.ask(user("q"), said(first), user(word))
+        await talk.ask(user("q"), assistant(first), user(word))
     segments = talk.session.segments()
     assert len(segments) == 3
     # each answer is trained once: the first one in the branch that continues it, and context in the others
@@ -151,13 +151,19 @@ async def test_parallel_calls_are_branches_in_an_order_without_time(talk: Talk, 
 
 
 async def test_equal_calls_have_answers_of_their_own_and_a_repeated_request_has_the_same(talk: Talk) -> None:
-    first, second = await talk.ask(user("q")), await talk.ask(user("q"))
+    async def ids(**options: Any) -> list[Any]:
+        response = await talk.client.chat.completions.create(
+            model="any", messages=[user("q")], extra_body={"return_token_ids": True}, **options  # type: ignore[list-item]
+        )
+        return [choice.token_ids for choice in response.choices]  # type: ignore[attr-defined]
+
+    (first,), (second,) = await ids(), await ids()
     assert first != second
-    assert await talk.ask(user("q"), extra_headers={RETRY_HEADER: "1"}) == second
+    assert await ids(extra_headers={RETRY_HEADER: "1"}) == [second]
     assert [occurrence for _, _, occurrence in talk.script.asked] == [0, 1]
-    several = await talk.client.chat.completions.create(model="any", messages=[user("q")], n=2)  # type: ignore[list-item]
-    assert len({choice.message.content for choice in several.choices} | {first, second}) == 4
-    assert len(talk.session.segments()) == 4
+    third, fourth = await ids(n=2)
+    assert talk.sampled() == [first, second, third, fourth]
+    assert len({tuple(answer) for answer in talk.sampled()}) == len(talk.session.segments()) == 4
 
 
 async def test_an_answer_that_a_client_did_not_wait_for_is_that_of_its_next_call(talk: Talk) -> None:
@@ -198,9 +204,9 @@ async def test_a_text_is_continued_by_its_ids(talk: Talk) -> None:
     by_ids = talk.session.segments()[0].tokenized.token_ids
     await talk.client.completions.create(model="any", prompt=[*by_ids, *talk.encode(" end")])
     (segment,) = talk.session.segments()
-    one, two, three = talk.sampled()
+    answer, second, third = talk.sampled()
     once, then, end = talk.encode("Once"), talk.encode(" then"), talk.encode(" end")
-    assert segment.tokenized.token_ids == [*once, *one, *then, *two, *end, *three]
+    assert segment.tokenized.token_ids == [*once, *answer, *then, *second, *end, *third]
     assert segment.tokenized.weights.count(1.0) == 24
 
 
@@ -229,14 +235,14 @@ async def test_forged_and_ended_sessions_are_unknown(talk: Talk) -> None:
 
 
 async def test_limits_are_errors_that_clients_do_not_repeat(tiny_folder: Path) -> None:
-    async with talking(tiny_folder, calls=2, tokens=40) as talk:
+    async with talking(tiny_folder, calls=2) as talk:
+        prompt = len(talk.encode(f"{OPEN}{'q' * 10}{CLOSE}{ANSWER}"))
+        talk.session.limits = SessionLimits(calls=2, tokens=prompt + 3)
         with pytest.raises(openai.BadRequestError) as caught:
             await talk.ask(user("q" * 100))
         assert caught.value.code == "context_length_exceeded" and talk.session.limit_reached == "tokens"
-        prompt = len(talk.encode(f"{OPEN}{'q' * 10}{CLOSE}{ANSWER}"))
-        assert 32 < prompt < 40
         await talk.ask(user("q" * 10))
-        assert len(talk.sampled()[0]) == 40 - prompt  # what the limit leaves
+        assert len(talk.sampled()[0]) == 3  # what the limit leaves
         await talk.ask(user("r"))
         with pytest.raises(openai.BadRequestError, match="had 2 answers of at most 2") as caught:
             await talk.ask(user("s"))
@@ -250,6 +256,10 @@ async def test_rewards_are_numbers(talk: Talk) -> None:
     for wrong in ("good", {"score": 1}, [], True, {"reward": None}):
         with pytest.raises(openai.BadRequestError, match="the reward is no number"):
             await talk.client.post("/reward", body=wrong, cast_to=object)
+    async with httpx.AsyncClient() as client:
+        for body in (b"{", b"[" * 100_000):
+            assert (await client.post(f"{talk.url}/reward", content=body)).status_code == 400
+    assert talk.session.reward == [1, 0.5]
 
 
 async def test_the_models_are_the_policy_of_the_session(talk: Talk) -> None:
@@ -263,6 +273,10 @@ async def test_a_large_body_is_refused(talk: Talk) -> None:
 
 
 async def test_an_error_of_the_engine_is_kept_for_the_task(talk: Talk) -> None:
+    talk.script.error = BadSpec("token 99999")  # the prompt's
+    with pytest.raises(openai.BadRequestError, match="token 99999"):
+        await talk.ask(user("q"))
+    assert talk.session.failure is None
     talk.script.error = EngineBusy("no room")
     with pytest.raises(openai.InternalServerError, match="no room"):
         await talk.ask(user("q"))

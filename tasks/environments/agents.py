@@ -32,7 +32,7 @@ MAX_OUTPUT = 64 << 10
 """Bytes of an agent's output that are kept, from its end."""
 SHOWN_OUTPUT = 500
 """Characters of the output that an error shows."""
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.05
 """Seconds between two looks at the time and the session of a running agent."""
 CLOSE_SECONDS = 2.0
 """Seconds in which the output of a killed agent must end."""
@@ -77,6 +77,7 @@ class AgentAttempt:
             await asyncio.wait(readers, timeout=CLOSE_SECONDS)
             for reader in readers:
                 reader.cancel()
+            process._transport.close()  # type: ignore[attr-defined]  # the streams have no method that closes them
         if self.session.failure is not None:
             raise self.session.failure
         return self._result(process.returncode, in_time=in_time)
@@ -107,16 +108,13 @@ class AgentAttempt:
     async def _wait(self, process: Process) -> bool:
         """Waits until the process ends. False: the time is over, or the session has failed."""
         started = monotonic()
-        ended = asyncio.create_task(process.wait())
-        try:
-            while not ended.done():
-                left = self.seconds - (monotonic() - started - self.session.seconds_waited)
-                if left <= 0 or self.session.failure is not None:
-                    return False
-                await asyncio.wait({ended}, timeout=min(left, POLL_SECONDS))
-            return True
-        finally:
-            ended.cancel()
+        # Not by `process.wait`, which also waits until every process that inherited the output has ended.
+        while process.returncode is None:
+            spent = monotonic() - started - self.session.seconds_waited
+            if spent >= self.seconds or self.session.failure is not None:
+                return False
+            await asyncio.sleep(POLL_SECONDS)
+        return True
 
     def _result(self, status: int | None, *, in_time: bool) -> tuple[AgentEnding, float | None]:
         """What the end of the process means."""
@@ -172,4 +170,5 @@ async def _kill_group(process: Process) -> None:
     # The process is the leader of its own session, so its id is that of the process group.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+    while process.returncode is None:
+        await asyncio.sleep(POLL_SECONDS)

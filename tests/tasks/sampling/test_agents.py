@@ -127,6 +127,17 @@ async def test_the_time_limit_kills_the_whole_process_group(
     wait_until(lambda: not alive(int(note.read_text())))
 
 
+async def test_a_process_that_an_agent_leaves_behind_is_killed(
+    calls: TaskCalls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "grandchild"
+    monkeypatch.setenv("GRANDCHILD", str(note))
+    agent = agent_spec(command=(*PLAIN.agent.command, "leave"))
+    (row,) = await rows_of(calls, AgentPlan(agent=agent, seconds=60))
+    assert (row["status"], row["ending"]) == ("ok", "agent")  # although the output is held open
+    wait_until(lambda: not alive(int(note.read_text())))
+
+
 async def test_branches_are_segments_of_one_trajectory(calls: TaskCalls) -> None:
     rows = pandas.DataFrame(await rows_of(calls, plan_of("branches")))
     assert rows["segment"].tolist() == [0, 1, 2, 3] and rows["first_turn"].tolist() == [0, 1, 3, 4]

@@ -34,7 +34,7 @@ from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec
 from tasks.load import load_prompts
 from tasks.loggers.base import Table
-from tasks.plans import EpisodePlan, EvaluationPlan, Grading, PromptShard
+from tasks.plans import AgentPlan, EpisodePlan, EvaluationPlan, Grading, PromptShard
 from tasks.reports.flow_run_page import sample_rows
 
 
@@ -227,8 +227,9 @@ class EnvironmentValidation:
     """The mean reward of the policy's episodes that begin with held-out prompts."""
 
     dataset: Sequence[StringThread] | LoadedDataset
-    episodes: EpisodePlan
-    """The environment and the limits of an episode. Those of a training class are `ENVGRPO(...).episodes`."""
+    episodes: EpisodePlan | AgentPlan
+    """The environment or the agent, and the limits of an episode. Those of a training class are
+    `ENVGRPO(...).episodes`."""
     cadence: Cadence = EVERY_FIFTH
     sampling: SamplingParams | None = None
     """How answers are sampled. None: as for training, but greedy."""

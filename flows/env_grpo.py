@@ -23,17 +23,17 @@ from flows.training.rollout_sources import Episodes, without_episode_limits
 from tasks.datasets.load import LoadedDataset
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec
-from tasks.plans import EpisodePlan
+from tasks.plans import AgentPlan, EpisodePlan
 
 
 @accept_aliases()
 class ENVGRPO(GRPO):
     """Trains `model` in place on episodes that begin with the prompts of `dataset`. `samples_*` count episodes.
 
-    `environment_factory`: an EnvironmentFactory (in-process), or the spec of an importable one. Sampling follows the
-    model's view; `max_gen_len` bounds one answer. The other arguments are those of
-    flows.training.options.EpisodeOptions: GRPO's, and the limits of an episode (tasks.plans.EpisodePlan).
-    Their defaults are in flows.configs.environments.
+    `environment_factory`: an EnvironmentFactory (in-process), the spec of an importable one, or an AgentPlan: a program
+    that plays the episodes by calling the policy (tasks.environments.agents). Sampling follows the model's view;
+    `max_gen_len` bounds one answer. The other arguments are those of flows.training.options.EpisodeOptions: GRPO's, and
+    the limits of an episode (tasks.plans.EpisodePlan). Their defaults are in flows.configs.environments.
     """
 
     stage = "env_grpo"
@@ -45,7 +45,7 @@ class ENVGRPO(GRPO):
         self,
         dataset: list[StringThread] | LoadedDataset,
         model: TrainingModel,
-        environment_factory: EnvironmentFactory | EnvironmentSpec | EpisodePlan,
+        environment_factory: EnvironmentFactory | EnvironmentSpec | EpisodePlan | AgentPlan,
         *,
         max_num_grpo_steps: int | None = None,
         **options: Unpack[EpisodeOptions],

@@ -23,7 +23,7 @@ from flows.training.rollout_flow import train_on_rollouts
 from tasks.datasets.load import LoadedDataset
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec
-from tasks.plans import EpisodePlan
+from tasks.plans import AgentPlan, EpisodePlan
 
 
 @accept_aliases()
@@ -44,7 +44,7 @@ class ENVGSPO(ENVGRPO):
         self,
         dataset: list[StringThread] | LoadedDataset,
         model: TrainingModel,
-        environment_factory: EnvironmentFactory | EnvironmentSpec | EpisodePlan,
+        environment_factory: EnvironmentFactory | EnvironmentSpec | EpisodePlan | AgentPlan,
         *,
         max_num_gspo_steps: int | None = None,
         **options: Unpack[EpisodeOptions],

@@ -24,7 +24,7 @@ from flows.training.rollout_sources import Episodes, without_episode_limits
 from tasks.datasets.load import LoadedDataset
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec
-from tasks.plans import EpisodePlan
+from tasks.plans import AgentPlan, EpisodePlan
 
 
 @accept_aliases(also=PPO_ALIASES)
@@ -46,7 +46,7 @@ class ENVPPO(PPO):
         dataset: list[StringThread] | LoadedDataset,
         model: TrainingModel,
         value_model: TrainingModel,
-        environment_factory: EnvironmentFactory | EnvironmentSpec | EpisodePlan,
+        environment_factory: EnvironmentFactory | EnvironmentSpec | EpisodePlan | AgentPlan,
         *,
         max_num_ppo_steps: int | None = None,
         **options: Unpack[EpisodePPOOptions],

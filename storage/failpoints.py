@@ -22,6 +22,7 @@ FAILPOINTS: frozenset[str] = frozenset(
         "rollout.after_manifest",
         "segment.committed",
         "trajectory.turn",
+        "trajectory.call",
         "grade.after_data",
         "batch.after_data",
         # a gradient step

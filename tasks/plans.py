@@ -12,7 +12,7 @@ from storage.chain.records import PolicyRef, StepOldLogprobs
 from storage.serialization import Frozen, canonical_json, digest
 from storage.store.artifacts import ArtifactRef
 from tasks.batches.advantages import BATCH_ESTIMATORS, DECOUPLED, PASS_AT_K, Overlong, RewardKL, TokenSelection
-from tasks.environments.spec import EnvironmentSpec
+from tasks.environments.spec import AgentSpec, EnvironmentSpec
 from tasks.graders.spec import GraderSpec
 
 Truncation = Literal["error", "left", "right", "drop"]
@@ -113,6 +113,26 @@ def check_pass_k(estimator: str, pass_k: int | None) -> None:
         )
 
 
+class AgentPlan(Frozen):
+    """The agent of a run, with the limits of an episode."""
+
+    agent: AgentSpec
+    max_calls: int = Field(32, ge=1)
+    """Answers per episode."""
+    max_tokens: int | None = Field(None, ge=2)
+    """Tokens of a prompt and its answer. None: the model's context."""
+    seconds: float = Field(600.0, gt=0)
+    """Seconds that the agent may take in an episode, without those in which it waits for answers."""
+    memory_mib: int | None = Field(None, ge=64)
+    """Address space of each process of the agent, in MiB. None: no limit."""
+    retries: int = Field(1, ge=0)
+    """How often an agent that fails is started again."""
+    concurrency: int = Field(16, ge=1)
+    """Agents that run at the same time."""
+    max_masked_fraction: float = Field(0.2, ge=0, le=1)
+    """The run fails if a larger fraction of a shard's episodes could not be played."""
+
+
 class BatchPlan(Frozen):
     """Settings of an RL batch: how rewards become advantages, and which logprobs its rows have."""
 
@@ -209,7 +229,7 @@ class EvaluationPlan(Frozen):
 
     prompts: PromptShard
     sampling: SamplingParams
-    source: Grading | EpisodePlan
+    source: Grading | EpisodePlan | AgentPlan
     label: str = "held-out"
     """Name for readers. It is not part of the artifact's key."""
 
@@ -219,6 +239,6 @@ class EvaluationPlan(Frozen):
         if isinstance(self.source, Grading):
             body["grading"] = self.source.model_dump(mode="json", exclude={"grader": {"workers"}})
         else:
-            no_effect = {"reaction_seconds", "concurrency", "max_masked_fraction"}
+            no_effect = {"reaction_seconds", "retries", "concurrency", "max_masked_fraction"}
             body["episodes"] = self.source.model_dump(mode="json", exclude=no_effect)
         return f"{policy.step:06d}-{digest(canonical_json(body))[:12]}"

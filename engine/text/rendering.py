@@ -142,6 +142,19 @@ class Renderer:
             )
         return TokenizedThread((*tokenized.turns, turn), tokenized.metadata, tokenized.tools)
 
+    def extended(self, tokenized: TokenizedThread, turns: Sequence[Turn]) -> TokenizedThread | None:
+        """Returns the thread with the turns appended and the opening of the assistant's next turn. Its ids do not
+        change: those of sampled turns stay the sampler's.
+
+        None if the chat template renders earlier turns differently once more turns follow.
+        """
+        try:
+            for role, content in turns:
+                tokenized = self.append(tokenized, role, content)
+            return self.prompt(tokenized)
+        except TemplateNotPrefixStable:
+            return None
+
     # -- sampled ids -------------------------------------------------------------------------------------------
 
     def with_completion(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Never, Self
 
 from pydantic import JsonValue, model_serializer
@@ -266,6 +266,11 @@ class TokenizedThread:
             sampled_mask = loss_mask[turn.header :]
             logprobs += [value for value, trained in zip(turn.logprobs, sampled_mask, strict=True) if trained]
         return logprobs
+
+    def with_context(self, turns: int) -> TokenizedThread:
+        """Returns the thread with its first `turns` turns as context, which is not trained. No id changes."""
+        context = [replace(turn, weights=(0.0,) * len(turn.weights)) for turn in self.turns[:turns]]
+        return TokenizedThread((*context, *self.turns[turns:]), self.metadata)
 
     def len_last_turn(self) -> int:
         """Returns the number of tokens of the last turn, without the template's header.

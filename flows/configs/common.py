@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 from flows.configs.inputs import DataConfig, GraderConfig, ModelConfig, PromptDataConfig
 
 SEMANTIC = (
-    "model", "value_model", "teacher", "data", "grader", "environment", "sampling", "algorithm", "credit",
+    "model", "value_model", "teacher", "data", "grader", "environment", "agent", "sampling", "algorithm", "credit",
     "regularisation", "rules", "optimizer", "seed",
 )  # fmt: skip
 
@@ -230,6 +230,7 @@ class FlowConfig(FormConfig):
         for name in limits:
             body.get("grader", {}).pop(name, None)
             body.get("environment", {}).pop(name, None)
+            body.get("agent", {}).pop(name, None)
         # when a run is given up, or ends
         rules = body.get("rules", {})
         for name in ("max_skipped_steps", "max_idle_steps", *ENDING_RULES):

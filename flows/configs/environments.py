@@ -28,7 +28,8 @@ from flows.configs.reinforcement import (
     check_weight_updates,
 )
 from storage.serialization import Coefficient, Divisor, Frozen, Positive, default_of
-from tasks.plans import EpisodePlan, WeightUpdates
+from tasks.environments.spec import check_agent
+from tasks.plans import AgentPlan, EpisodePlan, WeightUpdates
 
 
 class EnvironmentConfig(Frozen):
@@ -54,6 +55,37 @@ class EnvironmentConfig(Frozen):
     """Number of environments that react at the same time."""
     max_masked_fraction: float = Field(default_of(EpisodePlan, "max_masked_fraction"), ge=0, le=1)
     """Largest fraction of a shard's episodes that may fail. The run fails above it."""
+
+
+class AgentConfig(Frozen):
+    """The agent that plays the episodes by calling the policy, and the limits of an episode."""
+
+    path: str | None = Field(None, title="Import path", pattern=import_paths.PATTERN)
+    """Import path of the agent, `package.module:name`: an async function of the task and a client of the openai package
+    that returns the reward. None: the agent is a command."""
+    command: tuple[str, ...] = ()
+    """Program and arguments of the agent. It reads the task as JSON from its standard input, calls OPENAI_BASE_URL, and
+    prints its reward as JSON in its last line. Empty: the agent is a function."""
+    max_calls: int = Field(default_of(AgentPlan, "max_calls"), ge=1)
+    """Largest number of the policy's answers in an episode."""
+    max_tokens: int | None = Field(None, ge=2)
+    """Longest prompt and answer together, in tokens. None: the model's context."""
+    seconds: float = Field(default_of(AgentPlan, "seconds"), gt=0)
+    """Time limit of an episode, in seconds, without the time in which the agent waits for answers. A run in which this
+    limit acts cannot be repeated byte by byte."""
+    memory_mib: int | None = Field(None, title="Memory in MiB", ge=64)
+    """Largest address space of each process of the agent, in MiB. None: no limit."""
+    retries: int = Field(default_of(AgentPlan, "retries"), ge=0)
+    """How often an agent that fails is started again, before its episode is masked."""
+    concurrency: int = Field(default_of(AgentPlan, "concurrency"), ge=1)
+    """Number of agents that run at the same time."""
+    max_masked_fraction: float = Field(default_of(AgentPlan, "max_masked_fraction"), ge=0, le=1)
+    """Largest fraction of a shard's episodes that may fail. The run fails above it."""
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        check_agent(self.path, self.command)
+        return self
 
 
 class EnvironmentDataConfig(PromptDataConfig):
@@ -91,7 +123,7 @@ class EpisodeRegularisation(Regularisation):
 
     norm_constant: Divisor | None = None
     """Tokens per episode that loss_norm=constant divides by. None: sampling.max_new_tokens times
-    environment.max_turns."""
+    environment.max_turns or agent.max_calls."""
     kl_in: Literal["loss"] = "loss"
     """Where the KL term is. In environments it is in the loss, because rewards belong to turns."""
     kl_horizon: Positive = default_of(Regularisation, "kl_horizon")
@@ -125,7 +157,10 @@ class ENVGRPOConfig(RolloutConfig):
     flow: ClassVar[str] = "env_grpo"
 
     data: EnvironmentDataConfig
-    environment: EnvironmentConfig
+    environment: EnvironmentConfig | None = Field(None, exclude_if=lambda value: value is None)
+    """The environment that plays the episodes. None: an agent does."""
+    agent: AgentConfig | None = Field(None, exclude_if=lambda value: value is None)
+    """The agent that plays the episodes. None: an environment does."""
     sampling: SamplingParams = default_of(GRPOConfig, "sampling")
     algorithm: ENVGRPOAlgorithm = ENVGRPOAlgorithm()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -140,7 +175,27 @@ class ENVGRPOConfig(RolloutConfig):
     @property
     def longest_rollout(self) -> int:
         # every turn may have a completion of the maximum length
-        return self.environment.max_turns * self.sampling.max_new_tokens
+        return self.most_turns * self.sampling.max_new_tokens
+
+    @property
+    def most_turns(self) -> int:
+        """The largest number of answers in an episode."""
+        if self.agent is not None:
+            return self.agent.max_calls
+        assert self.environment is not None  # one of both is given
+        return self.environment.max_turns
+
+    @model_validator(mode="after")
+    def _is_played_by_one(self) -> Self:
+        if (self.environment is None) == (self.agent is None):
+            number = "both" if self.agent else "neither"
+            raise ValueError(f"episodes are played by an environment or by an agent, and {number} was given; give one")
+        if self.agent is not None and self.data.max_prompt_tokens is not None:
+            raise ValueError(
+                f"data.max_prompt_tokens={self.data.max_prompt_tokens}: an agent writes its prompts itself; leave it "
+                "out, and limit them by agent.max_tokens"
+            )
+        return self
 
 
 class ENVGSPOConfig(ENVGRPOConfig):

@@ -50,7 +50,7 @@ WORDS = {
 }
 """Words with a special spelling in titles. A word in capitals stays as it is."""
 FLOW_FIELDS_SHOWN = frozenset({
-    "run", "seed", "model", "data", "environment", "sampling", "algorithm", "sft", "gspo", "optimizer",
+    "run", "seed", "model", "data", "environment", "agent", "sampling", "algorithm", "sft", "gspo", "optimizer",
 })  # fmt: skip
 """Fields of a flow's config that a form shows unfolded, although they have a default."""
 GROUP_FIELDS_SHOWN = frozenset({

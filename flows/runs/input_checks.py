@@ -16,7 +16,7 @@ from engine.models.hub import check_hub_model, hub_repo_of_key
 from engine.models.openai_model import SCHEME
 from flows.configs.common import TrainingConfig
 from flows.configs.distill import TeacherConfig
-from flows.configs.environments import EnvironmentConfig
+from flows.configs.environments import AgentConfig, EnvironmentConfig
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.inputs import GraderConfig, ModelConfig
 from flows.configs.optimizer import OptimizerConfig
@@ -31,10 +31,10 @@ from storage.registry.hub import HubError, HubRepo, resolve_commit, with_commit_
 from storage.store.objects import ObjectStore
 from tasks.datasets.errors import DatasetError
 from tasks.datasets.spec import DeclaredDataset, MixtureDataset
-from tasks.environments.spec import EnvironmentSpecError, environment_spec
+from tasks.environments.spec import EnvironmentSpecError, agent_spec, environment_spec
 from tasks.graders.spec import GraderSpecError, grader_spec
 
-IMPORTED = (GraderConfig, EnvironmentConfig, Grader)
+IMPORTED = (GraderConfig, EnvironmentConfig, AgentConfig, Grader)
 """Parts that name code, besides datasets."""
 INPUTS = (Model, DeclaredDataset, *IMPORTED)
 """Parts of configs that name something outside of the config, besides ModelConfig and TeacherConfig."""
@@ -145,6 +145,8 @@ def _check(spec: Any, store: ObjectStore, commits: Mapping[str, str]) -> None:
             spec.build()
         case EnvironmentConfig():
             environment_spec(spec.path, spec.arguments)
+        case AgentConfig():
+            agent_spec(spec.path, spec.command)
 
 
 def _check_model(key: str, store: ObjectStore, commits: Mapping[str, str]) -> None:

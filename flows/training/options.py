@@ -44,7 +44,16 @@ from tasks.batches.advantages import ESTIMATORS
 from tasks.batches.truncation import Cut
 from tasks.environments.base import EnvironmentFactory
 from tasks.environments.spec import EnvironmentSpec, in_process_spec
-from tasks.plans import AdvantageEstimator, EpisodePlan, KeepKind, Returns, RoundStart, Truncation, WeightUpdates
+from tasks.plans import (
+    AdvantageEstimator,
+    AgentPlan,
+    EpisodePlan,
+    KeepKind,
+    Returns,
+    RoundStart,
+    Truncation,
+    WeightUpdates,
+)
 
 Config = TypeVar("Config", bound=Frozen)
 
@@ -287,10 +296,15 @@ def read_options(
 
 
 def episode_plan(
-    environment: EnvironmentFactory | EnvironmentSpec | EpisodePlan, options: EpisodeLimits
-) -> EpisodePlan:
-    """The environment, and the limits of its episodes that the options give."""
+    environment: EnvironmentFactory | EnvironmentSpec | EpisodePlan | AgentPlan, options: EpisodeLimits
+) -> EpisodePlan | AgentPlan:
+    """The environment, and the limits of its episodes that the options give; or the agent with its own limits. Raises
+    ValueError for limits of an environment that are given with an agent."""
     limits = {name: value for name, value in options.items() if name in EpisodeLimits.__annotations__}
+    if isinstance(environment, AgentPlan):
+        if limits:
+            raise ValueError(f"{sorted(limits)} limit episodes with an environment; give the limits in the AgentPlan")
+        return environment
     if isinstance(environment, EpisodePlan):
         return EpisodePlan.model_validate(dict(environment) | limits)
     # a factory exists in this process only, so the spec says that

@@ -16,10 +16,10 @@ from flows.training.arguments import grading_of
 from flows.training.options import EpisodeLimits
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
-from tasks.environments.spec import environment_spec
+from tasks.environments.spec import agent_spec, environment_spec
 from tasks.graders.base import BaseGrader
 from tasks.graders.spec import GraderSpec, grader_spec
-from tasks.plans import EpisodePlan, Grading, PromptShard
+from tasks.plans import AgentPlan, EpisodePlan, Grading, PromptShard
 from tasks.sampling.completions import generate_rollouts
 from tasks.sampling.episodes import play_episodes
 from tasks.sampling.grading import grade_rollouts
@@ -35,8 +35,8 @@ class RolloutSource(Protocol):
     """Whether a step in which no rollout got a grade samples its prompts once more."""
 
     @property
-    def plan(self) -> Grading | EpisodePlan:
-        """The grader or the environment, with its limits."""
+    def plan(self) -> Grading | EpisodePlan | AgentPlan:
+        """The grader, the environment or the agent, with its limits."""
         ...
 
     def arguments(self) -> dict[str, Any]:
@@ -79,10 +79,11 @@ class Completions:
 
 @dataclass(frozen=True)
 class Episodes:
-    """Episodes that begin with the prompts, in an environment that grades their turns as they are played."""
+    """Episodes that begin with the prompts, in an environment that grades their turns as they are played, or played and
+    graded by an agent."""
 
-    plan: EpisodePlan
-    # the environment writes the prompt
+    plan: EpisodePlan | AgentPlan
+    # the environment or the agent writes the prompt
     prompts_are_rows: ClassVar[bool] = False
     samples_again: ClassVar[bool] = False
 
@@ -109,7 +110,11 @@ def source_of_config(config: GRPOConfig | ENVGRPOConfig) -> RolloutSource:
     created."""
     if isinstance(config, GRPOConfig):
         return Completions.of_config(config.grader)
+    if config.agent is not None:
+        limits = config.agent.model_dump(exclude={"path", "command"})
+        return Episodes(AgentPlan(agent=agent_spec(config.agent.path, config.agent.command), **limits))
     environment = config.environment
+    assert environment is not None  # the config has one of both
     limits = environment.model_dump(exclude={"path", "arguments"})
     return Episodes(EpisodePlan(environment=environment_spec(environment.path, environment.arguments), **limits))
 

@@ -37,6 +37,7 @@ _STANDALONE = re.compile(
     rf"|runs/.+/(?:{_OF_RUN}"
     r"|leases/(?:\d{6,}(?:\.released)?|deleting)\.json"
     r"|loops/\d{6,}/\d{6,}\.json|datasets/[^/]+\.json|stages/[^/]+/(?:stage\.json"
+    r"|steps/\d{6,}/calls-\d{5,}/call-[0-9a-f]{64}\.json"
     r"|metrics/\d{6,}\.json|logged/[^/]+\.json|chains/[^/]+/(?:root|(?:rebases/)?\d{6,})\.json"
     r"|checkpoints/[^/]+/\d{6,}/name\.json))",
     re.ASCII,

@@ -51,6 +51,7 @@ _CHECKPOINT = re.compile(r".*/checkpoints/[^/]+/(\d{6,})/manifest\.json", re.ASC
 _CHAIN_OBJECT = re.compile(r"runs/.*/stages/([^/]+)/chains/([^/]+)/(?:root|\d{6,})\.json", re.ASCII)
 _CHECKPOINT_KEY = re.compile(r"runs/(.+)/stages/([^/]+)/checkpoints/([^/]+)/\d{6,}", re.ASCII)
 _SEGMENT = re.compile(r"runs/.+/stages/[^/]+/steps/\d{6,}/segments-\d{5,}/\d{5,}", re.ASCII)
+_ROLLOUTS = re.compile(r"runs/.+/stages/[^/]+/steps/\d{6,}/rollouts/\d{5,}", re.ASCII)
 _ALIAS = re.compile(r"models/([^/]+)/aliases/([^/]+)/\d{6,}\.json", re.ASCII)
 _INDEXED = "@run.json"
 _INDEX_RUN = re.compile(r"index/(?:runs|chains)/([^/]+(?:/[^/]+)?)@run\.json", re.ASCII)
@@ -315,6 +316,22 @@ def segment_of(rollouts: str, number: int) -> str:
 def is_segment(key: str) -> bool:
     """Whether this is the logical key of a segment."""
     return _SEGMENT.fullmatch(key) is not None
+
+
+def is_rollouts(key: str) -> bool:
+    """Whether this is the logical key of the rollouts of a shard."""
+    return _ROLLOUTS.fullmatch(key) is not None
+
+
+def calls_prefix(rollouts: str) -> str:
+    """Prefix of the records of an agent's calls of the shard whose rollouts have this key."""
+    step, _, shard = rollouts.rpartition("/rollouts/")
+    return f"{step}/calls-{shard}/"
+
+
+def agent_call(rollouts: str, digest: str) -> str:
+    """Key of the record of one answered call. `digest` is that of its session, its content and its occurrence."""
+    return f"{calls_prefix(rollouts)}call-{_validate_sha256(digest)}.json"
 
 
 def step_metrics(run: str, stage: str, step: int) -> str:

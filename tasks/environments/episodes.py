@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from engine.errors import SampleTooLong, TemplateNotPrefixStable, TextError
+from engine.errors import SampleTooLong, TextError
 from engine.protocol import Completion, StopReason
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread, TokenizedThread
@@ -22,7 +22,9 @@ from tasks.environments.runner import EnvironmentRunner, EpisodeFailed
 from tasks.graders.base import IgnoreGradeException
 from tasks.reports.clock import timed
 
-Ending = Literal["environment", "turns", "tokens", "time", "masked", "ignored", "too_long"]
+Ending = Literal["environment", "agent", "turns", "tokens", "time", "masked", "ignored", "too_long"]
+"""What ended an episode: the environment or the agent itself, a limit, a failure (masked), a refusal to grade it
+(ignored), or a first prompt that is too long."""
 Generate = Callable[[list[list[int]], list["Episode"]], Awaitable[list[Completion]]]
 """Generates one completion for each prompt (token ids). The second argument holds the episode of each prompt."""
 
@@ -65,23 +67,19 @@ class EpisodeSegment:
 
 
 @dataclass
-class Episode:
-    """One episode. `row` is its row of the dataset, and `number` its number among the episodes of this prompt."""
+class Trajectory:
+    """The answers to one prompt, and how it ended. `row` is the prompt's row of the dataset, and `number` the number
+    among the trajectories of this prompt."""
 
     row: dict[str, Any]
     number: int
-    environment: EnvironmentRunner
     segments: list[EpisodeSegment] = field(default_factory=list)
     turn: int = 0
-    """Number of answers to which the environment has reacted."""
-    answer: Completion | None = None
-    """The last completion."""
+    """Number of answers that are complete: those to which the environment has reacted."""
     ending: Ending | None = None
     reason: str | None = None
-
-    @property
-    def current_segment(self) -> EpisodeSegment:
-        return self.segments[-1]
+    failed_attempts: int = 0
+    """How often the agent that plays it failed."""
 
     @property
     def status(self) -> str:
@@ -89,6 +87,19 @@ class Episode:
 
     def end(self, ending: Ending, reason: str | None = None) -> None:
         self.ending, self.reason = ending, reason
+
+
+@dataclass
+class Episode(Trajectory):
+    """A trajectory that is played with an environment, turn by turn."""
+
+    environment: EnvironmentRunner = field(kw_only=True)
+    answer: Completion | None = None
+    """The last completion."""
+
+    @property
+    def current_segment(self) -> EpisodeSegment:
+        return self.segments[-1]
 
 
 class EpisodePlayer:
@@ -232,11 +243,7 @@ class EpisodePlayer:
         if following.turns[:played] != thread.turns or following.tools != thread.tools:
             return None
         try:
-            for role, content in following.turns[played:]:
-                tokenized = self.renderer.append(tokenized, role, content)
-            return self.renderer.prompt(tokenized)
-        except TemplateNotPrefixStable:
-            return None
+            return self.renderer.extended(tokenized, following.turns[played:])
         except TextError as error:
             raise EpisodeFailed(f"the environment's conversation cannot be answered: {error}") from error
 

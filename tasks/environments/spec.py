@@ -1,4 +1,4 @@
-"""Declares environments by import path, arguments and a digest of their source, so that tasks can rebuild them.
+"""Declares environments and agents by import path, with a digest of their source, so that tasks can rebuild them.
 
 A task never receives a live object.
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+import shutil
+import sys
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from engine import import_paths
 from storage.serialization import Frozen
@@ -170,3 +174,76 @@ def _source_digest(path: str) -> str | None:
         return import_paths.source_digest(path)
     except import_paths.ImportPathError as error:
         raise EnvironmentSpecError(f"environment {error}") from error
+
+
+# -- agents --------------------------------------------------------------------------------------------------
+
+
+class AgentSpecError(EnvironmentSpecError):
+    """The agent cannot be started as declared. Raised before a run starts."""
+
+
+class AgentSpec(Frozen):
+    """The declaration of an agent: a function by its import path, or a command."""
+
+    path: str | None = Field(None, pattern=import_paths.PATTERN)
+    """An async function as package.module:name, which is called with the task and a client of the `openai` package."""
+    command: tuple[str, ...] = ()
+    """A program and its arguments."""
+    source_digest: str | None = None
+    """The sha256 of the module's source when the agent was declared. None: it has no import path, or no source."""
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        check_agent(self.path, self.command)
+        return self
+
+    @property
+    def words(self) -> list[str]:
+        """The command that runs the agent."""
+        if self.path is None:
+            return list(self.command)
+        return [sys.executable, "-m", "tasks.environments.agent_main", self.path]
+
+    @property
+    def name(self) -> str:
+        return self.path or " ".join(self.command)
+
+
+def check_agent(path: str | None, command: tuple[str, ...]) -> None:
+    """Raises ValueError unless exactly one of both is given."""
+    if (path is None) == (not command):
+        number = "both" if path else "neither"
+        raise ValueError(f"an agent is a function (path) or a command, and {number} was given; give one of them")
+
+
+def agent_spec(path: str | None = None, command: tuple[str, ...] = ()) -> AgentSpec:
+    """Declares an agent, with the digest of its source. Raises AgentSpecError if it cannot be started here."""
+    spec = AgentSpec(path=path, command=command)
+    if path is None:
+        if shutil.which(command[0], path=search_path()) is None:
+            raise AgentSpecError(
+                f"agent: there is no program {command[0]!r} in PATH; give the path of a program, as in "
+                "command: [python, agent.py]"
+            )
+        return spec
+    try:
+        function, source_digest = import_paths.load_object(path), import_paths.source_digest(path)
+    except import_paths.ImportPathError as error:
+        raise AgentSpecError(f"agent {error}") from error
+    if not inspect.iscoroutinefunction(function):
+        raise AgentSpecError(
+            f"agent {path!r}: given {type(function).__name__}; expected an async function run(task, client)"
+        )
+    try:
+        inspect.signature(function).bind({}, None)
+    except TypeError as error:
+        raise AgentSpecError(
+            f"agent {path!r}: given {inspect.signature(function)}; expected run(task, client): {error}"
+        ) from error
+    return spec.model_copy(update={"source_digest": source_digest})
+
+
+def search_path() -> str:
+    """PATH with the folder of this interpreter first, so that `python` is this one."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

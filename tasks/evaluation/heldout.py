@@ -19,9 +19,9 @@ from storage.store.artifacts import ArtifactRef
 from storage.store.tables import SCHEMAS, commit_table, read_rows
 from tasks.committed import commit_once
 from tasks.datasets.naming import row_name
-from tasks.environments.episodes import Episode
+from tasks.environments.episodes import Trajectory
 from tasks.evaluation.validation_curve import mean_over_prompts, means_by_source, sums_by_source, validation_entry
-from tasks.plans import EpisodePlan, EvaluationPlan, Grading
+from tasks.plans import AgentPlan, EpisodePlan, EvaluationPlan, Grading
 from tasks.reports.clock import timed
 from tasks.sampling.completions import generate_request, prompt_limit, render_prompts, rollout_table
 from tasks.sampling.episodes import play
@@ -104,7 +104,7 @@ def _by_source(graded: Rows) -> dict[str, float | None]:
 
 
 async def _episodes(
-    workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan, episode_plan: EpisodePlan, key: str
+    workspace: Workspace, policy: PolicyRef, plan: EvaluationPlan, episode_plan: EpisodePlan | AgentPlan, key: str
 ) -> Rows:
     """The table rows of episodes that begin with the prompts. A prompt that is too long has no episode, and no row."""
     episodes = await play(
@@ -114,7 +114,7 @@ async def _episodes(
     return [row_of_episode(renderer, episode) for episode in episodes if episode.ending != "too_long"]
 
 
-def row_of_episode(renderer: Renderer, episode: Episode) -> dict[str, object]:
+def row_of_episode(renderer: Renderer, episode: Trajectory) -> dict[str, object]:
     """The table row of an episode. Its text is the conversation after the dataset's prompt."""
     # Join the segments. A later one begins with the conversation as the environment rewrote it: what it shares with the
     # segment before is not repeated.

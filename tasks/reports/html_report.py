@@ -133,6 +133,8 @@ _MEASURES: tuple[tuple[str, str, Callable[[StepMetrics], float | None]], ...] = 
     ("Groups of equal rewards", "share of the groups", lambda step: step.equal_groups),
     ("Cut completions", "share that ended at max_new_tokens", lambda step: step.truncated),
     ("Turns", "answers per episode", lambda step: step.turns_mean),
+    ("Segments", "sequences per episode of an agent", lambda step: step.segments_mean),
+    ("Failed attempts", "per episode of an agent", lambda step: step.failed_attempts_mean),
     ("Clipped tokens", "share of the tokens", lambda step: step.clip_fraction),
     (
         "Gap between sampler and trainer",

@@ -87,6 +87,10 @@ class StepMetrics(Frozen):
     """Share of the completions that ended at max_new_tokens, or of the episodes with such an answer."""
     turns_mean: float | None = Field(None, exclude_if=lambda turns: turns is None)
     """Answers per episode."""
+    segments_mean: float | None = Field(None, exclude_if=lambda segments: segments is None)
+    """Segments per episode of an agent: 1, and one more for each rewritten conversation and each branch."""
+    failed_attempts_mean: float | None = Field(None, exclude_if=lambda attempts: attempts is None)
+    """Failed attempts per episode of an agent."""
     clip_fraction: float | None = Field(None, exclude_if=lambda fraction: fraction is None)
     """Fraction of the tokens whose ratio was clipped, in the mean over the updates."""
     logprob_gap: float | None = None

@@ -80,6 +80,8 @@ def measure_step(
         entropy=_entropy(shards),
         truncated=_per_completion([shard.truncated for shard in shards], completions),
         turns_mean=_per_completion([shard.turns for shard in shards], completions),
+        segments_mean=_per_completion([shard.segments for shard in shards], completions),
+        failed_attempts_mean=_per_completion([shard.failed_attempts for shard in shards], completions),
         clip_fraction=record.metrics.get("clip_fraction_mean"),
         skipped=bool(rollouts) and record.request.batch.rows == 0,
         logprob_gap=record.metrics.get("logprob_gap_mean", gap),
@@ -208,6 +210,10 @@ class _ShardCounts(NamedTuple):
     """The sum of the logprobs of all sampled tokens."""
     turns: int | None
     """Answers of all episodes. None for completions."""
+    segments: int | None
+    """Segments of all episodes. This and the next: None unless agents played them."""
+    failed_attempts: int | None
+    """Attempts of agents that failed."""
 
 
 def _shard_counts(store: ObjectStore, rollouts: ArtifactRef) -> _ShardCounts:
@@ -228,6 +234,8 @@ def _shard_counts(store: ObjectStore, rollouts: ArtifactRef) -> _ShardCounts:
         truncated=extra.get("truncated"),  # type: ignore[arg-type]
         logprob_sum=extra.get("logprob_sum"),  # type: ignore[arg-type]
         turns=extra.get("turns"),  # type: ignore[arg-type]
+        segments=extra.get("segments"),  # type: ignore[arg-type]
+        failed_attempts=extra.get("failed_attempts"),  # type: ignore[arg-type]
     )
 
 

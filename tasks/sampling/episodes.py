@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
@@ -21,16 +22,17 @@ from storage.chain.records import PolicyRef
 from storage.failpoints import failpoint
 from storage.store import keys
 from storage.store.artifacts import ArtifactRef
+from storage.store.objects import ObjectStore
 from storage.store.tables import commit_table, read_rows, table_schema
 from storage.worklog import log_work
 from tasks.batches.truncation import shortest
 from tasks.committed import commit_once
 from tasks.datasets.naming import row_name
 from tasks.environments.base import EnvironmentFactory
-from tasks.environments.episodes import Episode, EpisodeLimits, EpisodePlayer, EpisodeSegment
+from tasks.environments.episodes import Episode, EpisodeLimits, EpisodePlayer, EpisodeSegment, Trajectory
 from tasks.environments.runner import EnvironmentRunner
 from tasks.environments.spec import EnvironmentSpec, build
-from tasks.plans import EpisodePlan, PromptShard, TooManyMasked
+from tasks.plans import AgentPlan, EpisodePlan, PromptShard, TooManyMasked
 from tasks.reports.clock import timed
 from tasks.sampling.segments import InFlightSampler
 from tasks.task_runs import durable_task
@@ -50,7 +52,7 @@ async def play_episodes(
     policy: PolicyRef,
     shard: PromptShard,
     sampling: SamplingParams,
-    plan: EpisodePlan,
+    plan: EpisodePlan | AgentPlan,
     *,
     step: int,
 ) -> ArtifactRef:
@@ -74,7 +76,7 @@ async def _play_shard(
     policy: PolicyRef,
     shard: PromptShard,
     sampling: SamplingParams,
-    plan: EpisodePlan,
+    plan: EpisodePlan | AgentPlan,
     key: str,
     step: int,
 ) -> ArtifactRef:
@@ -91,12 +93,15 @@ async def _play_shard(
     played = [episode for episode in episodes if episode.ending != "too_long"]
     store = workspace.open_store()
     parents, counts = [policy.uri, shard.dataset.uri], _counts(episodes, played)
+    if isinstance(plan, AgentPlan):
+        counts["segments"] = sum(len(episode.segments) for episode in played)
+        counts["failed_attempts"] = sum(episode.failed_attempts for episode in played)
     if in_flight is not None:
         tokens_by_policy = in_flight.tokens_by_policy
         counts |= {"policies": dict(tokens_by_policy), "min_new_tokens": sampling.min_new_tokens}
         parents += [uri for uri in tokens_by_policy if uri != policy.uri]
     with timed("storage"):
-        return commit_table(
+        table = commit_table(
             store,
             key,
             episode_table(renderer_of(store, shard.base), policy, played, in_flight=in_flight is not None),
@@ -105,6 +110,16 @@ async def _play_shard(
             provenance=workspace.provenance,
             extra=counts,
         )
+        # A run has too many calls to keep. A kill before this line leaves those of one shard behind.
+        if isinstance(plan, AgentPlan):
+            await asyncio.to_thread(_forget_calls, store, key)
+    return table
+
+
+def _forget_calls(store: ObjectStore, rollouts: str) -> None:
+    """Deletes the records of an agent's calls, whose tokens the committed table has."""
+    for info in store.list(keys.calls_prefix(rollouts)):
+        store.delete(info.key)
 
 
 async def play(
@@ -112,13 +127,13 @@ async def play(
     policy: PolicyRef,
     shard: PromptShard,
     sampling: SamplingParams,
-    plan: EpisodePlan,
+    plan: EpisodePlan | AgentPlan,
     *,
     seeds: tuple[str | int, ...],
     where: str,
     in_flight: InFlightSampler | None = None,
-) -> list[Episode]:
-    """Plays the shard's episodes to their ends, with one engine batch per turn.
+) -> Sequence[Trajectory]:
+    """Plays the shard's episodes to their ends: with an environment in one engine batch per turn, or by agents.
 
     Args:
         seeds: what distinguishes these episodes from those of other steps. The seed of an answer follows from it, the
@@ -131,11 +146,39 @@ async def play(
         BadSpec: max_new_tokens leaves no room for a prompt, or truncation is left or right.
         SampleTooLong: a first prompt is too long, and truncation is error.
     """
-    # Read the prompts and create an episode for each completion.
+    # Read the prompts.
     store = workspace.open_store()
     with timed("storage"):
         rows = read_rows(store, shard.dataset, shard.rows)
-    episodes = _episodes(workspace, shard, plan, rows, seeds)
+    played: Sequence[Trajectory]
+    if isinstance(plan, AgentPlan):
+        # It imports a web server, which other runs do not need.
+        from tasks.sampling.agents import AgentRunner
+
+        played = [Trajectory(row, number) for row, number in _numbered(shard, rows)]
+        rollouts = where if keys.is_rollouts(where) else None
+        runner = AgentRunner(
+            workspace, policy, shard, sampling, plan, seeds=seeds, rollouts=rollouts, in_flight=in_flight
+        )
+        await runner.play(played)
+    else:
+        played = await _play_environments(workspace, policy, shard, sampling, plan, rows, seeds, in_flight)
+    check_masked(played, plan, where=where)
+    return played
+
+
+async def _play_environments(
+    workspace: Workspace,
+    policy: PolicyRef,
+    shard: PromptShard,
+    sampling: SamplingParams,
+    plan: EpisodePlan,
+    rows: list[dict[str, Any]],
+    seeds: tuple[str | int, ...],
+    in_flight: InFlightSampler | None,
+) -> list[Episode]:
+    """Creates an episode for each completion, and plays them with their environments."""
+    store, episodes = workspace.open_store(), _episodes(workspace, shard, plan, rows, seeds)
 
     # The player calls this once per turn, with the prompts of all episodes that have not ended.
     async def generate(prompts: list[list[int]], live: list[Episode]) -> list[Completion]:
@@ -153,12 +196,11 @@ async def play(
             episode.current_segment.policy_tokens += answer.lengths
         return [answer.completion() for answer in answers]
 
-    # Play all episodes, and refuse a shard in which too many failed.
+    # Play all episodes.
     limits = _limits(workspace, shard, sampling, plan)
     name_row = partial(row_name, store, shard.dataset)
     player = EpisodePlayer(renderer_of(store, shard.base), limits, concurrency=plan.concurrency, name_row=name_row)
     await player.play(episodes, generate)
-    check_masked(episodes, plan, where=where)
     return episodes
 
 
@@ -171,14 +213,21 @@ def _episodes(
 ) -> list[Episode]:
     """New episodes with their environments, `shard.completions` per prompt."""
     factory = _factory(plan.environment.model_dump_json())
-    repetitions = shard.repetitions or (0,) * len(rows)
     episodes = []
-    for row, times in zip(rows, repetitions, strict=True):
-        for number in range(times * shard.completions, (times + 1) * shard.completions):
-            seed = workspace.seed_for("environment", *seeds, row["id"], number)
-            environment = EnvironmentRunner(factory, seed=seed, seconds=plan.reaction_seconds)
-            episodes.append(Episode(row, number, environment))
+    for row, number in _numbered(shard, rows):
+        seed = workspace.seed_for("environment", *seeds, row["id"], number)
+        environment = EnvironmentRunner(factory, seed=seed, seconds=plan.reaction_seconds)
+        episodes.append(Episode(row, number, environment=environment))
     return episodes
+
+
+def _numbered(shard: PromptShard, rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
+    """The row and the number of each episode, `shard.completions` per prompt."""
+    repetitions = shard.repetitions or (0,) * len(rows)
+    numbered = []
+    for row, times in zip(rows, repetitions, strict=True):
+        numbered += [(row, number) for number in range(times * shard.completions, (times + 1) * shard.completions)]
+    return numbered
 
 
 def _limits(workspace: Workspace, shard: PromptShard, sampling: SamplingParams, plan: EpisodePlan) -> EpisodeLimits:
@@ -204,7 +253,7 @@ def _limits(workspace: Workspace, shard: PromptShard, sampling: SamplingParams, 
     )
 
 
-def check_masked(episodes: list[Episode], plan: EpisodePlan, *, where: str) -> None:
+def check_masked(episodes: Sequence[Trajectory], plan: EpisodePlan | AgentPlan, *, where: str) -> None:
     """Raises TooManyMasked if too many episodes of `where` could not be played."""
     # A prompt that was too long has no episode.
     begun = [episode for episode in episodes if episode.ending != "too_long"]
@@ -213,11 +262,11 @@ def check_masked(episodes: list[Episode], plan: EpisodePlan, *, where: str) -> N
         raise TooManyMasked(
             f"{len(masked)} of {len(begun)} episodes of {where} could not be played, at most "
             f"{plan.max_masked_fraction:.0%} may fail; the first reason: {masked[0].reason}. Correct the environment "
-            "and resume, or raise max_masked_fraction"
+            "or the agent and resume, or raise max_masked_fraction"
         )
 
 
-def _counts(episodes: list[Episode], played: list[Episode]) -> dict[str, JsonValue]:
+def _counts(episodes: Sequence[Trajectory], played: Sequence[Trajectory]) -> dict[str, JsonValue]:
     """Counts of a shard for the metrics of its step; `played` are the episodes whose prompt was not too long."""
     prompts = {episode.row["index"] for episode in episodes}
     played_prompts = {episode.row["index"] for episode in played}
@@ -235,7 +284,7 @@ def _counts(episodes: list[Episode], played: list[Episode]) -> dict[str, JsonVal
 
 
 def episode_table(
-    renderer: Renderer, policy: PolicyRef, episodes: list[Episode], *, in_flight: bool = False
+    renderer: Renderer, policy: PolicyRef, episodes: Sequence[Trajectory], *, in_flight: bool = False
 ) -> pa.Table:
     """The rollouts table: a row per segment, with its tokens and its conversation. A masked or ignored episode is
     one row without tokens. `in_flight`: with the policies of the answers, which may have changed at a token."""
@@ -249,7 +298,7 @@ def episode_table(
 
 
 def _row(
-    renderer: Renderer, policy: PolicyRef, episode: Episode, index: int, segment: EpisodeSegment | None
+    renderer: Renderer, policy: PolicyRef, episode: Trajectory, index: int, segment: EpisodeSegment | None
 ) -> dict[str, Any]:
     """Returns the row of a segment. If `segment` is None, the episode has no tokens to train."""
     row: dict[str, Any] = {

@@ -75,6 +75,10 @@ class InFlightSampler:
         """The number of tokens that each policy sampled, by its URI, in the order of their steps."""
         return {policy.uri: self._tokens[policy] for policy in sorted(self._tokens, key=lambda policy: policy.step)}
 
+    def count_tokens(self, tokens: dict[PolicyRef, int]) -> None:
+        """Replaces the counts by those of the answers that are kept."""
+        self._tokens = tokens
+
     async def sample(self, request: GenerateRequest) -> list[SegmentedCompletion]:
         """The completions that `request` asks for. The policy of the request has no effect."""
         completions = [SegmentedCompletion(seed) for seed in request.seeds]

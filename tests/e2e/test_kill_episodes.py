@@ -5,6 +5,7 @@ once, on tokens that are not too old."""
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from storage.inspect.accounting import check_accounting, step_inputs
 from storage.store.objects import open_store
 from storage.store.tables import read_table
 from tests.e2e.test_kill_nine import CHECKPOINT_EVERY, Folder
-from tests.fixtures.guessing import guess_config
+from tests.fixtures.guessing import agent_config, guess_config
 
 STEPS, SHARDS_PER_STEP = 3, 2
 
@@ -44,11 +45,21 @@ class Episodes(Folder):
 
 
 def make_folder(path: Path, tiny_folder: Path, server: str, **changes: Any) -> Episodes:
+    changes = {"environment__arguments": {"grade_each": True}} | changes
+    return write_folder(path, server, guess_config, tiny_folder, changes)
+
+
+def make_agent_folder(path: Path, tiny_folder: Path, server: str) -> Episodes:
+    return write_folder(path, server, agent_config, tiny_folder, {})
+
+
+def write_folder(
+    path: Path, server: str, make_config: Callable[..., dict[str, Any]], tiny_folder: Path, changes: dict[str, Any]
+) -> Episodes:
     path.mkdir(parents=True, exist_ok=True)
-    config = guess_config(
-        path, tiny_folder, environment__arguments={"grade_each": True}, algorithm__steps=STEPS,
-        checkpoints__recovery_steps=CHECKPOINT_EVERY, **changes,
-    )  # fmt: skip
+    config = make_config(
+        path, tiny_folder, algorithm__steps=STEPS, checkpoints__recovery_steps=CHECKPOINT_EVERY, **changes
+    )
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     return Episodes(path, server)
 
@@ -107,3 +118,41 @@ def test_episodes_take_newer_weights_in_flight_also_after_a_kill(
     report = verify_run(chain.store, "kill")
     assert not report.problems
     assert any("sampled tokens were scored" in note for note in report.chains[0].notes)
+
+
+CALLS_PER_STEP = 16
+"""Eight agents, with two calls each."""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_agents(
+    tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, prefect_server: str
+) -> Episodes:
+    folder = make_agent_folder(tmp_path_factory.mktemp("agents"), tiny_folder, prefect_server)
+    status, output = folder.run()
+    assert status == 0, output
+    assert len(folder.events("call")) == STEPS * CALLS_PER_STEP
+    assert len(set(folder.digests())) == STEPS
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failpoint", ["trajectory.call:20", "trajectory.turn:23"])
+def test_a_kill_between_the_calls_of_agents_changes_nothing(
+    failpoint: str, tmp_path: Path, tiny_folder: Path, prefect_server: str, uninterrupted_agents: Episodes
+) -> None:
+    """In the second step, after an answer was committed and before one is sampled."""
+    folder = make_agent_folder(tmp_path, tiny_folder, prefect_server)
+    status, output = folder.run(failpoint)
+    assert status == -signal.SIGKILL, f"{failpoint} was not hit:\n{output}"
+    assert len(folder.events("step")) >= 1  # it is a resumption, and not a second start
+    before = len(folder.events("call"))
+    assert before > CALLS_PER_STEP
+    status, output = folder.run()
+    assert status == 0, output
+    assert folder.weights() == uninterrupted_agents.weights()
+    assert folder.states() == uninterrupted_agents.states()
+    assert folder.digests() == uninterrupted_agents.digests()
+    # what was committed is not sampled again
+    assert len(folder.events("call")) == STEPS * CALLS_PER_STEP
+    assert verify_run(folder.chain().store, "kill").problems == []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -75,7 +75,7 @@ def openai_router(engine: Engine, store: ObjectStore, *, recent_seconds: float =
     refusals: dict[int | str, dict[str, Any]] = {status: {"model": OpenAIErrorBody} for status in ("4XX", "5XX")}
     events = {"text/event-stream": {"schema": {"type": "string"}}}
     streamed: dict[int | str, dict[str, Any]] = {200: {"content": events}}
-    router = APIRouter(prefix="/v1", tags=["openai"], route_class=_Route, responses=refusals)
+    router = APIRouter(prefix="/v1", tags=["openai"], route_class=OpenAIRoute, responses=refusals)
 
     # runs and registered models
     @router.get("/models")
@@ -102,7 +102,7 @@ def openai_router(engine: Engine, store: ObjectStore, *, recent_seconds: float =
     return router
 
 
-class _Route(APIRoute):
+class OpenAIRoute(APIRoute):
     """Sends errors in OpenAI's format, independent of the error handlers of the app."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -140,7 +140,7 @@ async def _answer(
     deltas = generation.deltas()
     # The stream begins with the first token, so that an error before it can still change the status.
     first = await cancel_on_disconnect(request, anext(deltas, None))
-    return _EventStream(generation, _events(builder, generation, first, deltas), headers)
+    return _EventStream(generation, events_of(builder, generation.answers, first, deltas), headers)
 
 
 def _prepare(
@@ -152,7 +152,7 @@ def _prepare(
 ) -> tuple[ResponseBuilder, Generation]:
     """Renders and tokenises the prompts. The first request for a model also downloads its tokenizer."""
     # the prompts
-    _check_length(body, resolved)
+    check_length(body, resolved)
     builder: ResponseBuilder
     if isinstance(body, ChatRequest):
         renderer = renderer_of(store, resolved.base)
@@ -206,7 +206,7 @@ def _text_prompt_ids(body: TextRequest, tokenizer: Tokenizer) -> list[list[int]]
     return prompts
 
 
-def _check_length(body: ChatRequest | TextRequest, resolved: ResolvedPolicy) -> None:
+def check_length(body: ChatRequest | TextRequest, resolved: ResolvedPolicy) -> None:
     """Raises SampleTooLong for a text that is too long for the model's context with any tokenizer."""
     if isinstance(body, ChatRequest):
         longest = sum(message.length for message in body.messages)
@@ -266,12 +266,11 @@ class _EventStream(StreamingResponse):
             self.generation.stop()
 
 
-async def _events(
-    builder: ResponseBuilder, generation: Generation, first: Delta | None, deltas: AsyncIterator[Delta]
+async def events_of(
+    builder: ResponseBuilder, answers: Sequence[AnswerBuilder], first: Delta | None, deltas: AsyncIterator[Delta]
 ) -> AsyncIterator[str]:
     """Yields the server-sent events of one response. An error after the first token becomes an event."""
     # the role of the answers
-    answers = generation.answers
     first_chunk = builder.first_chunk(len(answers))
     if first_chunk:
         yield _event(first_chunk)

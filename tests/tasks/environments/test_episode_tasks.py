@@ -95,7 +95,7 @@ async def test_a_long_prompt_is_dropped_and_counted_or_an_error(calls: TaskCalls
 def test_dropped_prompts_do_not_count_among_the_episodes_that_may_fail() -> None:
     def episode(ending: Ending) -> Episode:
         runner = EnvironmentRunner(build(PLAN.environment), seed=0, seconds=1)
-        return Episode({"id": "p", "index": 0}, 0, runner, ending=ending, reason="no luck")
+        return Episode({"id": "p", "index": 0}, 0, environment=runner, ending=ending, reason="no luck")
 
     # one of two played episodes failed; eight prompts were too long
     episodes = [*(episode("too_long") for _ in range(8)), episode("masked"), episode("environment")]

@@ -90,7 +90,7 @@ def play(
     bounds = EpisodeLimits(**({"turns": 4, "tokens": None, "seconds": None, "new_tokens": 3} | limits))
 
     async def run() -> list[Episode]:
-        episodes = [Episode(row, n, EnvironmentRunner(factory, seed=n, seconds=5)) for n in range(count)]
+        episodes = [Episode(row, n, environment=EnvironmentRunner(factory, seed=n, seconds=5)) for n in range(count)]
         await EpisodePlayer(renderer, bounds, concurrency=2, name_row=row_of_file).play(episodes, sampler)
         return episodes
 
@@ -299,7 +299,7 @@ def test_an_environment_that_hangs_is_masked_and_cannot_hold_the_run(renderer: R
     row = {"id": "p", "index": 0, "thread": StringThread([("user", "q")]).to_json()}
 
     async def run() -> Episode:
-        episode = Episode(row, 0, EnvironmentRunner(factory, seed=0, seconds=0.05))
+        episode = Episode(row, 0, environment=EnvironmentRunner(factory, seed=0, seconds=0.05))
         players = EpisodePlayer(renderer, SHORT, concurrency=1, name_row=row_of_file)
         await players.play([episode], Sampler(renderer))
         return episode

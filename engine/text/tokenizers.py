@@ -120,7 +120,10 @@ class Tokenizer:
         """How the model writes tool calls, by its chat template."""
         if not self.has_chat_template:
             return HERMES_TEXT
-        template = self._tokenizer.get_chat_template(tools=[{}])
+        try:
+            template = self._tokenizer.get_chat_template(tools=[{}])
+        except ValueError:  # several templates and none of them is the default: rendering reports it
+            return HERMES_TEXT
         return tool_format_of(template, _template_variables(template))
 
     @cached_property

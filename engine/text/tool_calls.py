@@ -203,7 +203,7 @@ def _checked_call(value: Any, text: str, keys: tuple[str, ...] = ("arguments",))
     """Returns the call in a JSON value. The first of `keys` in it is the name of the arguments."""
     if isinstance(value, dict):
         name, call_id = value.get("name"), value.get("id")
-        arguments = next((value[key] for key in keys if key in value), {})
+        arguments: Any = next((value[key] for key in keys if key in value), {})
         if isinstance(name, str) and isinstance(arguments, dict):
             return _call(name, arguments, text, call_id if isinstance(call_id, str) and call_id else None)
     return ToolCall("", {}, f'not a call: expected {{"name": …, "{keys[0]}": {{…}}}}', text=text)
@@ -273,7 +273,7 @@ def _parse_hermes(text: str, tools: Tools) -> ParsedAnswer:
     return _split(text, _CALL_PATTERN, lambda match: _call_of_json(match[1].strip(), match[0]))
 
 
-_XML_CALL = re.compile(r"\s*<function=([^>\n]*)>(.*?)\s*(?:</function>\s*|\Z)", re.DOTALL)
+_XML_CALL = re.compile(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _XML_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
@@ -281,15 +281,17 @@ def _parse_xml(text: str, tools: Tools) -> ParsedAnswer:
     """Qwen3-Coder's format: a tag for the function, and one for each argument, whose value is plain text."""
 
     def call_of(match: re.Match[str]) -> ToolCall:
-        function = _XML_CALL.fullmatch(match[1])
+        function = _XML_CALL.fullmatch(match[1].strip())
         if function is None:
             return ToolCall("", {}, "not a call: expected <function=name> and </function>", text=match[0])
         name, body = function[1].strip(), function[2]
         types = _argument_types(name, tools)
         arguments: dict[str, JsonValue] = {}
-        for key, value in _XML_PARAMETER.findall(body):
+        # Up to the last closing tag, every opening tag is closed: without this, a search takes quadratic time.
+        end = body.rfind("</parameter>") + len("</parameter>") if "</parameter>" in body else 0
+        for key, value in _XML_PARAMETER.findall(body[:end]):
             arguments[key.strip()] = _typed_value(value, types.get(key.strip(), {"string"}))
-        rest = _XML_PARAMETER.sub("", body).strip()
+        rest = (_XML_PARAMETER.sub("", body[:end]) + body[end:]).strip()
         if rest:
             return ToolCall(name, {}, f"not a parameter: {rest[:80]!r}", text=match[0])
         return _call(name, arguments, match[0])
@@ -393,8 +395,6 @@ _DEEPSEEK_MARKERS = (
 )  # fmt: skip
 _DEEPSEEK_CALLS = re.compile(r"<｜tool▁calls▁begin｜>(.*?)(?:<｜tool▁calls▁end｜>|\Z)", re.DOTALL)
 _DEEPSEEK_CALL = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL)
-_DEEPSEEK_V3 = re.compile(r"[^\n]*?<｜tool▁sep｜>([^\n]*)\n```json\n(.*?)(?:\n```\s*|\Z)", re.DOTALL)
-_DEEPSEEK_V31 = re.compile(r"([^\n]*?)<｜tool▁sep｜>(.*)", re.DOTALL)
 
 
 def _parse_deepseek(text: str, tools: Tools) -> ParsedAnswer:
@@ -406,21 +406,22 @@ def _parse_deepseek(text: str, tools: Tools) -> ParsedAnswer:
         return ParsedAnswer(text, [])
     calls = []
     for match in _DEEPSEEK_CALL.finditer(section[1]):
-        parts = _DEEPSEEK_V3.fullmatch(match[1]) or _DEEPSEEK_V31.fullmatch(match[1])
-        if parts is None:
-            calls.append(ToolCall("", {}, "not a call: expected a name, a separator and arguments", text=match[0]))
+        before, separator, after = match[1].partition("<｜tool▁sep｜>")
+        name, fence, arguments = after.partition("\n```json\n")
+        if fence:
+            arguments = arguments.rstrip().removesuffix("```")
         else:
-            calls.append(_arguments_of_json(parts[1].strip(), parts[2], match[0]))
+            name, arguments = before, after
+        if separator:
+            calls.append(_arguments_of_json(name.strip(), arguments, match[0]))
+        else:
+            calls.append(ToolCall("", {}, "not a call: expected a name, a separator and arguments", text=match[0]))
     calls = calls or [ToolCall("", {}, "an empty list of calls", text=section[0])]
     return ParsedAnswer((text[: section.start()] + text[section.end() :]).rstrip(), calls)
 
 
 _HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
-_HARMONY_MESSAGE = re.compile(
-    r"(?:<\|start\|>assistant)?((?:(?!<\|message\|>|<\|start\|>).)*)<\|message\|>(.*?)"
-    r"(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)",
-    re.DOTALL,
-)
+_HARMONY_END = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)")
 _HARMONY_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
@@ -430,11 +431,13 @@ def _parse_harmony(text: str, tools: Tools) -> ParsedAnswer:
     if "<|message|>" not in text:
         return ParsedAnswer(text, [])
     kept, calls = [], []
-    for match in _HARMONY_MESSAGE.finditer(text):
-        header, body = match[1], match[2]
+    for message in _HARMONY_END.split(text):
+        header, separator, body = message.partition("<|message|>")
         recipient = _HARMONY_RECIPIENT.search(header)
+        if not separator:
+            continue
         if recipient is not None:
-            calls.append(_arguments_of_json(recipient[1], body, match[0]))
+            calls.append(_arguments_of_json(recipient[1], body, message))
         elif "<|channel|>analysis" not in header:
             kept.append(body)
     return ParsedAnswer("\n".join(kept), calls)

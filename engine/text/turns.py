@@ -44,6 +44,13 @@ class Turn(NamedTuple):
             return self.content
         return "".join(part.text for part in self.content if isinstance(part, TextFragment | ToolResponseFragment))
 
+    @property
+    def text_with_calls(self) -> str:
+        """The text, and a line for each tool call, as in `add({"a": 1})`."""
+        calls = _parts_of(fragments_of(self.content), ToolCallFragment)
+        lines = [f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in calls]
+        return "\n".join(part for part in (self.text, *lines) if part)
+
 
 def fragments_of(content: Content | None) -> tuple[Fragment, ...]:
     """Returns the fragments of a turn's content; none for plain text and for a turn without content."""

@@ -153,6 +153,12 @@ def _rows(store: ObjectStore, dataset: DatasetVersion, start: int, end: int) -> 
 
 
 def _text(content: Any) -> str:
-    """The text of a turn. An image is named as such."""
+    """The text of a turn. An image is named as such, and a tool call is written as in `add({"a": 1})`."""
     parts = [{"text": content}] if isinstance(content, str) else content
-    return "".join(part.get("text") or f"[{part.get('kind', 'image')}]" for part in parts)
+    texts = []
+    for part in parts:
+        if part.get("kind") == "tool_call":
+            texts.append(f"{part['name']}({json.dumps(part['arguments'], ensure_ascii=False)})")
+        else:
+            texts.append(part.get("text") or f"[{part.get('kind', 'image')}]")
+    return "".join(texts)

@@ -300,7 +300,10 @@ def _mean_row_tokens(store: ObjectStore, data: LoadedDataset) -> int:
     tokens = 0.0
     for row in rows:
         for name in THREAD_COLUMNS[data.ref.kind]:
-            for turn in json.loads(row[name])["turns"]:
+            thread = json.loads(row[name])
+            if "tools" in thread:
+                tokens += len(canonical_text(thread["tools"])) / CHARACTERS_PER_TOKEN
+            for turn in thread["turns"]:
                 tokens += _content_characters(turn["content"]) / CHARACTERS_PER_TOKEN + TURN_TOKENS
     return max(1, int(tokens / max(1, len(rows))))
 

@@ -255,8 +255,8 @@ def _message(message: Any, column: str, location: RowLocation) -> RawTurn:
         name, roles = ("from", SHAREGPT_ROLES) if is_sharegpt else ("role", ROLES)
         raise location.bad_row(f"{column}.{name}", given=_shown(role), expected=f"one of {', '.join(roles)}")
     if has_calls and calls and isinstance(content, str | None):
-        text = [TextFragment(text=_text(content, f"{column}.content", location))] if content else []
-        return role, (*text, *calls)
+        before = [TextFragment(text=_text(content, f"{column}.content", location))] if content else []
+        return role, (*before, *calls)
     # The content is a text, or a list of parts such as texts and images.
     if isinstance(content, list) and content:
         parts = [_part(part, f"{column}.content[{index}]", location) for index, part in enumerate(content)]
@@ -266,6 +266,7 @@ def _message(message: Any, column: str, location: RowLocation) -> RawTurn:
     text = _text(content, f"{column}.content", location)
     call_id, tool_name = message.get("tool_call_id"), message.get("name")
     if isinstance(call_id, str) or isinstance(tool_name, str):
+        call_id, tool_name = (value if isinstance(value, str) else None for value in (call_id, tool_name))
         return role, (ToolResponseFragment(id=call_id or "", text=text, name=tool_name),)
     return role, text
 

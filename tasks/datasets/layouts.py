@@ -80,7 +80,7 @@ def turns_with_calls(turns: Sequence[RawTurn]) -> list[RawTurn]:
     call_ids: list[str] = []  # of the last assistant turn with calls
     count = 0
     for role, content in turns:
-        parts = []
+        parts: list[Any] = []
         previous = joined[-1] if joined else ("", "")
         answers_before = previous[1] if role == previous[0] == "tool" else ()
         for part in content if isinstance(content, tuple) else ():

@@ -90,7 +90,7 @@ class VerifiersEnvironment(Environment):
         await self.environment.setup_state(self.state)
         self.prompt = await self._normalized(await self.environment.get_prompt_messages(self.state))
         first = StringThread([_turn(message) for message in self.prompt], thread.metadata)
-        # The renderer passes no tools to the chat template, so they are listed in the system turn.
+        # The calls are read from the text of an answer, so the tools are listed in the system turn.
         tools = self.state.get("tool_defs")
         if not tools:
             return first

@@ -141,6 +141,6 @@ def row_of_episode(renderer: Renderer, episode: Trajectory) -> dict[str, object]
         "prompt_id": episode.row["id"],
         "reward": math.fsum(grades) if graded else None,
         "status": status,
-        "text": "\n".join(f"{turn.role}: {turn.text}" for turn in turns),
+        "text": "\n".join(f"{turn.role}: {turn.text_with_calls}" for turn in turns),
         "thread": episode.row["thread"],
     }

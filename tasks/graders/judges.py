@@ -157,5 +157,5 @@ class BinaryJudgeGrader(JudgeGrader):
 
 def as_material(thread: StringThread) -> str:
     """Write a conversation for a judge: the turns before the last one, then the reply that is judged."""
-    before = "\n\n".join(f"[{turn.role}]\n{turn.text}" for turn in thread.turns[:-1])
+    before = "\n\n".join(f"[{turn.role}]\n{turn.text_with_calls}" for turn in thread.turns[:-1])
     return f"<conversation>\n{before}\n</conversation>\n\n<reply>\n{thread.last_content()}\n</reply>"

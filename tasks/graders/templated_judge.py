@@ -90,7 +90,7 @@ class TemplatedPromptJudgeGrader(JudgeGrader):
         """The rendered template. Raises GraderError if it cannot be rendered for this thread."""
         questions = [turn.text for turn in thread.turns if turn.role == "user"]
         values = self.variables | {
-            "turns": [{"role": turn.role, "content": turn.text} for turn in thread.turns],
+            "turns": [{"role": turn.role, "content": turn.text_with_calls} for turn in thread.turns],
             "prompt": questions[-1] if questions else "",
             "completion": thread.last_content(),
             "metadata": thread.metadata,

@@ -137,7 +137,7 @@ def _episode_rows(store: ObjectStore, rollouts: ArtifactRef, count: int) -> list
     table_rows = []
     for segment in table.take(_even_rows(table.num_rows, count)).to_pylist():
         turns = StringThread.from_json(segment["thread"]).turns
-        conversation = "\n".join(f"{turn.role}: {turn.text}" for turn in turns)
+        conversation = "\n".join(f"{turn.role}: {turn.text_with_calls}" for turn in turns)
         reward = math.fsum(segment["grades"])
         grade = {"status": segment["status"], "reason": segment["reason"], "reward": reward}
         table_rows.append(

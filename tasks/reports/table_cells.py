@@ -60,4 +60,4 @@ def sample_prompt(sample: GradedSample) -> str:
     turns = StringThread.from_json(sample.thread).turns
     if sample.text is not None:
         return turns[-1].text
-    return "\n".join(f"{turn.role}: {turn.text}" for turn in turns)
+    return "\n".join(f"{turn.role}: {turn.text_with_calls}" for turn in turns)

@@ -47,6 +47,7 @@ from engine.http.openai.responses import (
 )
 from engine.protocol import Engine, GenerateRequest, SamplingParams
 from engine.text.answer_builder import AnswerBuilder
+from engine.text.forced_calls import ForcedCall, forced_call
 from engine.text.stored_models import renderer_of, tokenizer_of
 from engine.text.tokenizers import Tokenizer
 from engine.workspace import derive_seed
@@ -153,12 +154,14 @@ def _prepare(
     """Renders and tokenises the prompts. The first request for a model also downloads its tokenizer."""
     # the prompts
     check_length(body, resolved)
+    forced = ForcedCall("", None)
     builder: ResponseBuilder
     if isinstance(body, ChatRequest):
         renderer = renderer_of(store, resolved.base)
         tokenizer, default = renderer.tokenizer, CHAT_TOKENS
-        prompts = [renderer.prompt_ids(body.thread)]
-        builder = ChatResponseBuilder(body, resolved, prompts, tokenizer.tool_format)
+        forced = _forced_call(body, tokenizer)
+        prompts = [renderer.prompt_ids(body.thread) + tokenizer.encode(forced.prefix)]
+        builder = ChatResponseBuilder(body, resolved, prompts, tokenizer.tool_format, forced.prefix)
     else:
         tokenizer, default = tokenizer_of(store, resolved.base), TEXT_TOKENS
         prompts = _text_prompt_ids(body, tokenizer)
@@ -169,7 +172,7 @@ def _prepare(
     if len(prompts) * count > MOST_ANSWERS:
         raise ApiError(400, f"{len(prompts)} prompts with n={count}: give at most {MOST_ANSWERS} answers", param="n")
     longest_prompt = max(len(prompt) for prompt in prompts)
-    sampling = _sampling(body, _limit(body, resolved, longest_prompt, default))
+    sampling = _sampling(body, _limit(body, resolved, longest_prompt, default), forced.json_schema)
 
     # each prompt once per answer, with a seed of its own
     seed = secrets.randbits(62) if body.seed is None else body.seed
@@ -196,6 +199,15 @@ def _prepare(
         stream_tokens=bool(body.stream),
     )
     return builder, generation
+
+
+def _forced_call(body: ChatRequest, tokenizer: Tokenizer) -> ForcedCall:
+    if not body.forced_tools:
+        return ForcedCall("", None)
+    try:
+        return forced_call(tokenizer.tool_format, body.forced_tools)
+    except ValueError as error:
+        raise ApiError(400, f"tool_choice: {error}", param="tool_choice", code="invalid_value") from error
 
 
 def _text_prompt_ids(body: TextRequest, tokenizer: Tokenizer) -> list[list[int]]:
@@ -231,7 +243,7 @@ def _limit(body: ChatRequest | TextRequest, resolved: ResolvedPolicy, longest_pr
     return max(1, min(limit, resolved.context - longest_prompt))
 
 
-def _sampling(body: ChatRequest | TextRequest, limit: int) -> SamplingParams:
+def _sampling(body: ChatRequest | TextRequest, limit: int, json_schema: str | None) -> SamplingParams:
     if (body.min_tokens or 0) > limit:
         problem = f"min_tokens={body.min_tokens} is more than the limit of {limit} tokens"
         raise ApiError(400, f"{problem}; lower it or raise max_tokens", param="min_tokens")
@@ -242,6 +254,7 @@ def _sampling(body: ChatRequest | TextRequest, limit: int) -> SamplingParams:
         max_new_tokens=limit,
         min_new_tokens=body.min_tokens or 0,
         stop=tuple(body.stops),
+        json_schema=json_schema,
     )
 
 

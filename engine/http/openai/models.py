@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -197,7 +196,7 @@ class FunctionDescription(_RequestModel):
     parameters: dict[str, JsonValue] | None = None
     """JSON schema of the arguments."""
     strict: bool | None = None
-    """Ignored: decoding is not constrained to the schema."""
+    """Ignored: decoding is constrained to the schema only by a `tool_choice` that forces a call."""
 
 
 class ToolDescription(_RequestModel):
@@ -205,16 +204,23 @@ class ToolDescription(_RequestModel):
     function: FunctionDescription
 
 
-def _check_tool_choice(value: Any) -> Any:
-    if value in (None, "none", "auto"):
-        return value
-    raise ValueError(
-        "only 'auto' and 'none' are available: 'required' and a named tool would need decoding that is constrained to "
-        "a call"
-    )
+class NamedFunction(_RequestModel):
+    name: Text
 
 
-ToolChoice = Annotated[Literal["none", "auto"] | None, BeforeValidator(_check_tool_choice)]
+class NamedTool(_RequestModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[NamedTool, Tag("dict")],
+    Discriminator(
+        lambda value: "dict" if isinstance(value, dict | NamedTool) else "str",
+        custom_error_type="form",
+        custom_error_message="give none, auto, required or a named function",
+    ),
+]
 
 
 class _SamplingRequest(_RequestModel):
@@ -268,8 +274,9 @@ class ChatRequest(_SamplingRequest):
     """Whether the response has the logprob of each sampled token, including the end-of-turn token."""
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     tools: Annotated[list[ToolDescription], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: ToolChoice = None
-    """none: the tools are in the prompt, and calls in the answer are not read."""
+    tool_choice: ToolChoice | None = None
+    """none: the tools are in the prompt, and calls in the answer are not read. required, or a named tool: the answer is
+    constrained to a call."""
     parallel_tool_calls: bool | None = None
     """False: only the first call of an answer is returned."""
     response_format: TextFormat | None = None
@@ -288,6 +295,14 @@ class ChatRequest(_SamplingRequest):
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The descriptions of the tools of which the answer must call one. Empty: it need not call any."""
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.descriptions if tool["function"]["name"] == name]
+        return self.descriptions if self.tool_choice == "required" else []
+
+    @property
     def descriptions(self) -> list[dict[str, Any]]:
         """The descriptions of the tools for the chat template."""
         left_out = {"function": {"strict"}}
@@ -303,6 +318,16 @@ class ChatRequest(_SamplingRequest):
                 content = (*turns.pop()[1], *content)  # type: ignore[assignment]
             turns.append((role, content))
         return StringThread(turns, tools=self.descriptions)
+
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> ChatRequest:
+        forces = self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        if forces and not self.forced_tools:
+            names = ", ".join(tool.function.name for tool in self.tools or ()) or "none"
+            raise ValueError(f"tool_choice asks for a call of a tool that is not in tools, which has: {names}")
+        if forces and self.min_tokens:
+            raise ValueError("min_tokens with a tool_choice that forces a call, which ends where its JSON is complete")
+        return self
 
     @model_validator(mode="after")
     def _check_limits(self) -> ChatRequest:

@@ -184,10 +184,13 @@ class ChatResponseBuilder(ResponseBuilder):
         served_policy: ResolvedPolicy,
         prompts: Sequence[list[int]],
         tool_format: ToolFormat,
+        forced_prefix: str = "",
     ) -> None:
+        """`forced_prefix` is the beginning of the call that the prompts end with."""
         super().__init__(request, served_policy, prompts)
         self._chat, self._tools = request, request.descriptions
         self._tool_format = tool_format if request.reads_calls else None
+        self._forced_prefix = forced_prefix
         self._sent: dict[int, str] = {}
         """Text of each answer that a stream has sent, where calls are read."""
 
@@ -202,7 +205,7 @@ class ChatResponseBuilder(ResponseBuilder):
         """Returns the text of an answer and its calls. A malformed call stays text."""
         if self._tool_format is None:
             return answer.text, []
-        parsed = self._tool_format.parse_answer(answer.text, self._tools)
+        parsed = self._tool_format.parse_answer(self._forced_prefix + answer.text, self._tools)
         text = "\n".join(part for part in (parsed.text, *[call.text for call in parsed.calls if call.problem]) if part)
         valid = [call for call in parsed.calls if not call.problem]
         if self._chat.parallel_tool_calls is False:
@@ -218,7 +221,7 @@ class ChatResponseBuilder(ResponseBuilder):
         if self._tool_format is None:
             return delta.text
         sent = self._sent.get(delta.index, "")
-        self._sent[delta.index] = self._tool_format.released(answer.text)
+        self._sent[delta.index] = self._tool_format.released(self._forced_prefix + answer.text)
         return self._sent[delta.index][len(sent) :]
 
     def finish_chunks(self, index: int, answer: AnswerBuilder) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ trained, and the calls that are read from an answer. The expected texts are work
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -167,6 +168,12 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     )
 
 
+def test_a_turn_is_shown_with_its_calls() -> None:
+    turn = ASKED.assistant([TextFragment(text="I add."), CALL]).turns[-1]
+    assert (turn.text, turn.text_with_calls) == ("I add.", 'I add.\nadd({"a": 1, "b": 1})')
+    assert TALK.turns[-1].text_with_calls == "It is 2."
+
+
 def test_the_bytes_of_a_thread_without_tools_are_the_old_ones() -> None:
     plain = ASKED.with_tools([])
     assert plain.to_json() == '{"metadata":{},"turns":[{"content":"1+1?","role":"user"}],"weights":null}'
@@ -300,6 +307,23 @@ def test_a_malformed_call_is_a_fragment_with_its_problem() -> None:
     assert isinstance(part, ToolCallFragment) and part.name == "unknown" and part.id == "call00000"
     assert part.problem is not None and part.problem.startswith("not JSON")
     assert part.arguments == {"text": "<tool_call>add(1)</tool_call>"}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_an_endless_answer_is_read_in_linear_time(name: str) -> None:
+    tool_format = MODELS[name].renderer().tokenizer.tool_format
+    pieces = [
+        " ", "a", "{", "[", '{"name": ', "<tool_call>", "<function=f>", "<parameter=a>", "<parameter=a></parameter>",
+        "<|python_tag|>", "[TOOL_CALLS]", "[TOOL_CALLS]f", "[ARGS]", *tool_format.markers,
+    ]  # fmt: skip
+    start = time.process_time()
+    for piece in pieces:
+        repeated = piece * (100_000 // len(piece))
+        for text in (repeated, f"<tool_call><function=f>{repeated}", f"<|message|>a<|end|>{repeated}"):
+            tool_format.parse_answer(text, [ADD]).content(0)
+            tool_format.released(text)
+    # It takes about a second. In quadratic time, one of the texts would take a minute.
+    assert time.process_time() - start < 30
 
 
 @pytest.mark.parametrize(

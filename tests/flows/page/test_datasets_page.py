@@ -56,6 +56,19 @@ def test_every_format_is_the_same_version_and_its_rows_are_shown(page: PageClien
     assert "sums" in page.text("/datasets") and "/tmp" not in text and "ostinato-upload" not in text
 
 
+def test_a_tool_call_is_shown(page: PageClient) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+    row = {"messages": messages, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    place = page.done("/datasets", {"file": ("calls.jsonl", json.dumps(row).encode())}, use="completion")
+    assert "add({&#34;a&#34;: 1})" in page.text(place)
+
+
 def test_a_training_is_offered_with_the_dataset_filled_in(page: PageClient) -> None:
     place = page.done("/datasets", {"file": ("sums.jsonl", FORMATS["sums.jsonl"])}, use="prompt", **COLUMNS)
     trainings = re.findall(r">Train (\w+)<", page.text(place))

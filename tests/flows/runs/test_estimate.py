@@ -281,6 +281,22 @@ async def test_a_pair_counts_the_texts_of_both_conversations_and_no_metadata(wor
     assert durations.steps == pytest.approx(10 * tokens * 8 * parameter_count(store, base) / (EFFICIENCY * 1e9))
 
 
+async def test_the_descriptions_of_tools_count(world: Any, tiny_folder: Path) -> None:
+    store, base, _, _ = world
+    prompt = StringThread([("user", "What is the capital of Peru?")], tools=[{"name": "x" * 27}])
+    pairs = InlinePairs.of([(prompt.assistant("Lima"), prompt.assistant("It is Cusco."))])
+    data = load_dataset(store, pairs, use="preference", provenance=PROVENANCE)
+    config = DPOConfig.model_validate({
+        "model": {"key": str(tiny_folder)}, "data": {"train": {"kind": "registered", "key": "tools"}},
+        "algorithm": {"steps": 10, "samples_per_batch": 4},
+    })  # fmt: skip
+    durations = estimate(store, config, base, [data], info()).durations
+    assert durations is not None
+    # as above, and in both conversations the 40 characters of the tools' JSON
+    tokens = (28 + 4 + 28 + 12 + 2 * 40) / 4 + 4 * 5
+    assert durations.steps == pytest.approx(10 * tokens * 8 * parameter_count(store, base) / (EFFICIENCY * 1e9))
+
+
 async def test_disk_counts_the_checkpoints_that_are_held_at_one_time(world: Any) -> None:
     store, base, data, config = world
     config["algorithm"]["steps"] = 10

@@ -57,6 +57,13 @@ def client(engine: ScriptedEngine) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def real_client(engine: ScriptedEngine) -> Iterator[openai.OpenAI]:
+    """The same model, sampled."""
+    with running_openai_server(engine.run.local, engine.run.store) as url, client_of(url) as client:
+        yield client
+
+
 def ask(client: openai.OpenAI, engine: ScriptedEngine, answer: str, **options: Any) -> Any:
     engine.answer = answer
     body = {"model": "r", "messages": ASKED, "tools": [ADD], "max_tokens": 500, **options}
@@ -150,11 +157,62 @@ def test_without_parallel_calls_the_first_one_is_returned(client: openai.OpenAI,
     assert json.loads(call.function.arguments) == {"a": 1, "b": 1}
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_a_forced_call_is_refused(client: openai.OpenAI, engine: ScriptedEngine, choice: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="only 'auto' and 'none' are available") as refused:
-        ask(client, engine, "x", tool_choice=choice)
-    assert refused.value.param == "tool_choice"
+NAMED = {"type": "function", "function": {"name": "switch"}}
+SWITCH = {
+    "type": "function",
+    "function": {
+        "name": "switch",
+        "parameters": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]},
+    },
+}
+
+
+@pytest.mark.parametrize(("choice", "names"), [("required", {"switch", "add"}), (NAMED, {"switch"})])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_is_sampled(real_client: openai.OpenAI, choice: Any, names: set[str], stream: bool) -> None:
+    # The tiny model has random weights: without the constraint it would write no call.
+    for seed in range(3):
+        answer = real_client.chat.completions.create(
+            model="r", messages=ASKED, tools=[SWITCH, ADD], tool_choice=choice, max_tokens=200, seed=seed, stream=stream
+        )
+        if stream:
+            chunks = [chunk.choices[0] for chunk in answer]
+            calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+            assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
+            finish = chunks[-1].finish_reason
+        else:
+            calls, finish = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
+            assert answer.choices[0].message.content is None
+        (call,) = calls
+        arguments = json.loads(call.function.arguments)
+        assert finish == "tool_calls" and call.function.name in names
+        if call.function.name == "switch":
+            assert arguments in ({"on": True}, {"on": False})
+        else:
+            assert set(arguments) in ({"a"}, {"a", "b"}) and all(isinstance(value, int) for value in arguments.values())
+
+
+def test_a_forced_call_begins_after_the_prompt(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    answer = '{"name": "add", "arguments": {"a": 1}}<|im_end|>'
+    (choice,) = ask(client, engine, answer, tool_choice="required").choices
+    assert engine.prompt.endswith(f"{MODELS['qwen2.5'].asked}<tool_call>\n")
+    assert choice.message.tool_calls[0].function.arguments == '{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tool_choice": "required", "tools": []}, "a tool that is not in tools, which has: none"),
+        ({"tool_choice": NAMED}, "a tool that is not in tools, which has: add"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": "required", "extra_body": {"min_tokens": 2}}, "min_tokens with a tool_choice"),
+    ],
+)
+def test_a_call_that_cannot_be_forced_is_refused(
+    client: openai.OpenAI, engine: ScriptedEngine, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        ask(client, engine, "x", **options)
 
 
 def test_two_answers_of_tools_are_one_turn(client: openai.OpenAI, engine: ScriptedEngine) -> None:

@@ -8,6 +8,7 @@ be streamed runs in the engine as a whole; if its client disconnects, it is canc
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import json
 import math
@@ -213,9 +214,15 @@ class ChatResponseBuilder(ResponseBuilder):
         calls = []
         for number, call in enumerate(valid):
             function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-            call_id = call.id or f"call_{self._id[:16]}{index:03d}{number:03d}"
+            call_id = call.id or self._call_id(answer, index, number)
             calls.append({"id": call_id, "type": "function", "function": function})
         return text, calls
+
+    def _call_id(self, answer: AnswerBuilder, index: int, number: int) -> str:
+        """Returns an id that is the same each time the prompt gets this answer, so that a repeated request changes no
+        conversation."""
+        origin = json.dumps([self.prompts, answer.tokens, index, number])
+        return f"call_{hashlib.sha256(origin.encode()).hexdigest()[:24]}"
 
     def _released(self, delta: Delta, answer: AnswerBuilder) -> str:
         if self._tool_format is None:

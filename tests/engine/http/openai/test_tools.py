@@ -129,6 +129,21 @@ def test_whole_and_streamed_answers_are_equal(
     ]
 
 
+def test_the_ids_of_calls_depend_on_the_prompt_and_the_answer_alone(
+    client: openai.OpenAI, engine: ScriptedEngine
+) -> None:
+    def ids(answer: str, **options: Any) -> list[str]:
+        choices = ask(client, engine, answer, **options).choices
+        return [call.id for choice in choices for call in choice.message.tool_calls]
+
+    two = f"{ADD_CALL}\n{ADD_CALL}<|im_end|>"
+    first = ids(two, n=2)
+    assert len(set(first)) == 4 and ids(two, n=2) == first
+    assert [call.id for call in streamed(client, engine, two)[1]] == first[:2]
+    others = {*ids(f"{ADD_CALL}<|im_end|>"), *ids(two, messages=[{"role": "user", "content": "2+2?"}])}
+    assert len(others) == 3 and not others & set(first)
+
+
 def test_a_stream_sends_the_text_before_a_call_at_once(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     chunks = list(ask(client, engine, f"I add.\n{ADD_CALL}<|im_end|>", stream=True))
     pieces = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content]

@@ -120,7 +120,7 @@ async def test_the_time_limit_kills_the_whole_process_group(
     note = tmp_path / "grandchild"
     monkeypatch.setenv("GRANDCHILD", str(note))
     agent = agent_spec(command=(*PLAIN.agent.command, "sleep"))
-    (row,) = await rows_of(calls, AgentPlan(agent=agent, seconds=4, max_masked_fraction=1))
+    (row,) = await rows_of(calls, AgentPlan(agent=agent, seconds=8, max_masked_fraction=1))
     assert row["status"] == "masked" and "a limit ended the agent (time)" in row["reason"]
     wait_until(lambda: not alive(int(note.read_text())))
 

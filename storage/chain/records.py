@@ -66,7 +66,7 @@ class PolicyRef(Frozen):
     @classmethod
     def from_uri(cls, uri: str) -> Self:
         """The policy that `uri` names. Raises ValueError for other text."""
-        parts = re.fullmatch(r"policy:([^/]+)/([^/]+)/([^/@]+)@(\d+)#(.+)", uri)
+        parts = re.fullmatch(r"policy:(.+)/([^/]+)/([^/@]+)@(\d+)#([^/#]+)", uri)
         if parts is None:
             raise ValueError(f"{uri!r:.200} names no policy; expected policy:run/stage/model@step#state")
         run, stage, model, step, state = parts.groups()

@@ -5,7 +5,7 @@ address of its session in OPENAI_BASE_URL and its task as JSON on standard input
 output as JSON, or what it posted to OPENAI_BASE_URL/reward.
 
 The process is not a sandbox: it can read and write the files of this user. Its time, memory and output are limited, and
-its process group is killed when the episode ends. A process that leaves the group is not killed.
+its process group is killed when the episode or the worker ends. A process that leaves the group is not killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Literal
 from pydantic import JsonValue
 
 from engine.http.openai.sessions import Session, SessionLimit, reward_of
-from tasks.child_process import LIMITED_COMMAND
+from tasks.child_process import GUARDED_COMMAND
 from tasks.environments.base import turn_grade
 from tasks.environments.spec import AgentSpec, search_path
 
@@ -59,7 +59,15 @@ class AgentAttempt:
 
         Raises AgentFailed, and the error of the session if the policy cannot be called.
         """
-        process = await self._start()
+        # The processes of the agent end with this process: then the write end closes.
+        pipe, write_end = os.pipe()
+        try:
+            process = await self._start(pipe)
+        except BaseException:
+            os.close(write_end)
+            raise
+        finally:
+            os.close(pipe)
         assert process.stdin and process.stdout and process.stderr
         readers = [
             asyncio.create_task(_keep_end(process.stdout, self._output)),
@@ -72,6 +80,7 @@ class AgentAttempt:
                 process.stdin.close()
             in_time = await self._wait(process)
         finally:
+            os.close(write_end)
             await _kill_group(process)
             # A process that left the group may hold the output open.
             await asyncio.wait(readers, timeout=CLOSE_SECONDS)
@@ -82,12 +91,12 @@ class AgentAttempt:
             raise self.session.failure
         return self._result(process.returncode, in_time=in_time)
 
-    async def _start(self) -> Process:
+    async def _start(self, pipe: int) -> Process:
         memory = (self.memory_mib or 0) << 20
-        guard = [sys.executable, "-c", LIMITED_COMMAND, str(os.getpid()), str(memory)]
+        guard = [sys.executable, "-c", GUARDED_COMMAND, str(pipe), str(memory)]
         return await asyncio.create_subprocess_exec(
             *guard, *self.spec.words, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True,
-            env=self._variables(),
+            pass_fds=(pipe,), env=self._variables(),
         )  # fmt: skip
 
     def _variables(self) -> dict[str, str]:

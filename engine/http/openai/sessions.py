@@ -215,13 +215,14 @@ class Session:
         if len(prompts) * count > MOST_ANSWERS:
             problem = f"{len(prompts)} prompts with n={count}: give at most {MOST_ANSWERS} answers"
             raise ApiError(400, problem, param="n")
+        # A prompt that is too long is refused before any call counts.
+        samplings = [self._sampling(body, len(prompt.tokenized)) for prompt in prompts]
         jobs = []
-        for prompt in prompts:
-            content = CallContent(prompt.tokenized.token_ids, self._sampling(body, len(prompt.tokenized)))
+        for prompt, sampling in zip(prompts, samplings, strict=True):
+            content = CallContent(prompt.tokenized.token_ids, sampling)
             name = content.digest
-            for occurrence in self._claim(name, count, is_retry):
-                jobs.append(self._call(prompt, content, name, occurrence))
-        return await asyncio.gather(*jobs)
+            jobs += [(prompt, content, name, occurrence) for occurrence in self._claim(name, count, is_retry)]
+        return await asyncio.gather(*(self._call(*job) for job in jobs))
 
     def _claim(self, content: str, count: int, is_retry: bool) -> list[int]:
         """The occurrences of a content that a request asks for: those whose answer did not reach the client, those of

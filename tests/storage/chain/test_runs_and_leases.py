@@ -10,6 +10,7 @@ import pytest
 
 from storage.chain import run_record
 from storage.chain.leases import acquire_lease, current_epoch, lease_holder
+from storage.chain.records import PolicyRef
 from storage.chain.run_record import create_or_check_run, machine_info, read_run
 from storage.errors import CorruptArtifact, InvalidKey, ObjectNotFound, SemanticMismatch
 from storage.store import keys
@@ -25,6 +26,15 @@ def store(tmp_path: Path) -> ObjectStore:
 
 def open_run(store: ObjectStore, semantic: dict[str, Any] = SEMANTIC, **options: Any) -> run_record.RunOpening:
     return create_or_check_run(store, "r", **({"semantic": semantic, "other": {}, "code_version": "c1"} | options))
+
+
+@pytest.mark.parametrize("run", ["r", "deployment/2026-01-01"])
+def test_the_uri_of_a_policy_names_it(run: str) -> None:
+    policy = PolicyRef(run=run, stage="0-sft.critic", model="value", step=12, state="a" * 64)
+    assert PolicyRef.from_uri(policy.uri) == policy
+    for wrong in ("policy:r@1#a", "r/0-sft/policy@1#a", policy.uri.partition("#")[0]):
+        with pytest.raises(ValueError, match="names no policy"):
+            PolicyRef.from_uri(wrong)
 
 
 def test_the_same_config_is_the_same_run(store: ObjectStore) -> None:

@@ -76,6 +76,7 @@ def store(clock: Clock) -> ObjectStore:
         (f"models/m/1/{ATTEMPT}/x", "published", "models/m/1"),
         (f"uploads/m/{'a' * 64}/manifest.json", "upload", f"uploads/m/{'a' * 64}"),
         (f"uploads/m/{'a' * 64}/{ATTEMPT}/x", "upload", f"uploads/m/{'a' * 64}"),
+        (keys.agent_call("runs/r/stages/0-s/steps/000001/rollouts/00000", "a" * 64), "standalone", None),
         (f"doctor/{ATTEMPT}/large", "probe", None),
         ("doctor/notes.txt", "unknown", None),
         ("notes.txt", "unknown", None),

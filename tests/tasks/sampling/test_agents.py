@@ -11,6 +11,7 @@ from typing import Any
 import pandas
 import pytest
 
+from engine.local.engine import LocalEngine
 from storage.chain.records import PolicyRef
 from storage.errors import CorruptArtifact
 from storage.store import keys
@@ -25,6 +26,7 @@ from tasks.sampling.agents import CommittedCall
 from tasks.sampling.episodes import play_episodes
 from tests.fixtures.guessing import PLAIN_AGENT
 from tests.fixtures.runs.task_calls import GREEDY, SAMPLING, TaskCalls, three_times
+from tests.fixtures.servers.http_engine import running_server
 from tests.fixtures.waiting import alive, wait_until
 from tests.fixtures.worklog import events
 
@@ -69,13 +71,9 @@ async def test_a_command_plays_a_shard_once(calls: TaskCalls, worklog: Path) -> 
     # the committed table replaces the records of the calls
     assert list(calls.store.list(keys.calls_prefix(ref.key))) == []
 
-    # The tokens are trained in the context they were sampled in: the trainer's logprobs are the sampler's.
+    # Each episode is a row of the batch. tests/flows/test_agent_flows.py compares the logprobs of trainer and sampler.
     batch = await prepare_batch(calls.workspace, calls.policy, [ref], [ref], BatchPlan(reference=calls.policy), step=0)
-    table = read_table(calls.store, batch).to_pandas()
-    assert len(table) == 8
-    for _, row in table.iterrows():
-        assert row["sampler_logprobs"] == pytest.approx(row["old_logprobs"], abs=1e-4)
-    assert read_manifest(calls.store, batch.key).extra["logprob_gap"] < 1e-5
+    assert batch.rows == 8
 
 
 async def test_an_agent_that_was_killed_gets_the_committed_answers(calls: TaskCalls, worklog: Path) -> None:
@@ -122,7 +120,7 @@ async def test_the_time_limit_kills_the_whole_process_group(
     note = tmp_path / "grandchild"
     monkeypatch.setenv("GRANDCHILD", str(note))
     agent = agent_spec(command=(*PLAIN.agent.command, "sleep"))
-    (row,) = await rows_of(calls, AgentPlan(agent=agent, seconds=4, max_masked_fraction=1))
+    (row,) = await rows_of(calls, AgentPlan(agent=agent, seconds=8, max_masked_fraction=1))
     assert row["status"] == "masked" and "a limit ended the agent (time)" in row["reason"]
     wait_until(lambda: not alive(int(note.read_text())))
 
@@ -143,6 +141,16 @@ async def test_branches_are_segments_of_one_trajectory(calls: TaskCalls) -> None
     assert rows["segment"].tolist() == [0, 1, 2, 3] and rows["first_turn"].tolist() == [0, 1, 3, 4]
     assert rows["loss_mask"].map(sum).tolist() == [6, 12, 6, 6] == rows["logprobs"].map(len).tolist()
     assert [list(turns) for turns in rows["graded_turns"]] == [[], [], [], [4]]
+
+
+async def test_the_policy_may_be_on_a_server(calls: TaskCalls) -> None:
+    workspace = calls.workspace
+    shard = calls.shard.model_copy(update={"rows": (0,), "completions": 2})
+    with running_server(LocalEngine(workspace.store, workspace.engine)) as engine:
+        remote = workspace.model_copy(update={"engine": engine})
+        ref = await play_episodes(remote, calls.policy, shard, SAMPLING, PLAIN, step=0)
+    rows = read_table(calls.store, ref).to_pylist()
+    assert [(row["status"], row["turn_tokens"]) for row in rows] == [("ok", [6, 6])] * 2
 
 
 async def test_an_evaluation_is_played_by_agents(calls: TaskCalls) -> None:

@@ -68,7 +68,7 @@ class Talk:
 
     def __init__(self, server: SessionServer, session: Session, url: str, script: Script) -> None:
         self.server, self.session, self.url, self.script = server, session, url, script
-        self.client = openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=30)
+        self.client = openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=120)
         self.tokenizer = session.renderer.tokenizer
 
     async def ask(self, *messages: Message, **options: Any) -> str:

@@ -78,17 +78,15 @@ class PromptShards:
         # a prompt that occurs again in the step gets other random numbers
         repeated = repetitions([*earlier_rows, *rows])[len(earlier_rows) :]
         occurrences = list(zip(rows, repeated, strict=True))
-        if self.on_policy == 1:
-            parts: list[tuple[DatasetAnswers, list[tuple[int, int]]]] = [("none", occurrences)]
-        else:
-            taken, sampled = [], []
+        parts: dict[DatasetAnswers, list[tuple[int, int]]] = {"none": occurrences}
+        if self.on_policy < 1:
+            parts = {"replaced": [], "taken": []}
             for row, times in occurrences:
-                part = taken if self._takes_answer(row, times, step=step) else sampled
-                part.append((row, times))
-            parts = [("replaced", sampled), ("taken", taken)]
+                answers: DatasetAnswers = "taken" if self._takes_answer(row, times, step=step) else "replaced"
+                parts[answers].append((row, times))
 
         shards: list[PromptShard] = []
-        for answers, of_part in parts:
+        for answers, of_part in parts.items():
             for start in range(0, len(of_part), self.prompts_per_shard):
                 members = of_part[start : start + self.prompts_per_shard]
                 shard = PromptShard(

@@ -174,7 +174,7 @@ def test_answers_of_the_dataset_take_the_place_of_completions_by_chance(
     # a second run, and a fork, decide the same
     runs.run("again", **mixed)
     assert runs.digests("again") == runs.digests("m")
-    fork_run(runs.store, "m", "fork", step=2, code_version="test")
+    fork_run(runs.store, "m", "fork", stage="0-distill", step=2, code_version="test")
     runs.run("fork", **mixed)
     assert runs.digests("fork")[-1] == runs.digests("m")[-1]
     # only what was sampled can be sampled again

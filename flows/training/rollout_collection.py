@@ -82,7 +82,7 @@ class PromptShards:
         if self.on_policy < 1:
             parts = {"replaced": [], "taken": []}
             for row, times in occurrences:
-                answers: DatasetAnswers = "taken" if self._takes_answer(row, times, step=step) else "replaced"
+                answers: DatasetAnswers = "taken" if self._takes_answer(row, step=step) else "replaced"
                 parts[answers].append((row, times))
 
         shards: list[PromptShard] = []
@@ -105,11 +105,10 @@ class PromptShards:
                 shards.append(shard)
         return shards
 
-    def _takes_answer(self, row: int, times: int, *, step: int) -> bool:
-        """Whether a step takes the answer of a row that it took `times` times before. It depends on the run's seed, so
-        that a resumed run and a fork decide the same."""
-        draw = self.model.workspace.seed_for("on_policy", step, row, times) / (1 << 63)
-        return draw >= self.on_policy
+    def _takes_answer(self, row: int, *, step: int) -> bool:
+        """Whether a step takes the answer of a row. It depends on the run's seed, so that a resumed run and a fork
+        decide the same."""
+        return self.model.workspace.seed_for("on_policy", step, row) / (1 << 63) >= self.on_policy
 
 
 @dataclass(frozen=True)

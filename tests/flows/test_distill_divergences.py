@@ -135,8 +135,8 @@ def test_a_model_that_is_its_own_teacher_has_no_divergence(
 
 
 def is_taken(row: int, step: int, on_policy: float) -> bool:
-    """Whether the first occurrence of a row in a step takes its answer, in a run with seed 0."""
-    return derive_seed(0, "on_policy", step, row, 0) / 2**63 >= on_policy
+    """Whether a step takes the answer of a row, in a run with seed 0."""
+    return derive_seed(0, "on_policy", step, row) / 2**63 >= on_policy
 
 
 def test_answers_of_the_dataset_take_the_place_of_completions_by_chance(

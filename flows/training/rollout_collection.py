@@ -78,17 +78,15 @@ class PromptShards:
         # a prompt that occurs again in the step gets other random numbers
         repeated = repetitions([*earlier_rows, *rows])[len(earlier_rows) :]
         occurrences = list(zip(rows, repeated, strict=True))
-        if self.on_policy == 1:
-            parts: list[tuple[DatasetAnswers, list[tuple[int, int]]]] = [("none", occurrences)]
-        else:
-            taken, sampled = [], []
+        parts: dict[DatasetAnswers, list[tuple[int, int]]] = {"none": occurrences}
+        if self.on_policy < 1:
+            parts = {"replaced": [], "taken": []}
             for row, times in occurrences:
-                part = taken if self._takes_answer(row, times, step=step) else sampled
-                part.append((row, times))
-            parts = [("replaced", sampled), ("taken", taken)]
+                answers: DatasetAnswers = "taken" if self._takes_answer(row, step=step) else "replaced"
+                parts[answers].append((row, times))
 
         shards: list[PromptShard] = []
-        for answers, of_part in parts:
+        for answers, of_part in parts.items():
             for start in range(0, len(of_part), self.prompts_per_shard):
                 members = of_part[start : start + self.prompts_per_shard]
                 shard = PromptShard(
@@ -107,11 +105,10 @@ class PromptShards:
                 shards.append(shard)
         return shards
 
-    def _takes_answer(self, row: int, times: int, *, step: int) -> bool:
-        """Whether a step takes the answer of a row that it took `times` times before. It depends on the run's seed, so
-        that a resumed run and a fork decide the same."""
-        draw = self.model.workspace.seed_for("on_policy", step, row, times) / (1 << 63)
-        return draw >= self.on_policy
+    def _takes_answer(self, row: int, *, step: int) -> bool:
+        """Whether a step takes the answer of a row. It depends on the run's seed, so that a resumed run and a fork
+        decide the same."""
+        return self.model.workspace.seed_for("on_policy", step, row) / (1 << 63) >= self.on_policy
 
 
 @dataclass(frozen=True)

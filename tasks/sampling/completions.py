@@ -143,7 +143,7 @@ def _take_answers(
         answer = whole.token_ids[start:end].tolist()
         prompt = TokenSequence(whole.token_ids[:start], np.zeros(start, bool), images=whole.images)
         thread_json = without_answer(row["thread"]).to_json()
-        jobs.append((row | {"thread": thread_json}, prompt, times * shard.completions))
+        jobs.append((row | {"thread": thread_json}, prompt, times))
         answers.append(Completion(answer, [0.0] * len(answer), "eos"))
     table = rollout_table(renderer, policy, jobs, None, answers)
     log_work("shard", stage=policy.stage, step=step, shard=shard.index)

@@ -135,8 +135,8 @@ def test_a_model_that_is_its_own_teacher_has_no_divergence(
 
 
 def is_taken(row: int, step: int, on_policy: float) -> bool:
-    """Whether the first occurrence of a row in a step takes its answer, in a run with seed 0."""
-    return derive_seed(0, "on_policy", step, row, 0) / 2**63 >= on_policy
+    """Whether a step takes the answer of a row, in a run with seed 0."""
+    return derive_seed(0, "on_policy", step, row) / 2**63 >= on_policy
 
 
 def test_answers_of_the_dataset_take_the_place_of_completions_by_chance(
@@ -174,7 +174,7 @@ def test_answers_of_the_dataset_take_the_place_of_completions_by_chance(
     # a second run, and a fork, decide the same
     runs.run("again", **mixed)
     assert runs.digests("again") == runs.digests("m")
-    fork_run(runs.store, "m", "fork", step=2, code_version="test")
+    fork_run(runs.store, "m", "fork", stage="0-distill", step=2, code_version="test")
     runs.run("fork", **mixed)
     assert runs.digests("fork")[-1] == runs.digests("m")[-1]
     # only what was sampled can be sampled again

@@ -118,6 +118,11 @@ class Trainer(Protocol):
         """
         ...
 
+    def top_logprobs(self, sequences: Sequence[TokenSequence], *, count: int, max_tokens: int) -> list[FloatArray]:
+        """Returns, for each sequence, an array (trained tokens, 1 + 2 count): the logprob in nats of the token, those
+        of the `count` most probable tokens in its place, and the ids of these."""
+        ...
+
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[FloatArray]:
         """Returns, for each sequence, the output of the scalar head at the position before each trained token."""
         ...

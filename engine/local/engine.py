@@ -317,6 +317,16 @@ class LocalEngine:
         limit = request.max_tokens or self.spec.max_tokens_per_forward
         return trainer.logprobs(request.sequences, temperature=request.temperature, max_tokens=limit)
 
+    async def top_logprobs(self, request: LogprobsRequest, *, count: int, epoch: int = 0) -> list[FloatArray]:
+        """As engine.backends.protocol.Trainer.top_logprobs, at temperature 1. Raises the errors of `logprobs`."""
+        return await self._compute(request.policy.run, partial(self._top_logprobs, request, count, epoch))
+
+    def _top_logprobs(self, request: LogprobsRequest, count: int, epoch: int) -> list[FloatArray]:
+        self._fence(request.policy.run, epoch)
+        trainer = self.materialiser.for_reading(request.policy).trainer
+        limit = request.max_tokens or self.spec.max_tokens_per_forward
+        return trainer.top_logprobs(request.sequences, count=count, max_tokens=limit)
+
     async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         values = await self._compute(request.policy.run, partial(self._values, request, epoch))
         return [row.tolist() for row in values]

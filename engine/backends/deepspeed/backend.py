@@ -365,6 +365,10 @@ class DeepSpeedTrainer:
         check_gives("logprobs", scalar=self.scalar, name="the policy")
         return self._read("entropies", sequences, temperature, max_tokens=max_tokens)
 
+    def top_logprobs(self, sequences: Sequence[TokenSequence], *, count: int, max_tokens: int) -> list[FloatArray]:
+        check_gives("logprobs", scalar=self.scalar, name="the policy")
+        return self._read("top_logprobs", sequences, count, max_tokens=max_tokens)
+
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[FloatArray]:
         check_gives("values", scalar=self.scalar, name="the policy")
         return self._read("values", sequences, max_tokens=max_tokens)

@@ -91,6 +91,14 @@ class RankModel(CausalLM):
         both_N2 = self._at_sources(packed, head)
         return both_N2[:, 0], both_N2[:, 1]
 
+    def top_logprobs(self, packed: Packed, count: int) -> Tensor:
+        """As `CausalLM.top_logprobs`. Those that other ranks compute come without gradient."""
+
+        def head(hidden_nH: Tensor, target_n: Tensor) -> Tensor:
+            return self._token_top_logprobs(hidden_nH, target_n, count)
+
+        return self._at_sources(packed, head)
+
     def values(self, packed: Packed) -> Tensor:
         """A scalar head's numbers (N,), as `ScalarLM.values`. Those that other ranks compute come without gradient."""
         return self._at_sources(packed, lambda hidden_nH, _target_n: values_of(self.head, hidden_nH))

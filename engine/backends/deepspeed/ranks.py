@@ -150,6 +150,9 @@ class RankTrainers:
     def entropies(self, number: int, passes: RankPasses[TokenSequence], temperature: float) -> list[FloatArray]:
         return self.trainer(number).entropies(passes, temperature)
 
+    def top_logprobs(self, number: int, passes: RankPasses[TokenSequence], count: int) -> list[FloatArray]:
+        return self.trainer(number).top_logprobs(passes, count)
+
     def values(self, number: int, passes: RankPasses[TokenSequence]) -> list[FloatArray]:
         return self.trainer(number).values(passes)
 

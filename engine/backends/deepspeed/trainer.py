@@ -223,6 +223,10 @@ class ZeroTrainer:
 
         return self._read(passes, forward)
 
+    def top_logprobs(self, passes: RankPasses[TokenSequence], count: int) -> list[FloatArray]:
+        """As engine.backends.protocol.Trainer.top_logprobs, as `logprobs`."""
+        return self._read(passes, lambda packed: self.sharded.evaluate(lambda model: model.top_logprobs(packed, count)))
+
     def values(self, passes: RankPasses[TokenSequence]) -> list[FloatArray]:
         """The scalar head's number before every trained token, as `logprobs`."""
 

@@ -152,6 +152,13 @@ class CausalLM:
             both_N2 = self._token_logprobs_and_entropy(hidden_NH, packed.target_N, temperature)
             return both_N2[:, 0], both_N2[:, 1]
 
+    def top_logprobs(self, packed: Packed, count: int) -> Tensor:
+        """For each trained token, its log-probability in nats, then those of the `count` most probable tokens, then the
+        ids of these: (N, 1 + 2 count)."""
+        with self.autocast():
+            hidden_TH = self.packed_hidden(packed)
+            return self._token_top_logprobs(hidden_TH.index_select(0, packed.source_N), packed.target_N, count)
+
     def values(self, packed: Packed) -> Tensor:
         """Raises BadSpec: only a model with a scalar head has values (engine.backends.torch.scalar_lm)."""
         raise BadSpec(
@@ -175,6 +182,12 @@ class CausalLM:
             return torch.stack(token_logprobs_and_entropy(logits_CV, target_C, temperature), dim=1)
 
         return self._in_chunks(both, hidden_NH, target_N)
+
+    def _token_top_logprobs(self, hidden_NH: Tensor, target_N: Tensor, count: int) -> Tensor:
+        def top(hidden_CH: Tensor, target_C: Tensor) -> Tensor:
+            return top_logprobs(self._head_logits(hidden_CH), target_C, count)
+
+        return self._in_chunks(top, hidden_NH, target_N)
 
     def _in_chunks(self, function: Callable[[Tensor, Tensor], Tensor], hidden_NH: Tensor, target_N: Tensor) -> Tensor:
         """`function` of all trained tokens. Where their logits would take too much memory, it is called for some tokens
@@ -248,6 +261,17 @@ def token_logprobs_and_entropy(logits_NV: Tensor, target_N: Tensor, temperature:
     """The logprobs of `token_logprobs`, and the entropy of each distribution, both (N,) in nats."""
     logprobs_N, entropy_N = _TokenLogprobs.apply(logits_NV, target_N, temperature, True)
     return logprobs_N, entropy_N
+
+
+def top_logprobs(logits_NV: Tensor, target_N: Tensor, count: int) -> Tensor:
+    """log softmax(logits) of the target, then of the `count` most probable tokens, in nats, then the ids of these:
+    (N, 1 + 2 count), in float64, which holds every id. A target that is the most probable token has exactly its
+    logprob."""
+    x_NV = at_least_float32(logits_NV)
+    norm_N1 = x_NV.logsumexp(1, keepdim=True)
+    highest_NK, ids_NK = x_NV.topk(count, dim=1)
+    chosen_N1 = x_NV.gather(1, target_N.unsqueeze(1))
+    return torch.cat([(chosen_N1 - norm_N1).double(), (highest_NK - norm_N1).double(), ids_NK.double()], dim=1)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

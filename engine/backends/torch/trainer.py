@@ -227,6 +227,13 @@ class TorchTrainer:
             sequences, lambda packed: self.model.logprobs_and_entropy(packed, temperature=temperature)[1], max_tokens
         )
 
+    def top_logprobs(self, sequences: Sequence[TokenSequence], *, count: int, max_tokens: int) -> list[FloatArray]:
+        """As CausalLM.top_logprobs, per sequence, in the order of the sequences."""
+        check_gives("logprobs", scalar=self.scalar, name=type(self.model.module).__name__)
+        return self._forward_per_sequence(
+            sequences, lambda packed: self.model.top_logprobs(packed, count), max_tokens
+        )
+
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[FloatArray]:
         """The scalar head's number before every trained token, per sequence, in the order of the sequences."""
         check_gives("values", scalar=self.scalar, name=type(self.model.module).__name__)

@@ -21,9 +21,10 @@ from starlette.requests import Request
 from engine.errors import Fenced
 from engine.http.openai.models import ChatRequest, CompletionResponse, TextRequest, Usage
 from engine.http.openai.policies import ResolvedPolicy
-from engine.protocol import Completion, Engine, GenerateRequest, OnToken
+from engine.models.samples import FloatArray
+from engine.protocol import Completion, Engine, GenerateRequest, LogprobsRequest, OnToken
 from engine.text.answer_builder import AnswerBuilder, token_text
-from engine.text.tokenizers import BROKEN
+from engine.text.tokenizers import BROKEN, Tokenizer
 
 NO_LOGPROB = -9999.0
 """Written for a logprob that is not finite, which JSON cannot represent. OpenAI writes the same number."""
@@ -199,6 +200,66 @@ class TextResponseBuilder(ResponseBuilder):
     id_prefix = "cmpl-"
     whole_type = "text_completion"
     chunk_type = "text_completion"
+    request: TextRequest
+
+    def __init__(
+        self,
+        request: TextRequest,
+        served_policy: ResolvedPolicy,
+        prompts: Sequence[list[int]],
+        tokenizer: Tokenizer,
+    ) -> None:
+        super().__init__(request, served_policy, prompts)
+        self._tokenizer = tokenizer
+        self.prompt_scores: list[FloatArray] = []
+        """Of each prompt, if `scores_prompts`: Trainer.top_logprobs of its tokens but the first."""
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether the response has logprobs of the prompts' tokens."""
+        return bool(self.request.echo) and self.request.wants_logprobs
+
+    def full_response(self, answers: Sequence[AnswerBuilder]) -> dict[str, Any]:
+        body = super().full_response(answers)
+        if self.request.echo:
+            count = self.request.n or 1
+            for choice in body["choices"]:
+                self._prepend_prompt(choice, choice["index"] // count)
+        return body
+
+    def _prepend_prompt(self, choice: dict[str, Any], index: int) -> None:
+        """Puts the prompt before the text of an answer, and its tokens before the answer's logprobs. The first token
+        of the prompt has no logprob."""
+        prompt, given = self.prompts[index], self.request.prompts[index]
+        echoed = AnswerBuilder(self._tokenizer)
+        for token in prompt:
+            echoed.feed(token, 0.0)
+        echoed.close("length")
+        text = given if isinstance(given, str) else echoed.text
+        choice["text"] = text + choice["text"]
+        if not self.scores_prompts:
+            return
+        logprobs = choice["logprobs"]
+        scores = self.prompt_scores[index]
+        sampled = len(logprobs["tokens"])
+        logprobs["tokens"] = [token_text(self._tokenizer, token) for token in prompt] + logprobs["tokens"]
+        own = [_json_logprob(logprob) for logprob in scores[:, 0].tolist()]
+        logprobs["token_logprobs"] = [None, *own] + logprobs["token_logprobs"]
+        logprobs["text_offset"] = echoed.offsets + [len(text) + offset for offset in logprobs["text_offset"]]
+        if self.request.logprobs:
+            tops = [self._top(row, token) for row, token in zip(scores, prompt[1:], strict=True)]
+            # those of the sampled tokens are not known
+            logprobs["top_logprobs"] = [None, *tops] + [None] * sampled
+
+    def _top(self, row: FloatArray, token: int) -> dict[str, float]:
+        """The logprobs of the most probable tokens in the place of a token, and of the token itself, by their texts."""
+        count = self.request.logprobs or 0
+        top: dict[str, float] = {}
+        for logprob, other in zip(row[1 : 1 + count].tolist(), row[1 + count :].tolist(), strict=True):
+            # tokens that are parts of characters may have the same text: the most probable one is first
+            top.setdefault(token_text(self._tokenizer, int(other)), _json_logprob(logprob))
+        top.setdefault(token_text(self._tokenizer, token), _json_logprob(float(row[0])))
+        return top
 
     def _whole_content(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -229,6 +290,16 @@ class StreamingEngine(Protocol):
 
 def is_streaming(engine: Engine) -> TypeGuard[StreamingEngine]:
     return "on_token" in inspect.signature(engine.generate).parameters
+
+
+class ScoringEngine(Protocol):
+    """An engine that gives the most probable tokens in the place of given ones."""
+
+    async def top_logprobs(self, request: LogprobsRequest, *, count: int, epoch: int = 0) -> list[FloatArray]: ...
+
+
+def is_scoring(engine: object) -> TypeGuard[ScoringEngine]:
+    return hasattr(engine, "top_logprobs")
 
 
 class GenerationAbandoned(Exception):

@@ -172,6 +172,8 @@ def _prepare(
         _check_echo(body)
         tokenizer, default = tokenizer_of(store, resolved.base), TEXT_TOKENS
         prompts = _text_prompt_ids(body, tokenizer)
+        if body.echo and not all(prompts):
+            raise ApiError(400, "echo=true needs prompts of at least one token", param="prompt")
         builder = TextResponseBuilder(body, resolved, prompts, tokenizer)
 
     # the sampling options
@@ -216,8 +218,9 @@ def _check_echo(body: TextRequest) -> None:
     if not body.echo and body.logprobs:
         problem = f"logprobs={body.logprobs}: without echo, only the logprobs of the sampled tokens are available"
         raise ApiError(400, f"{problem}; give logprobs=0, or echo=true", param="logprobs")
-    if not body.echo and body.max_tokens == 0:
-        raise ApiError(400, "max_tokens=0 samples nothing: give at least 1, or echo=true", param="max_tokens")
+    if body.max_tokens == 0 and not (body.echo and body.wants_logprobs):
+        problem = "max_tokens=0 samples nothing"
+        raise ApiError(400, f"{problem}: give at least 1, or echo=true and logprobs", param="max_tokens")
 
 
 async def _score_prompts(

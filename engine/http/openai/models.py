@@ -199,7 +199,7 @@ class TextRequest(_SamplingRequest):
     prompt: Prompt
     """Text, which is encoded without a chat template, or token ids."""
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    """0, with `echo`: nothing is sampled."""
+    """0, with `echo` and `logprobs`: nothing is sampled."""
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     """0: the response has the logprobs of the sampled tokens. More, with `echo`: also the logprobs of this number of
     most probable tokens at each place of the prompt."""

@@ -230,12 +230,12 @@ class TextResponseBuilder(ResponseBuilder):
     def _prepend_prompt(self, choice: dict[str, Any], index: int) -> None:
         """Puts the prompt before the text of an answer, and its tokens before the answer's logprobs. The first token
         of the prompt has no logprob."""
-        prompt, given = self.prompts[index], self.request.prompts[index]
+        prompt, requested = self.prompts[index], self.request.prompts[index]
         echoed = AnswerBuilder(self._tokenizer)
         for token in prompt:
             echoed.feed(token, 0.0)
         echoed.close("length")
-        text = given if isinstance(given, str) else echoed.text
+        text = requested if isinstance(requested, str) else echoed.text
         choice["text"] = text + choice["text"]
         if not self.scores_prompts:
             return
@@ -243,8 +243,8 @@ class TextResponseBuilder(ResponseBuilder):
         scores = self.prompt_scores[index]
         sampled = len(logprobs["tokens"])
         logprobs["tokens"] = [token_text(self._tokenizer, token) for token in prompt] + logprobs["tokens"]
-        own = [_json_logprob(logprob) for logprob in scores[:, 0].tolist()]
-        logprobs["token_logprobs"] = [None, *own] + logprobs["token_logprobs"]
+        of_prompt = [_json_logprob(logprob) for logprob in scores[:, 0].tolist()]
+        logprobs["token_logprobs"] = [None, *of_prompt] + logprobs["token_logprobs"]
         logprobs["text_offset"] = echoed.offsets + [len(text) + offset for offset in logprobs["text_offset"]]
         if self.request.logprobs:
             tops = [self._top(row, token) for row, token in zip(scores, prompt[1:], strict=True)]

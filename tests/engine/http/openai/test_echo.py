@@ -52,8 +52,8 @@ def test_the_logprobs_of_a_prompt_are_those_of_the_weights(
     logprobs = choice.logprobs
     assert "".join(logprobs.tokens) == PROMPT and len(logprobs.tokens) == len(ids)
     assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
-    own = expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    assert logprobs.token_logprobs[1:] == pytest.approx(own.tolist(), abs=1e-4)
+    chosen = expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert logprobs.token_logprobs[1:] == pytest.approx(chosen.tolist(), abs=1e-4)
     for place, (top, token) in enumerate(zip(logprobs.top_logprobs[1:], ids[1:], strict=True)):
         values, _ = expected[place].topk(3)
         assert sorted(top.values(), reverse=True)[:3] == pytest.approx(values.tolist(), abs=1e-4)
@@ -122,8 +122,8 @@ def test_the_harness_scores_answers_by_the_endpoint(
     results = model._loglikelihood_tokens([((str(n), ""), *request[1:]) for n, request in enumerate(requests)])
     for answer, (total, is_greedy) in zip(answers, results, strict=True):
         places = by_transformers(openai_run, [*context, *answer])[len(context) - 1 :]
-        own = places.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        assert total == pytest.approx(float(own.sum()), abs=1e-3)
+        chosen = places.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert total == pytest.approx(float(chosen.sum()), abs=1e-3)
         assert is_greedy == bool((places.argmax(1) == torch.tensor(answer)).all())
     assert results[2][1] and not math.isnan(results[0][0])
     # by the texts of a task

@@ -252,13 +252,16 @@ class TextResponseBuilder(ResponseBuilder):
             logprobs["top_logprobs"] = [None, *tops] + [None] * sampled
 
     def _top(self, row: FloatArray, token: int) -> dict[str, float]:
-        """The logprobs of the most probable tokens in the place of a token, and of the token itself, by their texts."""
+        """The logprobs of the most probable tokens in the place of a token, and of the token itself, by their texts. Of
+        several tokens with the same text, such as parts of characters, the second one is token_id:ID."""
         count = self.request.logprobs or 0
+        tokens, logprobs = [int(other) for other in row[1 + count :]], row[1 : 1 + count].tolist()
+        if token not in tokens:
+            tokens, logprobs = [*tokens, token], [*logprobs, float(row[0])]
         top: dict[str, float] = {}
-        for logprob, other in zip(row[1 : 1 + count].tolist(), row[1 + count :].tolist(), strict=True):
-            # tokens that are parts of characters may have the same text: the most probable one is first
-            top.setdefault(token_text(self._tokenizer, int(other)), _json_logprob(logprob))
-        top.setdefault(token_text(self._tokenizer, token), _json_logprob(float(row[0])))
+        for other, logprob in zip(tokens, logprobs, strict=True):
+            text = token_text(self._tokenizer, other)
+            top[f"token_id:{other}" if text in top else text] = _json_logprob(logprob)
         return top
 
     def _whole_content(self, text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.fixtures.servers.openai_calls import OpenAIRun, client_of, complete
-from tests.fixtures.servers.openai_server import running_openai_server
+from tests.fixtures.servers.openai_server import SamplerEngine, running_openai_server
 
 PROMPT = "Once upon a time"
 
@@ -96,9 +96,12 @@ def test_options_that_do_not_go_together_are_refused(local: openai.OpenAI, optio
     assert refused.value.param == param
 
 
-def test_an_engine_that_only_samples_says_so(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="this engine gives no logprobs of prompts"):
-        complete(client, echo=True, logprobs=1)
+def test_an_engine_that_only_samples_says_so(openai_run: OpenAIRun) -> None:
+    engine = SamplerEngine(openai_run.folder, openai_run.local)
+    with running_openai_server(engine, openai_run.store) as url, client_of(url) as client:
+        with pytest.raises(openai.BadRequestError, match="this engine gives no logprobs of prompts"):
+            complete(client, echo=True, logprobs=1)
+        assert complete(client, echo=True).choices[0].text.startswith("Once")
 
 
 def test_the_harness_scores_answers_by_the_endpoint(

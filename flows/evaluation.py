@@ -19,6 +19,7 @@ from typing import Any
 
 from engine.handles import Model
 from engine.specs.engine import EngineSpec, HttpEngineSpec
+from engine.text.stored_models import context_length_of, tokenizer_folder
 from engine.workspace import Workspace
 from flows.configs.evaluation import EvaluationFlowConfig, HarnessSuite, StoredAnswers, Suite, semantic
 from flows.display.run_log import put_markdown, put_table
@@ -42,7 +43,7 @@ from flows.runs.session import (
     write_result,
 )
 from storage.chain.listing import EVALUATED
-from storage.chain.records import PolicyRef
+from storage.chain.records import PolicyRef, base_model_of
 from storage.chain.run_record import create_or_check_run
 from storage.registry.decisions import resolve_model
 from storage.registry.models import find_model, registered_key
@@ -173,8 +174,16 @@ async def _score_by_harness(
 ) -> list[HarnessScore]:
     """The scores of one model, by the endpoint of an engine that is a server, or else by the model's files."""
     if isinstance(engine, HttpEngineSpec):
-        address = f"{engine.url.rstrip('/')}/v1"
-        return await run_harness(HarnessModel(name=name, endpoint=address, token_env=engine.token_env), suite)
+        base = ref if isinstance(ref, ArtifactRef) else base_model_of(store, ref)
+        with tokenizer_folder(store, base) as folder:
+            served = HarnessModel(
+                name=name,
+                endpoint=f"{engine.url.rstrip('/')}/v1",
+                tokenizer=str(folder),
+                max_length=context_length_of(store, base),
+                token_env=engine.token_env,
+            )
+            return await run_harness(served, suite)
     assert isinstance(ref, ArtifactRef)
     with tempfile.TemporaryDirectory(prefix="harness-model-", dir=process_folder()) as folder:
         files = materialise_files(store, ref.key, Path(folder))

@@ -321,6 +321,11 @@ class LocalEngine:
         limit = request.max_tokens or self.spec.max_tokens_per_forward
         return trainer.logprobs(request.sequences, temperature=request.temperature, max_tokens=limit)
 
+    async def top_logprobs(self, request: LogprobsRequest, *, top: int, epoch: int = 0) -> list[FloatArray]:
+        """As engine.backends.protocol.Trainer.top_logprobs. Raises BadSpec if the model has fewer tokens, and the
+        errors of `logprobs`."""
+        return await self._compute(request.policy.run, partial(self._top_logprobs, top, request, epoch))
+
     async def values(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]:
         values = await self._compute(request.policy.run, partial(self._values, request, epoch))
         return [row.tolist() for row in values]

@@ -5,6 +5,8 @@ Two stored models with the same content share them. `engine.text.tokenizers` loa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,18 +63,25 @@ def _cached_renderer(stored: _StoredModel) -> Renderer:
     return Renderer(_cached_tokenizer(stored))
 
 
-@lru_cache(maxsize=CACHED_MODELS)
-def _cached_tokenizer(stored: _StoredModel) -> Tokenizer:
+@contextmanager
+def tokenizer_folder(store: ObjectStore, model: ArtifactRef) -> Iterator[Path]:
+    """A folder with the tokenizer's files of a stored model, as transformers reads them, until the end of the context.
+    """
     with TemporaryDirectory() as scratch:
         folder, downloads = Path(scratch, "tokenizer"), Path(scratch, "downloads")
         folder.mkdir()
         downloads.mkdir()
         # transformers reads the tokenizer's class from config.json if tokenizer_config.json does not name it.
         names = (*TOKENIZER_FILES, CONFIG_FILE)
-        paths = materialise_files(stored.store, stored.model.key, downloads, names=names)
-        for name, path in paths.items():
+        for name, path in materialise_files(store, model.key, downloads, names=names).items():
             # A local store returns its own files, which have other names and lie in other folders.
             (folder / name).symlink_to(path.resolve())
+        yield folder
+
+
+@lru_cache(maxsize=CACHED_MODELS)
+def _cached_tokenizer(stored: _StoredModel) -> Tokenizer:
+    with tokenizer_folder(stored.store, stored.model) as folder:
         return load_tokenizer(folder, name=stored.model.key)
 
 

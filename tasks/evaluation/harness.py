@@ -1,7 +1,7 @@
 """Runs tasks of EleutherAI's lm-evaluation-harness (the package lm_eval) on a model, in a process of its own.
 
-The model is a Hugging Face folder, or is behind an OpenAI-compatible endpoint, which answers tasks that generate text
-and no tasks that compare the log-probabilities of given answers.
+The model is a Hugging Face folder, or is behind an OpenAI-compatible endpoint. Tasks that compare the log-probabilities
+of given answers need the model's tokenizer and, of the endpoint, logprobs of prompts (`echo`).
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ class HarnessModel(Frozen):
     """Hugging Face folder on this machine."""
     endpoint: str | None = None
     """Address of an OpenAI-compatible API, which ends with /v1."""
+    tokenizer: str | None = None
+    """Folder with the tokenizer of the model behind the endpoint. None: the endpoint encodes the questions."""
+    max_length: int | None = None
+    """Longest sequence of the model behind the endpoint, in tokens. None: the harness's default."""
     token_env: str = "OPENAI_API_KEY"
     """Environment variable with the token of the endpoint."""
 
@@ -88,8 +92,13 @@ class HarnessModel(Frozen):
             arguments = f"pretrained={self.folder},dtype=auto{further}"
             return ["--model", "hf", "--batch_size", "auto", "--model_args", arguments]
         route = "chat/completions" if tasks.chat_template else "completions"
-        arguments = f"model={self.name},base_url={self.endpoint}/{route},tokenizer_backend=None"
-        arguments += f",tokenized_requests=False,num_concurrent={ENDPOINT_REQUESTS}{further}"
+        arguments = f"model={self.name},base_url={self.endpoint}/{route}"
+        if self.tokenizer is None or tasks.chat_template:
+            arguments += ",tokenizer_backend=None,tokenized_requests=False"
+        else:
+            arguments += f",tokenizer_backend=huggingface,tokenizer={self.tokenizer},tokenized_requests=True"
+            arguments += "" if self.max_length is None else f",max_length={self.max_length}"
+        arguments += f",num_concurrent={ENDPOINT_REQUESTS}{further}"
         model = "local-chat-completions" if tasks.chat_template else "local-completions"
         return ["--model", model, "--model_args", arguments]
 

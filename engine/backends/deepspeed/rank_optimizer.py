@@ -47,9 +47,9 @@ class RankOptimizer(torch.optim.AdamW):
         for piece in shards.pieces:
             self._pieces.setdefault(id(piece.flat), []).append(piece)
         # A rank may have no piece of a small matrix, and takes part in assembling it.
-        own = [(numbers[id(piece.flat)], piece.name) for piece in shards.pieces if piece.name in self.hidden]
+        on_rank = [(numbers[id(piece.flat)], piece.name) for piece in shards.pieces if piece.name in self.hidden]
         names: set[tuple[int, str]] = set()
-        for of_rank in [own] if shards.replicated else gather(own):
+        for of_rank in [on_rank] if shards.replicated else gather(on_rank):
             names.update(of_rank)
         for number, name in sorted(names):
             self._names.setdefault(id(flats[number]), []).append(name)
@@ -101,14 +101,14 @@ class RankOptimizer(torch.optim.AdamW):
         ranks = [dist.get_rank()] if alone else list(range(dist.get_world_size()))
         for begin in range(0, len(names), len(ranks)):
             batch = list(zip(ranks, names[begin : begin + len(ranks)], strict=False))
-            own: Tensor | None = None
+            computed: Tensor | None = None
             for rank, name in batch:
                 direction = self._shards.assemble(name, on=rank, device=self._device, of=_gradient)
                 if direction is not None:
-                    own = _muon_change(direction, lr=group["lr"])
+                    computed = _muon_change(direction, lr=group["lr"])
                 report_progress()
             for rank, name in batch:
-                change = own
+                change = computed
                 if rank != dist.get_rank() or change is None:
                     change = torch.empty(self._shards.shapes[name], dtype=flat.dtype, device=self._device)
                 if not alone:

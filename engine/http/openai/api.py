@@ -17,13 +17,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from engine.errors import EngineError, SampleTooLong
+from engine.errors import EngineError, Fenced, SampleTooLong
 from engine.http.openai.models import (
     MOST_ANSWERS,
     ApiError,
@@ -44,8 +45,10 @@ from engine.http.openai.responses import (
     ResponseBuilder,
     TextResponseBuilder,
     cancel_on_disconnect,
+    is_scoring,
 )
-from engine.protocol import Engine, GenerateRequest, SamplingParams
+from engine.models.samples import FloatArray
+from engine.protocol import Engine, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from engine.text.answer_builder import AnswerBuilder
 from engine.text.forced_calls import ForcedCall, forced_call
 from engine.text.stored_models import renderer_of, tokenizer_of
@@ -133,11 +136,15 @@ async def _answer(
 ) -> Response:
     # Rendering and tokenising a long prompt takes seconds, so it runs in a thread.
     resolved = await policies.resolve(body.model)
-    builder, generation = await asyncio.to_thread(_prepare, engine, store, policies, body, resolved)
+    builder, answers, generation = await asyncio.to_thread(_prepare, engine, store, policies, body, resolved)
     headers = {POLICY_HEADER: resolved.policy.uri}
+    if isinstance(builder, TextResponseBuilder) and builder.scores_prompts:
+        builder.prompt_scores = await cancel_on_disconnect(request, _score_prompts(engine, policies, builder))
+    if generation is None:
+        return JSONResponse(builder.full_response(answers), headers=headers)
     if not body.stream:
         await cancel_on_disconnect(request, _run_to_end(generation))
-        return JSONResponse(builder.full_response(generation.answers), headers=headers)
+        return JSONResponse(builder.full_response(answers), headers=headers)
     deltas = generation.deltas()
     # The stream begins with the first token, so that an error before it can still change the status.
     first = await cancel_on_disconnect(request, anext(deltas, None))
@@ -150,8 +157,9 @@ def _prepare(
     policies: PolicyResolver,
     body: ChatRequest | TextRequest,
     resolved: ResolvedPolicy,
-) -> tuple[ResponseBuilder, Generation]:
-    """Renders and tokenises the prompts. The first request for a model also downloads its tokenizer."""
+) -> tuple[ResponseBuilder, list[AnswerBuilder], Generation | None]:
+    """Renders and tokenises the prompts. The first request for a model also downloads its tokenizer. The generation
+    is None if nothing is to be sampled."""
     # the prompts
     check_length(body, resolved)
     forced = ForcedCall("", None)
@@ -163,14 +171,19 @@ def _prepare(
         prompts = [renderer.prompt_ids(body.thread) + tokenizer.encode(forced.prefix)]
         builder = ChatResponseBuilder(body, resolved, prompts, tokenizer.tool_format, forced.prefix)
     else:
+        _check_echo(body)
         tokenizer, default = tokenizer_of(store, resolved.base), TEXT_TOKENS
         prompts = _text_prompt_ids(body, tokenizer)
-        builder = TextResponseBuilder(body, resolved, prompts)
+        if body.echo and not all(prompts):
+            raise ApiError(400, "echo=true needs prompts of at least one token", param="prompt")
+        builder = TextResponseBuilder(body, resolved, prompts, tokenizer)
 
     # the sampling options
     count = body.n or 1
     if len(prompts) * count > MOST_ANSWERS:
         raise ApiError(400, f"{len(prompts)} prompts with n={count}: give at most {MOST_ANSWERS} answers", param="n")
+    if body.limit == 0:
+        return builder, [_ended(AnswerBuilder(tokenizer)) for _ in range(len(prompts) * count)], None
     longest_prompt = max(len(prompt) for prompt in prompts)
     sampling = _sampling(body, _limit(body, resolved, longest_prompt, default), forced.json_schema)
 
@@ -198,7 +211,52 @@ def _prepare(
         lambda refresh: policies.epoch(resolved.policy.run, refresh=refresh),
         stream_tokens=bool(body.stream),
     )
-    return builder, generation
+    return builder, answers, generation
+
+
+def _ended(answer: AnswerBuilder) -> AnswerBuilder:
+    """The answer of which no token is sampled."""
+    answer.close("length")
+    return answer
+
+
+def _check_echo(body: TextRequest) -> None:
+    """Raises ApiError for options that need `echo`, or that it does not go with."""
+    if body.echo and body.stream:
+        raise ApiError(400, "echo=true is not available in a stream: give stream=false", param="echo")
+    if not body.echo and body.logprobs:
+        problem = f"logprobs={body.logprobs}: without echo, only the logprobs of the sampled tokens are available"
+        raise ApiError(400, f"{problem}; give logprobs=0, or echo=true", param="logprobs")
+    if body.max_tokens == 0 and not (body.echo and body.wants_logprobs):
+        problem = "max_tokens=0 samples nothing"
+        raise ApiError(400, f"{problem}: give at least 1, or echo=true and logprobs", param="max_tokens")
+
+
+async def _score_prompts(
+    engine: Engine, policies: PolicyResolver, builder: TextResponseBuilder
+) -> list[FloatArray]:
+    """TextResponseBuilder.prompt_scores."""
+    if not is_scoring(engine):
+        raise ApiError(400, "this engine gives no logprobs of prompts: leave echo or logprobs out", param="echo")
+    policy, top = builder.served_policy.policy, builder.request.logprobs or 0
+    sequences = [TokenSequence(prompt, [False] + [True] * (len(prompt) - 1)) for prompt in builder.prompts]
+    request = LogprobsRequest(policy, [sequence for sequence in sequences if sequence.trained])
+
+    async def score(*, refresh: bool) -> list[FloatArray]:
+        epoch = await policies.epoch(policy.run, refresh=refresh)
+        scores = [np.array(row)[:, None] for row in await engine.logprobs(request, epoch=epoch)]
+        if not top:
+            return scores
+        highest = await engine.top_logprobs(request, top=top, epoch=epoch)
+        pairs = zip(scores, highest, strict=True)
+        return [np.hstack([score_n1, top_nK2[..., 1], top_nK2[..., 0]]) for score_n1, top_nK2 in pairs]
+
+    try:
+        rows = await score(refresh=False) if request.sequences else []
+    except Fenced:  # the known epoch may be up to a second old
+        rows = await score(refresh=True)
+    following = iter(rows)
+    return [next(following) if sequence.trained else np.zeros((0, 1 + 2 * top)) for sequence in sequences]
 
 
 def _forced_call(body: ChatRequest, tokenizer: Tokenizer) -> ForcedCall:

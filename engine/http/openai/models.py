@@ -339,10 +339,14 @@ class ChatRequest(_SamplingRequest):
 class TextRequest(_SamplingRequest):
     prompt: Prompt
     """Text, which is encoded without a chat template, or token ids."""
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    """0: the response has the logprobs of the sampled tokens."""
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    """0, with `echo` and `logprobs`: nothing is sampled."""
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    """0: the response has the logprobs of the sampled tokens. More, with `echo`: also the logprobs of this number of
+    most probable tokens at each place of the prompt."""
     best_of: int | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
+    """Whether the text of the answer begins with the prompt, and the logprobs with those of its tokens."""
     suffix: Literal[""] | None = None
 
     @property
@@ -488,7 +492,7 @@ def as_api_error(error: Exception) -> ApiError | None:
 _OPTIONS_WITHOUT_EFFECT = frozenset(
     {
         "presence_penalty", "frequency_penalty", "logit_bias", "store", "top_logprobs",
-        "response_format", "echo", "suffix", "function_call", "audio", "refusal",
+        "response_format", "suffix", "function_call", "audio", "refusal",
     }
 )  # fmt: skip
 
@@ -507,8 +511,6 @@ def _validation_error(error: RequestValidationError) -> ApiError:
         message = f"the option {name!r} is not supported: leave it out"
     elif ineffective:
         message = f"the option {name!r} has no effect here, so this value is refused: leave it out"
-    elif path[0] == "logprobs" and first["type"] == "less_than_equal":
-        message = "only the logprobs of the sampled tokens are available: give logprobs=0"
     else:
         message = describe_errors([first], error.body)
     return ApiError(400, message, param=name or None, code="invalid_value")

@@ -23,9 +23,10 @@ from starlette.requests import Request
 from engine.errors import Fenced
 from engine.http.openai.models import ChatRequest, CompletionResponse, TextRequest, Usage
 from engine.http.openai.policies import ResolvedPolicy
-from engine.protocol import Completion, Engine, GenerateRequest, OnToken
+from engine.models.samples import FloatArray
+from engine.protocol import Completion, Engine, GenerateRequest, LogprobsRequest, OnToken
 from engine.text.answer_builder import AnswerBuilder, token_text
-from engine.text.tokenizers import BROKEN
+from engine.text.tokenizers import BROKEN, Tokenizer
 from engine.text.tool_calls import ToolFormat
 
 NO_LOGPROB = -9999.0
@@ -272,6 +273,70 @@ class TextResponseBuilder(ResponseBuilder):
     id_prefix = "cmpl-"
     whole_type = "text_completion"
     chunk_type = "text_completion"
+    request: TextRequest
+
+    def __init__(
+        self,
+        request: TextRequest,
+        served_policy: ResolvedPolicy,
+        prompts: Sequence[list[int]],
+        tokenizer: Tokenizer,
+    ) -> None:
+        super().__init__(request, served_policy, prompts)
+        self._tokenizer = tokenizer
+        self.prompt_scores: list[FloatArray] = []
+        """Of each prompt, if `scores_prompts`, (tokens - 1, 1 + 2 logprobs): for each token but the first, its logprob,
+        those of the most probable tokens in its place, and the ids of these."""
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether the response has logprobs of the prompts' tokens."""
+        return bool(self.request.echo) and self.request.wants_logprobs
+
+    def full_response(self, answers: Sequence[AnswerBuilder]) -> dict[str, Any]:
+        body = super().full_response(answers)
+        if self.request.echo:
+            count = self.request.n or 1
+            for choice in body["choices"]:
+                self._prepend_prompt(choice, choice["index"] // count)
+        return body
+
+    def _prepend_prompt(self, choice: dict[str, Any], index: int) -> None:
+        """Puts the prompt before the text of an answer, and its tokens before the answer's logprobs. The first token
+        of the prompt has no logprob."""
+        prompt, requested = self.prompts[index], self.request.prompts[index]
+        echoed = AnswerBuilder(self._tokenizer)
+        for token in prompt:
+            echoed.feed(token, 0.0)
+        echoed.close("length")
+        text = requested if isinstance(requested, str) else echoed.text
+        choice["text"] = text + choice["text"]
+        if not self.scores_prompts:
+            return
+        logprobs = choice["logprobs"]
+        scores = self.prompt_scores[index]
+        sampled = len(logprobs["tokens"])
+        logprobs["tokens"] = [token_text(self._tokenizer, token) for token in prompt] + logprobs["tokens"]
+        of_prompt = [_json_logprob(logprob) for logprob in scores[:, 0].tolist()]
+        logprobs["token_logprobs"] = [None, *of_prompt] + logprobs["token_logprobs"]
+        logprobs["text_offset"] = echoed.offsets + [len(text) + offset for offset in logprobs["text_offset"]]
+        if self.request.logprobs:
+            tops = [self._top(row, token) for row, token in zip(scores, prompt[1:], strict=True)]
+            # those of the sampled tokens are not known
+            logprobs["top_logprobs"] = [None, *tops] + [None] * sampled
+
+    def _top(self, row: FloatArray, token: int) -> dict[str, float]:
+        """The logprobs of the most probable tokens in the place of a token, and of the token itself, by their texts. Of
+        several tokens with the same text, such as parts of characters, the second one is token_id:ID."""
+        count = self.request.logprobs or 0
+        tokens, logprobs = [int(other) for other in row[1 + count :]], row[1 : 1 + count].tolist()
+        if token not in tokens:
+            tokens, logprobs = [*tokens, token], [*logprobs, float(row[0])]
+        top: dict[str, float] = {}
+        for other, logprob in zip(tokens, logprobs, strict=True):
+            text = token_text(self._tokenizer, other)
+            top[f"token_id:{other}" if text in top else text] = _json_logprob(logprob)
+        return top
 
     def _whole_content(self, index: int, answer: AnswerBuilder) -> dict[str, Any]:
         return {"text": answer.text, "finish_reason": answer.finish}
@@ -307,6 +372,18 @@ class StreamingEngine(Protocol):
 
 def is_streaming(engine: Engine) -> TypeGuard[StreamingEngine]:
     return "on_token" in inspect.signature(engine.generate).parameters
+
+
+class ScoringEngine(Protocol):
+    """An engine that gives the most probable tokens in the place of other ones."""
+
+    async def logprobs(self, request: LogprobsRequest, *, epoch: int = 0) -> list[list[float]]: ...
+
+    async def top_logprobs(self, request: LogprobsRequest, *, top: int, epoch: int = 0) -> list[FloatArray]: ...
+
+
+def is_scoring(engine: object) -> TypeGuard[ScoringEngine]:
+    return hasattr(engine, "top_logprobs")
 
 
 class GenerationAbandoned(Exception):

@@ -139,9 +139,9 @@ def test_the_parts_of_gdpo_are_those_of_the_reward_function(tmp_path: Path) -> N
 def test_gdpo_with_settings_that_would_mean_something_else_is_refused(
     tmp_path: Path, words: list[str], message: str
 ) -> None:
-    given = ["algorithm.adv_estimator=gdpo", "custom_reward_function.path=r.py", R + "n=4", *words]
+    words = ["algorithm.adv_estimator=gdpo", "custom_reward_function.path=r.py", R + "n=4", *words]
     with pytest.raises(VerlError, match=message):
-        made(tmp_path, "ppo_trainer", given)
+        made(tmp_path, "ppo_trainer", words)
 
 
 # -- losses ----------------------------------------------------------------------------------------------------

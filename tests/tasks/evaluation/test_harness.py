@@ -3,6 +3,7 @@ files, for which nothing is downloaded."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import sys
@@ -30,6 +31,8 @@ from tasks.evaluation.harness import (
     run_harness,
     scores_of,
 )
+from tests.fixtures.servers.openai_calls import OpenAIRun
+from tests.fixtures.servers.openai_server import running_openai_server
 
 PROVENANCE = Provenance(code_version="abc", config_digest="0" * 64, seed=7)
 
@@ -67,6 +70,12 @@ def test_the_command_of_a_folder_and_of_an_endpoint(tmp_path: Path) -> None:
     assert "local-chat-completions" in command and "--apply_chat_template" in command
     assert arguments.startswith("model=run/0-grpo/policy@3,base_url=http://host:8777/v1/chat/completions,")
     assert "base_url=http://host:8777/v1/completions," in harness_command(served, tasks, tmp_path)[7]
+    # with its tokenizer, the harness can compare the logprobs of given answers
+    with_tokenizer = HarnessModel(name="m@1", endpoint="http://host:8777/v1", tokenizer="/t", max_length=512)
+    assert harness_command(with_tokenizer, tasks, tmp_path)[7] == (
+        "model=m@1,base_url=http://host:8777/v1/completions,tokenizer_backend=huggingface,tokenizer=/t,"
+        "tokenized_requests=True,max_length=512,num_concurrent=32"
+    )
     # one request at a time is the harness's default
     assert ",num_concurrent=32" in arguments and "--batch_size" not in command
     more = tasks.model_copy(update={"model_arguments": {"parallelize": True, "max_length": 4096}})
@@ -123,7 +132,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def publish(store: ObjectStore, folder: Path, *versions: str) -> None:
     for version in versions:
-        (folder / version).write_text(version)
+        (folder / version).write_text(json.dumps({"model_type": version}))
         publish_model(store, "m", version, {"config.json": folder / version}, provenance=PROVENANCE)
 
 
@@ -197,6 +206,25 @@ def test_a_suite_without_a_kind_has_prompts() -> None:
     for body in ({"models": []}, {"models": ["m"], "suite": {"kind": "lm_eval", "tasks": []}}):
         with pytest.raises(ValidationError):
             EvaluationFlowConfig.model_validate({"suite": {"kind": "lm_eval", "tasks": ["digits"]}} | body)
+
+
+@pytest.mark.slow
+def test_the_endpoint_gives_the_score_of_the_folder(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that compares the logprobs of given answers."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    write_task(tmp_path)
+    tasks = HarnessTasks(tasks=("digits",), include_path=str(tmp_path))
+    run = OpenAIRun(tmp_path, tiny_folder)
+    with running_openai_server(run.local, run.store) as url:
+        served = HarnessModel(name="r", endpoint=url, tokenizer=str(tiny_folder), max_length=128)
+        (by_endpoint,) = asyncio.run(run_harness(served, tasks))
+    asyncio.run(run.local.close())
+    (by_folder,) = asyncio.run(run_harness(HarnessModel(name="r", folder=str(tiny_folder)), tasks))
+    assert (by_endpoint.value, by_endpoint.questions) == (by_folder.value, 4)
 
 
 @pytest.mark.slow

@@ -217,7 +217,7 @@ class Session:
             raise ApiError(400, problem, param="n")
         # A prompt that is too long is refused before any call counts.
         samplings = [self._sampling(body, len(prompt.tokenized)) for prompt in prompts]
-        jobs = []
+        jobs: list[tuple[_Prompt, CallContent, str, int]] = []
         for prompt, sampling in zip(prompts, samplings, strict=True):
             content = CallContent(prompt.tokenized.token_ids, sampling)
             name = content.digest

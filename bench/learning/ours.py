@@ -79,7 +79,7 @@ async def train(
         save.cadence = Cadence(at_start=False)
         loop: Any = RFT(
             rows, model, task.grader(), rounds=task.steps, prompts_per_round=task.samples // task.completions,
-            completions_per_sample=task.completions, samples_per_batch=16, **options,
+            completions_per_sample=task.completions, samples_per_batch=8, **options,
         )  # fmt: skip
     elif task.training in ("sft", "dpo", "kto"):
         kind: Any = {"sft": SFT, "dpo": DPO, "kto": KTO}[task.training]

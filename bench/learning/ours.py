@@ -11,7 +11,7 @@ from bench.learning.calculator import TURNS
 from bench.learning.evaluate import PROVENANCE, Context
 from bench.learning.measured import CPUMeter, Point
 from bench.learning.tasks import BETA_OF_PAIRS, CLIP, Data, Task
-from engine.handles import InferenceModel, Model
+from engine.handles import InferenceModel, Model, TrainingModel
 from engine.specs.engine import LocalEngineSpec
 from engine.workspace import Workspace
 from flows.callbacks import Cadence, Moment
@@ -26,7 +26,7 @@ from flows.sft import SFT
 from flows.training.checkpointing import CheckpointSchedule
 from flows.training.endings import use_after
 from flows.training.schedules import CosineScheduler
-from tasks.datasets.load import load_dataset
+from tasks.datasets.load import LoadedDataset, load_dataset
 from tasks.datasets.pools import PromptPools
 from tasks.datasets.spec import DatasetUse, FileDataset
 
@@ -70,35 +70,42 @@ async def train(
         workspace.open_store(), spec, use=USES.get(task.training, "prompt"), provenance=provenance
     )
     # the loop
-    save = SaveModel(task, Cadence(every_steps=task.every, at_start=False), meter)
+    # a round of RFT is a loop of its own, at whose end the callback is called
+    every = None if task.training == "rft" else task.every
+    save = SaveModel(task, Cadence(every_steps=every, at_start=False), meter)
     options: dict[str, Any] = {
         "data_seed": seed, "lr_scheduler": CosineScheduler(task.lr), "callbacks": [save],
         "checkpoints": CheckpointSchedule(CheckpointConfig(frequency=None)),
     }  # fmt: skip
+    loop = await create_loop(task, rows, model, options, teacher)
+    await loop.run()
+    return save.points
+
+
+async def create_loop(
+    task: Task, rows: LoadedDataset, model: TrainingModel, options: dict[str, Any], teacher: Path
+) -> Any:
+    """The training class of a task, with its settings."""
     if task.training == "rft":
-        save.cadence = Cadence(at_start=False)
-        loop: Any = RFT(
+        return RFT(
             rows, model, task.grader(), rounds=task.steps, prompts_per_round=task.samples // task.completions,
-            completions_per_sample=task.completions, samples_per_batch=16, **options,
+            completions_per_sample=task.completions, samples_per_batch=8, **options,
         )  # fmt: skip
-    elif task.training in ("sft", "dpo", "kto"):
+    if task.training in ("sft", "dpo", "kto"):
         kind: Any = {"sft": SFT, "dpo": DPO, "kto": KTO}[task.training]
         if kind is not SFT:
             options["kl_beta"] = BETA_OF_PAIRS
-        loop = kind(rows, model, max_steps=task.steps, samples_per_batch=task.samples, **options)
-    else:
-        options |= {
-            "samples_per_batch": task.samples, "samples_per_mini_batch": task.samples, "kl_beta": 0.0,
-            "completions_per_sample": task.completions, "clip_range": CLIP, "max_idle_steps": None,
-        }  # fmt: skip
-        if task.training == "distill":
-            frozen = await Model(str(teacher)).to_builder(Context(workspace)).spawn_inference("teacher")
-            assert isinstance(frozen, InferenceModel)
-            loop = Distillation(rows, model, frozen, max_num_distill_steps=task.steps, **options)
-        elif task.training == "env_grpo":
-            loop = ENVGRPO(rows, model, task.grader(), max_turns=TURNS, max_num_grpo_steps=task.steps, **options)
-        else:
-            options["advantage_estimator"] = "group_sample_std"
-            loop = GRPO(rows, model, task.grader(), max_num_grpo_steps=task.steps, **options)
-    await loop.run()
-    return save.points
+        return kind(rows, model, max_steps=task.steps, samples_per_batch=task.samples, **options)
+    options |= {
+        "samples_per_batch": task.samples, "samples_per_mini_batch": task.samples, "kl_beta": 0.0,
+        "completions_per_sample": task.completions, "clip_range": CLIP, "max_idle_steps": None,
+        "max_num_grpo_steps": task.steps,
+    }  # fmt: skip
+    if task.training == "distill":
+        options["max_num_distill_steps"] = options.pop("max_num_grpo_steps")
+        frozen = await Model(str(teacher)).to_builder(Context(model.workspace)).spawn_inference("teacher")
+        assert isinstance(frozen, InferenceModel)
+        return Distillation(rows, model, frozen, **options)
+    if task.training == "env_grpo":
+        return ENVGRPO(rows, model, task.grader(), max_turns=TURNS, **options)
+    return GRPO(rows, model, task.grader(), advantage_estimator="group_sample_std", **options)

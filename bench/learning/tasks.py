@@ -194,7 +194,7 @@ SUMS_TASKS = (
     Task("sums-grpo", "grpo", sums, LastNumber, SUMS, RIGHT_SUMS, steps=21, every=7),
     Task("sums-pools", "grpo", sums, LastNumber, SUMS, RIGHT_SUMS, steps=21, every=7, pools=True, sides=("ours",)),
     Task(
-        "sums-rft", "rft", sums, LastNumber, SUMS, RIGHT_SUMS, steps=3, every=1, samples=216, lr=1e-5, sides=("ours",)
+        "sums-rft", "rft", sums, LastNumber, SUMS, RIGHT_SUMS, steps=3, every=1, samples=216, sides=("ours",)
     ),
     Task(
         "sums-distill", "distill", sums, LastNumber, f"{SUMS}; the teacher is the last model of sums-grpo with seed 0",

@@ -47,7 +47,7 @@ from engine.http.openai.responses import (
     cancel_on_disconnect,
     is_scoring,
 )
-from engine.models.samples import FloatArray
+from engine.models.samples import FloatArray, as_token_ids
 from engine.protocol import Engine, GenerateRequest, LogprobsRequest, SamplingParams, TokenSequence
 from engine.text.answer_builder import AnswerBuilder
 from engine.text.forced_calls import ForcedCall, forced_call
@@ -239,7 +239,8 @@ async def _score_prompts(
     if not is_scoring(engine):
         raise ApiError(400, "this engine gives no logprobs of prompts: leave echo or logprobs out", param="echo")
     policy, top = builder.served_policy.policy, builder.request.logprobs or 0
-    sequences = [TokenSequence(prompt, [False] + [True] * (len(prompt) - 1)) for prompt in builder.prompts]
+    prompts = [as_token_ids(prompt, "a prompt") for prompt in builder.prompts]
+    sequences = [TokenSequence(prompt, np.arange(len(prompt)) > 0) for prompt in prompts]
     request = LogprobsRequest(policy, [sequence for sequence in sequences if sequence.trained])
 
     async def score(*, refresh: bool) -> list[FloatArray]:

@@ -34,6 +34,7 @@ from engine.http.openai.api import POLICY_HEADER, OpenAIRoute, check_length, eve
 from engine.http.openai.models import (
     MOST_ANSWERS,
     ApiError,
+    ChatMessage,
     ChatRequest,
     CompletionResponse,
     ModelCard,
@@ -51,6 +52,7 @@ from engine.http.openai.responses import (
 )
 from engine.protocol import MOST_STOP_STRINGS, Completion, SamplingParams
 from engine.text.answer_builder import AnswerBuilder
+from engine.text.fragments import ToolCallFragment
 from engine.text.rendering import Renderer
 from engine.text.threads import StringThread, TokenizedThread, TokenizedTurn
 from engine.text.turns import Turn, parse_turns
@@ -184,6 +186,7 @@ class Session:
 
     async def respond(self, body: ChatRequest | TextRequest, request: Request) -> Response:
         """Answers a request. The answers are kept before the response begins, also if it is streamed."""
+        _check_unconstrained(body)
         check_length(body, self.served)
         is_retry = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
         try:
@@ -197,8 +200,7 @@ class Session:
             raise
         # the response
         prompt_ids = [call.tokenized.token_ids[: -len(call.answer.completion.token_ids)] for call in calls]
-        kind: type[ResponseBuilder] = ChatResponseBuilder if isinstance(body, ChatRequest) else TextResponseBuilder
-        builder = kind(body, self.served, prompt_ids[:: body.n or 1])
+        builder = self._response_builder(body, prompt_ids[:: body.n or 1])
         answers = [call.builder for call in calls]
         headers = {POLICY_HEADER: self.served.policy.uri}
         if not body.stream:
@@ -222,7 +224,7 @@ class Session:
             content = CallContent(prompt.tokenized.token_ids, sampling)
             name = content.digest
             jobs += [(prompt, content, name, occurrence) for occurrence in self._claim(name, count, is_retry)]
-        return await asyncio.gather(*(self._call(*job) for job in jobs))
+        return await asyncio.gather(*(self._call(body, *job) for job in jobs))
 
     def _claim(self, content: str, count: int, is_retry: bool) -> list[int]:
         """The occurrences of a content that a request asks for: those whose answer did not reach the client, those of
@@ -245,7 +247,9 @@ class Session:
         self._asked[content] += new
         return claimed
 
-    async def _call(self, prompt: _Prompt, content: CallContent, name: str, occurrence: int) -> SessionCall:
+    async def _call(
+        self, body: ChatRequest | TextRequest, prompt: _Prompt, content: CallContent, name: str, occurrence: int
+    ) -> SessionCall:
         """Answers one occurrence of a call, and keeps it for the session's sequences."""
         known = self._calls.get((name, occurrence))
         if known is not None:
@@ -263,12 +267,15 @@ class Session:
         if self.ended:
             raise ApiError(404, _unknown(self.id), code="session_not_found")
         sampling, completion = content.sampling, answer.completion
-        builder = AnswerBuilder(self.renderer.tokenizer, stop=sampling.stop, min_tokens=sampling.min_new_tokens)
+        builder = AnswerBuilder(
+            self.renderer.tokenizer, stop=sampling.stop, min_tokens=sampling.min_new_tokens,
+            with_calls=isinstance(body, ChatRequest) and body.reads_calls,
+        )  # fmt: skip
         for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
             builder.feed(token, logprob)
         builder.close(completion.stop_reason)
         tokenized = self.renderer.with_completion(prompt.tokenized, completion.token_ids, completion.logprobs)
-        history = _with_answer(prompt.history, builder.text)
+        history = self._with_answer(body, prompt, builder)
         call = SessionCall(name, occurrence, history, tokenized, prompt.earlier, answer, builder)
         self._calls[name, occurrence] = call
         return call
@@ -313,18 +320,20 @@ class Session:
         # The longest conversation first: it leaves the fewest turns to tokenise.
         known = sorted(calls, key=lambda call: (-len(call.tokenized), call.order))
         if isinstance(body, ChatRequest):
-            return [self._chat_prompt(parse_turns(message.turn for message in body.messages), known)]
+            return [self._chat_prompt(body.thread, known)]
         return [self._text_prompt(prompt, known) for prompt in body.prompts]
 
-    def _chat_prompt(self, turns: tuple[Turn, ...], known: Iterable[SessionCall]) -> _Prompt:
-        """Continues the longest earlier conversation with which `turns` begin, or begins another one."""
+    def _chat_prompt(self, thread: StringThread, known: Iterable[SessionCall]) -> _Prompt:
+        """Continues the longest earlier conversation with which the thread begins, or begins another one."""
+        history = tuple(_without_call_ids(turn) for turn in thread.turns)
         for call in known:
             length = len(call.history)
-            if length < len(turns) and turns[:length] == call.history:
-                extended = self.renderer.extended(call.tokenized, turns[length:])
+            if length < len(history) and history[:length] == call.history and call.tokenized.tools == thread.tools:
+                extended = self.renderer.extended(call.tokenized, thread.turns[length:])
                 if extended is not None:
-                    return _Prompt(extended, turns, call)
-        return _Prompt(self.renderer.prompt(StringThread(turns, self._metadata)), turns, None)
+                    return _Prompt(extended, history, call)
+        prompt = self.renderer.prompt(StringThread(thread.turns, self._metadata, tools=thread.tools))
+        return _Prompt(prompt, history, None)
 
     def _text_prompt(self, prompt: str | list[int], known: Iterable[SessionCall]) -> _Prompt:
         """As `_chat_prompt`, for a text without turns or for token ids."""
@@ -350,6 +359,25 @@ class Session:
             raise ApiError(400, "the prompt is empty; give text or token ids", param="prompt", code="invalid_prompt")
         return _Prompt(_with_text(TokenizedThread((), self._metadata), ids, text), history, None)
 
+    # -- answers -----------------------------------------------------------------------------------------------
+
+    def _response_builder(self, body: ChatRequest | TextRequest, prompts: Sequence[list[int]]) -> ResponseBuilder:
+        tokenizer = self.renderer.tokenizer
+        if isinstance(body, ChatRequest):
+            return ChatResponseBuilder(body, self.served, prompts, tokenizer.tool_format)
+        return TextResponseBuilder(body, self.served, prompts, tokenizer)
+
+    def _with_answer(self, body: ChatRequest | TextRequest, prompt: _Prompt, answer: AnswerBuilder) -> History:
+        """The history with the answer, as the client sends it back."""
+        if isinstance(body, TextRequest):
+            return ((_TEXT, prompt.history[0][1] + answer.text),)
+        (choice,) = self._response_builder(body, [prompt.tokenized.token_ids]).full_response([answer])["choices"]
+        message = {"role": "assistant", "content": choice["message"]["content"]}
+        if choice["message"].get("tool_calls"):
+            message["tool_calls"] = choice["message"]["tool_calls"]
+        (turn,) = parse_turns([ChatMessage.model_validate(message).turn])
+        return (*prompt.history, _without_call_ids(turn))
+
     # -- sequences ---------------------------------------------------------------------------------------------
 
     def segments(self) -> list[SessionSegment]:
@@ -373,10 +401,24 @@ class Session:
         return segments
 
 
-def _with_answer(history: History, text: str) -> History:
-    if history[0][0] == _TEXT:
-        return ((_TEXT, history[0][1] + text),)
-    return (*history, Turn("assistant", text))
+def _check_unconstrained(body: ChatRequest | TextRequest) -> None:
+    """Raises ApiError for options with which the tokens would not be samples of the policy alone, and for those of
+    prompts."""
+    if isinstance(body, ChatRequest):
+        if body.forced_tools:
+            raise ApiError(400, "a session samples without constraints: give tool_choice 'auto'", param="tool_choice")
+    elif body.echo or body.logprobs or body.limit == 0:
+        raise ApiError(400, "a session gives no logprobs of prompts: leave out echo, and give logprobs=0", param="echo")
+
+
+def _without_call_ids(turn: Turn) -> Turn:
+    """The turn as it is compared: a client may send a call back with another id."""
+    if isinstance(turn.content, str):
+        return turn
+    parts = []
+    for part in turn.content:
+        parts.append(part.model_copy(update={"id": ""}) if isinstance(part, ToolCallFragment) else part)
+    return Turn(turn.role, tuple(parts))
 
 
 def _with_text(before: TokenizedThread, ids: Sequence[int], text: str) -> TokenizedThread:

@@ -31,6 +31,7 @@ from engine.text.rendering import Renderer
 from engine.text.tokenizers import BROKEN, load_tokenizer
 from storage.chain.records import PolicyRef
 from storage.store.artifacts import ArtifactRef
+from tests.fixtures.tool_models import ADD, MODELS
 
 POLICY = PolicyRef(run="r", stage="0-env_grpo", model="policy", step=3, state="a" * 64)
 BASE = ArtifactRef(kind="model", key="models/tiny/1", sha256="b" * 64, bytes=1, rows=None, parents=())
@@ -51,12 +52,17 @@ class Script:
 
     def __init__(self) -> None:
         self.asked: list[tuple[CallContent, str, int]] = []
+        self.answers: list[list[int]] = []
+        """Ids of the next answers, if they are given."""
         self.error: Exception | None = None
 
     async def __call__(self, content: CallContent, name: str, occurrence: int) -> SampledAnswer:
         self.asked.append((content, name, occurrence))
         if self.error is not None:
             raise self.error
+        if self.answers:
+            ids = self.answers.pop(0)
+            return SampledAnswer(Completion(ids, [-0.5] * len(ids), "eos"), [], [])
         key = hashlib.sha256(f"{name} {occurrence}".encode()).digest()
         # ids of single bytes from 0x80 on, which are no characters alone
         ids = [140 + byte % 40 for byte in key[: content.sampling.max_new_tokens]]
@@ -84,11 +90,11 @@ class Talk:
 
 
 @asynccontextmanager
-async def talking(folder: Path, **limits: Any) -> AsyncIterator[Talk]:
+async def talking(renderer: Renderer, sampling: SamplingParams = RUN, **limits: Any) -> AsyncIterator[Talk]:
     script = Script()
     bounds = SessionLimits(**{"calls": 20, "tokens": 500} | limits)
     served = ResolvedPolicy(POLICY, BASE, 512)
-    session = Session(served, Renderer(load_tokenizer(folder)), RUN, bounds, script, metadata={"n": 1})
+    session = Session(served, renderer, sampling, bounds, script, metadata={"n": 1})
     async with serving_sessions() as server:
         with server.opened(session) as url:
             talk = Talk(server, session, url, script)
@@ -98,7 +104,7 @@ async def talking(folder: Path, **limits: Any) -> AsyncIterator[Talk]:
 
 @pytest.fixture
 async def talk(tiny_folder: Path) -> AsyncIterator[Talk]:
-    async with talking(tiny_folder) as talk:
+    async with talking(Renderer(load_tokenizer(tiny_folder))) as talk:
         yield talk
 
 
@@ -235,7 +241,7 @@ async def test_forged_and_ended_sessions_are_unknown(talk: Talk) -> None:
 
 
 async def test_limits_are_errors_that_clients_do_not_repeat(tiny_folder: Path) -> None:
-    async with talking(tiny_folder, calls=2) as talk:
+    async with talking(Renderer(load_tokenizer(tiny_folder)), calls=2) as talk:
         prompt = len(talk.encode(f"{OPEN}{'q' * 10}{CLOSE}{ANSWER}"))
         talk.session.limits = SessionLimits(calls=2, tokens=prompt + 3)
         with pytest.raises(openai.BadRequestError) as caught:
@@ -281,3 +287,49 @@ async def test_an_error_of_the_engine_is_kept_for_the_task(talk: Talk) -> None:
     with pytest.raises(openai.InternalServerError, match="no room"):
         await talk.ask(user("q"))
     assert talk.session.failure is talk.script.error and talk.session.calls == []
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3.1", "mistral"])
+async def test_calls_of_tools_are_not_tokenised_again(name: str) -> None:
+    model = MODELS[name]
+    renderer = model.renderer()
+    async with talking(renderer, RUN.model_copy(update={"max_new_tokens": 200, "stop": ()}), tokens=5000) as talk:
+        call, answer = talk.encode(model.call), talk.encode(model.answer)
+        talk.script.answers = [call, answer]
+        messages: list[Any] = [user("1+1?")]
+        response = await talk.client.chat.completions.create(model="any", messages=messages, tools=[ADD])  # type: ignore[list-item]
+        (choice,) = response.choices
+        assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
+        (called,) = choice.message.tool_calls
+        assert called.type == "function" and called.function.name == "add"
+        # the client's own id of nine characters, which is not the answer's
+        message = choice.message.model_dump(exclude_none=True)
+        message["tool_calls"][0]["id"] = "own000000"
+        messages += [message, {"role": "tool", "tool_call_id": "own000000", "content": "2"}]
+        response = await talk.client.chat.completions.create(model="any", messages=messages, tools=[ADD])  # type: ignore[list-item]
+        assert (response.choices[0].message.content or "").strip() == "It is 2."
+        (segment,) = talk.session.segments()
+        first = talk.script.asked[0][0].prompt
+        between = talk.encode(model.response.replace("call00000", "own000000"))
+        assert segment.tokenized.token_ids == [*first, *call, *between, *answer]
+        trained = [0.0] * len(first) + [1.0] * len(call) + [0.0] * len(between) + [1.0] * len(answer)
+        assert segment.tokenized.weights == trained
+        assert model.listed in talk.tokenizer.decode(first, skip_special=False)
+        # without the tools, it is another conversation
+        talk.script.answers = [answer]
+        await talk.client.chat.completions.create(model="any", messages=[*messages[:1], assistant("2"), user("1+1?")])
+        assert len(talk.session.segments()) == 2
+
+
+@pytest.mark.parametrize("options", [{"echo": True}, {"logprobs": 2}, {"max_tokens": 0}])
+async def test_options_of_prompts_are_refused(talk: Talk, options: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError, match="no logprobs of prompts"):
+        await talk.client.completions.create(model="any", prompt="q", **options)
+
+
+async def test_an_answer_is_not_constrained_to_a_call(talk: Talk) -> None:
+    messages: list[Any] = [user("q")]
+    with pytest.raises(openai.BadRequestError, match="samples without constraints"):
+        await talk.client.chat.completions.create(
+            model="any", messages=messages, tools=[ADD], tool_choice="required"  # type: ignore[list-item]
+        )

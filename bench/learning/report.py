@@ -243,10 +243,10 @@ schedule (warm-up over a tenth, then a cosine) and sampler settings, in bfloat16
 thread each. One evaluator measures the models of both: greedy answers to held-out prompts, graded by the task's grader.
 The score before training is that of the same model for all seeds. Intervals are 95 %, Student's t over the seeds; a
 score of one seed has none, and differences between single seeds may be chance: a score on about 100 held-out rows has a
-standard error of up to 0.05 from the choice of the rows alone. CPU seconds are user and system time of the process and its children from its start, without
-the saving of the models that are evaluated, and without the evaluation. Ostinato runs here without a Prefect server,
-which adds about 0.03 s to a step ([bench/README.md](../bench/README.md)). The machine has two cores and other work,
-which CPU seconds do not count.
+standard error of up to 0.05 from the choice of the rows alone. CPU seconds are user and system time of the process and
+its children from its start, without the saving of the models that are evaluated, and without the evaluation. Ostinato
+runs here without a Prefect server, which adds about 0.03 s to a step ([bench/README.md](../bench/README.md)). The
+machine has two cores and other work, which CPU seconds do not count.
 
 What differs by definition is in [bench/parity](../bench/parity/README.md). In addition, TRL's distillation compares the
 whole distributions of student and teacher at each token, ours the log-probabilities of the sampled token.

@@ -267,8 +267,8 @@ eight, which share the computation of their prompt. The rate and the batches of 
 RATES = """## Base pass rates
 
 Share of right answers of the model without training, on datasets of reasoning-gym at their easiest settings, with at
-most 24 new tokens (`python -m bench.learning rates`). GRPO learns from prompts that are solved at times, so three of the
-datasets with rates between 0.05 and 0.6 at temperature 1 are trained on: `chain_sum`, `gcd` and `products`.
+most 24 new tokens (`python -m bench.learning rates`). GRPO learns from prompts that are solved at times, so three of
+the datasets with rates between 0.05 and 0.6 at temperature 1 are trained on: `chain_sum`, `gcd` and `products`.
 """
 GPU_DAY = """## For a machine with GPUs
 

@@ -270,7 +270,7 @@ class TokenizedThread:
     def with_context(self, turns: int) -> TokenizedThread:
         """Returns the thread with its first `turns` turns as context, which is not trained. No id changes."""
         context = [replace(turn, weights=(0.0,) * len(turn.weights)) for turn in self.turns[:turns]]
-        return TokenizedThread((*context, *self.turns[turns:]), self.metadata)
+        return replace(self, turns=(*context, *self.turns[turns:]))
 
     def len_last_turn(self) -> int:
         """Returns the number of tokens of the last turn, without the template's header.

@@ -186,13 +186,16 @@ class Session:
 
     async def respond(self, body: ChatRequest | TextRequest, request: Request) -> Response:
         """Answers a request. The answers are kept before the response begins, also if it is streamed."""
-        _check_unconstrained(body)
-        check_length(body, self.served)
+        _check_options(body)
         is_retry = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
         try:
+            check_length(body, self.served)
             with self._waits():
                 calls = await cancel_on_disconnect(request, self._answers(body, is_retry))
-        except (ApiError, SampleTooLong, TextError, BadSpec, OutOfMemory, ClientDisconnected):
+        except SampleTooLong:
+            self.limit_reached = "tokens"
+            raise
+        except (ApiError, TextError, BadSpec, OutOfMemory, ClientDisconnected):
             raise  # its prompt is to blame
         except Exception as error:
             # The agent cannot help it, and a defect must not look like a failure of the agent.
@@ -224,7 +227,14 @@ class Session:
             content = CallContent(prompt.tokenized.token_ids, sampling)
             name = content.digest
             jobs += [(prompt, content, name, occurrence) for occurrence in self._claim(name, count, is_retry)]
-        return await asyncio.gather(*(self._call(body, *job) for job in jobs))
+        tasks = [asyncio.create_task(self._call(body, *job)) for job in jobs]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            # after a failure, no other answer is kept
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _claim(self, content: str, count: int, is_retry: bool) -> list[int]:
         """The occurrences of a content that a request asks for: those whose answer did not reach the client, those of
@@ -277,8 +287,8 @@ class Session:
         tokenized = self.renderer.with_completion(prompt.tokenized, completion.token_ids, completion.logprobs)
         history = self._with_answer(body, prompt, builder)
         call = SessionCall(name, occurrence, history, tokenized, prompt.earlier, answer, builder)
-        self._calls[name, occurrence] = call
-        return call
+        # a repeated request may have been answered meanwhile, and continued
+        return self._calls.setdefault((name, occurrence), call)
 
     @contextmanager
     def _waits(self) -> Iterator[None]:
@@ -301,7 +311,6 @@ class Session:
         if self.limits.tokens is not None:
             limit = min(limit, self.limits.tokens - prompt_length)
             if limit < 1:
-                self.limit_reached = "tokens"
                 raise SampleTooLong(
                     f"the prompt has {prompt_length} tokens, and prompt and answer may have {self.limits.tokens} "
                     "(max_tokens, the model's context or max_batch_size); shorten the conversation"
@@ -348,8 +357,9 @@ class Session:
                 rest = prompt[len(ids) :] if prompt[: len(ids)] == ids else []
                 rest_text = tokenizer.decode(rest)
             else:
-                # The text does not have the token that ended the answer, so such an answer is not continued.
-                begins = text.startswith(call.history[0][1]) and ids[-1] not in tokenizer.eos_token_ids
+                # The text has neither the token nor the stop string that ended the answer, so such an answer is not
+                # continued.
+                begins = text.startswith(call.history[0][1]) and call.answer.completion.stop_reason == "length"
                 rest_text = text[len(call.history[0][1]) :] if begins else ""
                 rest = tokenizer.encode(rest_text)
             if rest:
@@ -401,14 +411,19 @@ class Session:
         return segments
 
 
-def _check_unconstrained(body: ChatRequest | TextRequest) -> None:
-    """Raises ApiError for options with which the tokens would not be samples of the policy alone, and for those of
+def _check_options(body: ChatRequest | TextRequest) -> None:
+    """Raises ApiError for a forced call, whose tokens would not be samples of the policy alone, and for options of
     prompts."""
     if isinstance(body, ChatRequest):
         if body.forced_tools:
             raise ApiError(400, "a session samples without constraints: give tool_choice 'auto'", param="tool_choice")
-    elif body.echo or body.logprobs or body.limit == 0:
-        raise ApiError(400, "a session gives no logprobs of prompts: leave out echo, and give logprobs=0", param="echo")
+        return
+    for name, value, advice in (
+        ("echo", body.echo, "leave it out"), ("logprobs", body.logprobs, "give 0"),
+        ("max_tokens", body.limit == 0, "give at least 1"),
+    ):  # fmt: skip
+        if value:
+            raise ApiError(400, f"a session scores no prompts, which {name} is for: {advice}", param=name)
 
 
 def _without_call_ids(turn: Turn) -> Turn:

@@ -27,6 +27,7 @@ from engine.http.openai.sessions import (
     serving_sessions,
 )
 from engine.protocol import Completion, SamplingParams
+from engine.text.fragments import ToolCallFragment
 from engine.text.rendering import Renderer
 from engine.text.tokenizers import BROKEN, load_tokenizer
 from storage.chain.records import PolicyRef
@@ -216,6 +217,55 @@ async def test_a_text_is_continued_by_its_ids(talk: Talk) -> None:
     assert segment.tokenized.weights.count(1.0) == 24
 
 
+async def test_a_text_after_a_stop_string_is_encoded_as_it_is(talk: Talk) -> None:
+    talk.script.answers = [talk.encode(" I look\nObs")]
+    response = await talk.client.completions.create(model="any", prompt="Q", stop=["Obs"])
+    assert response.choices[0].text == " I look\n"
+    await talk.client.completions.create(model="any", prompt="Q I look\nObs: 42")
+    assert talk.script.asked[1][0].prompt == talk.encode("Q I look\nObs: 42")
+    assert len(talk.session.segments()) == 2
+
+
+async def test_a_repeated_request_in_flight_leaves_one_answer(talk: Talk) -> None:
+    body = {"model": "any", "messages": [user("q")]}
+    async with httpx.AsyncClient() as client:
+        url = f"{talk.url}/chat/completions"
+        first = client.post(url, json=body)
+        again = client.post(url, json=body, headers={RETRY_HEADER: "1"})
+        replies = await asyncio.gather(first, again)
+    assert replies[0].json()["choices"] == replies[1].json()["choices"]
+    answer = replies[0].json()["choices"][0]["message"]["content"]
+    await talk.ask(user("q"), assistant(answer), user("more"))
+    (segment,) = talk.session.segments()
+    assert [len(call.answer.completion.token_ids) for call in segment.calls] == [8, 8]
+
+
+async def test_after_a_failure_no_other_answer_of_the_request_is_kept(talk: Talk) -> None:
+    cancelled = 0
+
+    async def answer(content: CallContent, name: str, occurrence: int) -> SampledAnswer:
+        nonlocal cancelled
+        if occurrence == 0:
+            raise EngineBusy("full")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled += 1
+            raise
+        raise AssertionError("the wait was not ended")
+
+    talk.session._answer = answer
+    with pytest.raises(openai.APIStatusError):
+        await talk.ask(user("q"), n=3)
+    assert cancelled == 2 and talk.session.calls == []
+
+
+async def test_a_far_too_long_prompt_is_a_limit(talk: Talk) -> None:
+    with pytest.raises(openai.BadRequestError):
+        await talk.ask(user("q" * 200_000))
+    assert talk.session.limit_reached == "tokens"
+
+
 async def test_a_stream_is_the_whole_answer(talk: Talk) -> None:
     chunks = await talk.client.chat.completions.create(model="any", messages=[user("q")], stream=True)  # type: ignore[list-item]
     text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks if chunk.choices])
@@ -314,6 +364,9 @@ async def test_calls_of_tools_are_not_tokenised_again(name: str) -> None:
         assert segment.tokenized.token_ids == [*first, *call, *between, *answer]
         trained = [0.0] * len(first) + [1.0] * len(call) + [0.0] * len(between) + [1.0] * len(answer)
         assert segment.tokenized.weights == trained
+        recorded = renderer.detokenize(segment.tokenized)
+        assert list(recorded.tools) == [ADD]
+        assert any(isinstance(part, ToolCallFragment) for part in recorded.turns[1].content)
         assert model.listed in talk.tokenizer.decode(first, skip_special=False)
         # without the tools, it is another conversation
         talk.script.answers = [answer]
@@ -323,7 +376,7 @@ async def test_calls_of_tools_are_not_tokenised_again(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{"echo": True}, {"logprobs": 2}, {"max_tokens": 0}])
 async def test_options_of_prompts_are_refused(talk: Talk, options: dict[str, Any]) -> None:
-    with pytest.raises(openai.BadRequestError, match="no logprobs of prompts"):
+    with pytest.raises(openai.BadRequestError, match="scores no prompts"):
         await talk.client.completions.create(model="any", prompt="q", **options)
 
 

@@ -373,7 +373,7 @@ def _parse_llama(text: str, tools: Tools) -> ParsedAnswer:
         value, end = _JSON.raw_decode(stripped)
     except (ValueError, RecursionError) as error:
         # An answer in JSON that is no call is text.
-        if start < 0 and '"parameters"' not in body:
+        if start < 0 and '"parameters"' not in body and '"arguments"' not in body:
             return ParsedAnswer(text, [])
         return ParsedAnswer(before.rstrip(), [ToolCall("", {}, f"not JSON: {error}", text=text[len(before) :])])
     if start < 0 and not (isinstance(value, dict) and "name" in value and {"parameters", "arguments"} & set(value)):

@@ -277,6 +277,7 @@ def test_calls_and_the_text_around_them(name: str, text: str, rest: str, calls: 
         ("qwen2.5", '<tool_call>{"name": "", "arguments": {}}</tool_call>', "", "name of the tool is empty"),
         ("qwen3.5", "<tool_call><function=></function></tool_call>", "", "name of the tool is empty"),
         ("llama3.1", '{"name": "add", "parameters": {"a": -1e999}}', "", "-1e999 is too large"),
+        ("llama3.1", '{"name": "add", "arguments": {"a": 1e999}}', "", "1e999 is too large"),
         ("llama3.1", '{"name": "", "parameters": {}}', "", "name of the tool is empty"),
         ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": [1e999]}}]', "", "1e999 is too large"),
         ("mistral", '[TOOL_CALLS] [{"name": "", "arguments": {}}]', "", "name of the tool is empty"),

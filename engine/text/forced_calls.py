@@ -11,12 +11,6 @@ from typing import Any, NamedTuple
 
 from engine.text.tool_calls import ToolFormat, Tools
 
-NAME_BEFORE_ARGUMENTS = {
-    "harmony": " to=functions.{name}<|channel|>commentary json<|message|>",
-    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
-}
-"""The text before the arguments, in formats that write the name of the tool outside the JSON."""
-
 
 class ForcedCall(NamedTuple):
     """The beginning of a call, and the JSON schema of the rest."""
@@ -32,14 +26,14 @@ def forced_call(tool_format: ToolFormat, tools: Tools) -> ForcedCall:
     Raises ValueError for a format in which no JSON schema describes such a call."""
     functions = [tool["function"] for tool in tools]
     family = tool_format.family
-    if family in NAME_BEFORE_ARGUMENTS:
+    if tool_format.before_arguments is not None:
         if len(functions) > 1:
             raise ValueError(
                 f"given {len(functions)} tools to choose from; this model's format ({family}) writes the tool's name "
                 "outside the JSON, so only a named tool can be forced: name it, or give auto"
             )
         schema, definitions = _arguments(functions[0])
-        prefix = NAME_BEFORE_ARGUMENTS[family].format(name=functions[0]["name"])
+        prefix = tool_format.before_arguments.format(name=functions[0]["name"])
         return ForcedCall(prefix, _with_definitions(schema, [definitions]))
     if family not in ("hermes", "llama", "mistral"):
         raise ValueError(f"this model's format of calls ({family}) is not JSON, to which decoding can be constrained")
@@ -70,10 +64,17 @@ def _arguments(function: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str
     """Returns the schema of a tool's arguments, and the definitions to which it refers."""
     schema = dict(function.get("parameters") or {})
     definitions = schema.pop("$defs", {})
+    if not isinstance(definitions, Mapping):
+        raise ValueError(
+            f"given $defs of type {type(definitions).__name__} in the parameters of {function['name']!r}, expected an "
+            "object that maps names to schemas: give an object, or leave $defs out"
+        )
     schema.setdefault("type", "object")
-    schema.setdefault("properties", {})
-    # Without this, a model may add any other argument.
-    schema.setdefault("additionalProperties", False)
+    # A schema that is combined of others declares its arguments in them: these defaults would forbid all of them.
+    if not {"$ref", "allOf", "anyOf", "oneOf"} & set(schema):
+        schema.setdefault("properties", {})
+        # Without this, a model may add any other argument.
+        schema.setdefault("additionalProperties", False)
     return schema, definitions
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,6 +91,8 @@ class ToolFormat:
     """Whether the chat template lists the tools."""
     arguments_as_text: bool = False
     """Whether the chat template expects the arguments of a call as JSON text instead of an object."""
+    before_arguments: str | None = None
+    """The text before the arguments, with {name}, in formats that write the name of the tool outside the JSON."""
 
     def released(self, text: str) -> str:
         """Returns the beginning of an unfinished answer that is certainly text and no part of a call."""
@@ -184,9 +187,20 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        # Python reads it as infinity, which no JSON text of the call could hold later.
+        raise ValueError(f"{text[:80]} is too large for a number")
+    return number
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float)
+
+
 def _load_json(text: str) -> Any:
     """Raises ValueError, RecursionError."""
-    return json.loads(text, parse_constant=_refuse_constant)
+    return _JSON.decode(text)
 
 
 def arguments_of(text: str) -> dict[str, Any]:
@@ -210,6 +224,8 @@ def _checked_call(value: Any, text: str, keys: tuple[str, ...] = ("arguments",))
 
 
 def _call(name: str, arguments: dict[str, Any], text: str, call_id: str | None = None) -> ToolCall:
+    if not name:
+        return ToolCall("", {}, "not a call: the name of the tool is empty", text=text)
     try:
         # JSON can spell half a surrogate pair, and nest deeper than a thread can hold.
         json.dumps([name, call_id, arguments], ensure_ascii=False).encode()
@@ -273,8 +289,9 @@ def _parse_hermes(text: str, tools: Tools) -> ParsedAnswer:
     return _split(text, _CALL_PATTERN, lambda match: _call_of_json(match[1].strip(), match[0]))
 
 
-_XML_CALL = re.compile(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_XML_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_XML_CALL = re.compile(r"<function=([^<>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
+# A name stops at the next tag: without this, the search takes quadratic time in repeated beginnings of a tag.
+_XML_PARAMETER = re.compile(r"<parameter=([^<>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 def _parse_xml(text: str, tools: Tools) -> ParsedAnswer:
@@ -311,10 +328,13 @@ def _argument_types(name: str, tools: Tools) -> dict[str, set[str]]:
 
 
 def _schema_types(schema: Any) -> set[str]:
+    """Returns the JSON types that a schema allows. Schemas come from clients: an invalid part of it is ignored."""
     declared = _mapping(schema).get("type")
-    types = {declared} if isinstance(declared, str) else set(declared or ())
-    for choices in ("anyOf", "oneOf"):
-        for choice in _mapping(schema).get(choices) or ():
+    declared_types = declared if isinstance(declared, list) else [declared]
+    types = {kind for kind in declared_types if isinstance(kind, str)}
+    for key in ("anyOf", "oneOf"):
+        choices = _mapping(schema).get(key)
+        for choice in choices if isinstance(choices, list) else ():
             types |= _schema_types(choice)
     # A schema without a type, such as a reference to an object, allows every value.
     return types or {"any"}
@@ -350,10 +370,10 @@ def _parse_llama(text: str, tools: Tools) -> ParsedAnswer:
     before = "" if start < 0 else text[:start]
     try:
         stripped = body.lstrip()
-        value, end = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode(stripped)
+        value, end = _JSON.raw_decode(stripped)
     except (ValueError, RecursionError) as error:
         # An answer in JSON that is no call is text.
-        if start < 0 and '"parameters"' not in body:
+        if start < 0 and '"parameters"' not in body and '"arguments"' not in body:
             return ParsedAnswer(text, [])
         return ParsedAnswer(before.rstrip(), [ToolCall("", {}, f"not JSON: {error}", text=text[len(before) :])])
     if start < 0 and not (isinstance(value, dict) and "name" in value and {"parameters", "arguments"} & set(value)):
@@ -380,11 +400,12 @@ def _parse_mistral(text: str, tools: Tools) -> ParsedAnswer:
         calls = calls or [ToolCall("", {}, "not a call: expected a JSON list of calls", text=marker + body)]
         return ParsedAnswer(before.rstrip(), calls)
     try:
-        value, end = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode(body.lstrip())
+        value, end = _JSON.raw_decode(body.lstrip())
     except (ValueError, RecursionError) as error:
         return ParsedAnswer(before.rstrip(), [ToolCall("", {}, f"not JSON: {error}", text=marker + body)])
     values = value if isinstance(value, list) else [value]
-    calls = [_checked_call(item, json.dumps(item, ensure_ascii=False)) for item in values]
+    # In ASCII: half a surrogate pair in a malformed call stays an escape, so that its text can be stored.
+    calls = [_checked_call(item, json.dumps(item)) for item in values]
     calls = calls or [ToolCall("", {}, "an empty list of calls", text=marker + body)]
     return ParsedAnswer((before + body.lstrip()[end:]).rstrip(), calls)
 
@@ -450,15 +471,22 @@ _XML = ToolFormat("xml", _parse_xml, (OPEN,), (OPEN, CLOSE))
 _LLAMA = ToolFormat("llama", _parse_llama, (_PYTHON_TAG,), (_PYTHON_TAG,))
 _MISTRAL = ToolFormat("mistral", _parse_mistral, ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"))
 _DEEPSEEK = ToolFormat("deepseek", _parse_deepseek, (_DEEPSEEK_BEGIN,), _DEEPSEEK_MARKERS)
-_DEEPSEEK_V3_EXAMPLE = (
-    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>tool\n```json\n{"argument": 1}\n```'
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+_DEEPSEEK_V3_CALL = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+    "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
 )
-_DEEPSEEK_V31_EXAMPLE = (
-    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>tool<｜tool▁sep｜>{"argument": 1}'
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+"""The text before the arguments, and the text after them."""
+_DEEPSEEK_V31_CALL = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
 )
-_HARMONY = ToolFormat("harmony", _parse_harmony, (), _HARMONY_MARKERS)
+_HARMONY = ToolFormat(
+    "harmony",
+    _parse_harmony,
+    (),
+    _HARMONY_MARKERS,
+    before_arguments=" to=functions.{name}<|channel|>commentary json<|message|>",
+)
 
 
 def tool_format_of(template: str | None, variables: Iterable[str]) -> ToolFormat:
@@ -487,5 +515,11 @@ def tool_format_of(template: str | None, variables: Iterable[str]) -> ToolFormat
 def _deepseek(template: str, *, lists_tools: bool) -> ToolFormat:
     # The model's own template joins the arguments to its text. Others write them as JSON.
     writes_json = re.search(r"arguments['\"]?\]?\s*\|\s*tojson", template) is not None
-    example = _DEEPSEEK_V3_EXAMPLE if "```json" in template else _DEEPSEEK_V31_EXAMPLE
-    return replace(_DEEPSEEK, example=example, lists_tools=lists_tools, arguments_as_text=not writes_json)
+    before, after = _DEEPSEEK_V3_CALL if "```json" in template else _DEEPSEEK_V31_CALL
+    return replace(
+        _DEEPSEEK,
+        example=before.format(name="tool") + '{"argument": 1}' + after,
+        lists_tools=lists_tools,
+        arguments_as_text=not writes_json,
+        before_arguments=before,
+    )

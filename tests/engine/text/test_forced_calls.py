@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
+from engine.protocol import SamplingParams
 from engine.text.forced_calls import forced_call
-from engine.text.json_grammar import guidance_schema
-from engine.text.tool_calls import ToolCall
+from engine.text.json_grammar import JsonMatcher, guidance_schema
+from engine.text.tool_calls import ToolCall, tool_format_of
 from tests.fixtures.tool_models import ADD, MODELS
 
 ADD_ARGUMENTS = {
@@ -85,3 +87,48 @@ def test_definitions_move_to_the_root() -> None:
     assert all("$defs" not in call["properties"]["parameters"] for call in schema["anyOf"])
     with pytest.raises(ValueError, match="two tools define 'Place' differently"):
         forced_call(tool_format, [tool("go", "string"), tool("look", "integer")])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/Numbers"},
+        {"allOf": [{"$ref": "#/$defs/Numbers"}]},
+        {"anyOf": [{"$ref": "#/$defs/Numbers"}, {"type": "object", "properties": {"b": {"type": "string"}}}]},
+        {"oneOf": [{"$ref": "#/$defs/Numbers"}]},
+    ],
+)
+def test_arguments_that_are_declared_in_other_schemas(parameters: dict[str, Any]) -> None:
+    numbers = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tool = {"function": {"name": "add", "parameters": parameters | {"$defs": {"Numbers": numbers}}}}
+    tokenizer = MODELS["qwen2.5"].renderer().tokenizer
+    params = SamplingParams(json_schema=forced_call(tokenizer.tool_format, [tool]).json_schema)
+    size, ends = tokenizer.vocab_size, tokenizer.eos_token_ids
+    matcher = JsonMatcher.of(tokenizer, params, vocab_size=size, eos_token_ids=ends)
+    assert matcher is not None
+    for token in tokenizer.encode('{"name": "add", "arguments": {"a": 1}}'):
+        matcher.advance(token)  # raises if the schema does not allow the token
+    # nothing but the end may follow
+    assert set(np.flatnonzero(JsonMatcher.allowed([matcher], size)[0]).tolist()) == set(ends)
+
+
+def test_definitions_that_are_no_object() -> None:
+    tool = {"function": {"name": "go", "parameters": {"type": "object", "$defs": [1]}}}
+    with pytest.raises(ValueError, match=r"given \$defs of type list in the parameters of 'go', expected an object"):
+        forced_call(MODELS["qwen2.5"].renderer().tokenizer.tool_format, [tool])
+
+
+def test_deepseek_v31_writes_no_type_and_no_code_block() -> None:
+    template = (
+        "{% for call in message['tool_calls'] %}{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + "
+        "call['function']['name'] + '<｜tool▁sep｜>' + call['function']['arguments'] + '<｜tool▁call▁end｜>' }}"
+        "{% endfor %}{{ '<｜tool▁calls▁end｜>' }}"
+    )
+    tool_format = tool_format_of(template, ["message"])
+    prefix = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+    assert forced_call(tool_format, [ADD]).prefix == prefix
+    # the system message shows the same format
+    assert tool_format.example == (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>tool<｜tool▁sep｜>{"argument": 1}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )

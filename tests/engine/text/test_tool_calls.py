@@ -273,6 +273,17 @@ def test_calls_and_the_text_around_them(name: str, text: str, rest: str, calls: 
         ("qwen2.5", "<tool_call>add(1)</tool_call>", "", "not JSON"),
         ("qwen2.5", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "", "NaN is no JSON"),
         ("qwen2.5", '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "", "surrogate"),
+        ("qwen2.5", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "", "1e999 is too large"),
+        ("qwen2.5", '<tool_call>{"name": "", "arguments": {}}</tool_call>', "", "name of the tool is empty"),
+        ("qwen3.5", "<tool_call><function=></function></tool_call>", "", "name of the tool is empty"),
+        ("llama3.1", '{"name": "add", "parameters": {"a": -1e999}}', "", "-1e999 is too large"),
+        ("llama3.1", '{"name": "add", "arguments": {"a": 1e999}}', "", "1e999 is too large"),
+        ("llama3.1", '{"name": "", "parameters": {}}', "", "name of the tool is empty"),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": [1e999]}}]', "", "1e999 is too large"),
+        ("mistral", '[TOOL_CALLS] [{"name": "", "arguments": {}}]', "", "name of the tool is empty"),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1e999}', "add", "1e999 is too large"),
+        ("deepseek-v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><｜tool▁sep｜>{}", "", "name of the tool is empty"),
+        ("gpt-oss", ' to=functions.add<|message|>{"a": 1e999}<|call|>', "add", "1e999 is too large"),
         ("qwen2.5", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "", "not a call"),
         ("qwen3.5", "<tool_call>add(1)</tool_call>", "", "not a call"),
         ("qwen3.5", "<tool_call><function=add>\n1 and 2\n</function></tool_call>", "add", "not a parameter: '1 and 2'"),
@@ -309,6 +320,24 @@ def test_a_malformed_call_is_a_fragment_with_its_problem() -> None:
     assert part.arguments == {"text": "<tool_call>add(1)</tool_call>"}
 
 
+def test_the_text_of_a_malformed_call_can_be_stored() -> None:
+    answer = MODELS["mistral"].renderer().tokenizer.tool_format.parse_answer('[TOOL_CALLS] [{"name": "\\ud800"}]', [])
+    (part,) = answer.content(0)
+    assert isinstance(part, ToolCallFragment) and part.problem is not None
+    assert part.arguments == {"text": '{"name": "\\ud800"}'}
+
+
+def test_the_name_of_a_parameter_stops_at_the_next_tag() -> None:
+    # Otherwise each beginning of a tag is searched up to the end of all the others, which takes quadratic time.
+    body = "<parameter=<parameter=count>\n7\n</parameter>"
+    _, (call,) = calls_of("qwen3.5", XML_CALL.format(body), [SET])
+    assert (call.name, call.problem) == ("set", "not a parameter: '<parameter='")
+
+    beginnings = "<parameter=" * (200_000 // len("<parameter="))
+    _, (call,) = calls_of("qwen3.5", XML_CALL.format(beginnings + body), [SET])
+    assert call.problem is not None and call.problem.startswith("not a parameter: '<parameter=<parameter=")
+
+
 @pytest.mark.parametrize("name", list(MODELS))
 def test_an_endless_answer_is_read_in_linear_time(name: str) -> None:
     tool_format = MODELS[name].renderer().tokenizer.tool_format
@@ -341,11 +370,27 @@ def test_an_endless_answer_is_read_in_linear_time(name: str) -> None:
         ("either", "null", None),
         ("either", "7", "7"),
         ("other", "7", "7"),
+        ("count", "1e999", "1e999"),
     ],
 )
 def test_arguments_as_text_get_the_types_of_the_tool(parameter: str, value: str, expected: Any) -> None:
     text = XML_CALL.format(f"<parameter={parameter}>\n{value}\n</parameter>")
     assert calls_of("qwen3.5", text, [SET]) == ("", [ToolCall("set", {parameter: expected})])
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"type": 5}, 7),
+        ({"type": [["a"], "string"]}, "7"),
+        ({"anyOf": 5}, 7),
+        ({"oneOf": [{"type": "string"}, 5]}, "7"),
+    ],
+)
+def test_an_invalid_part_of_a_schema_is_ignored(schema: Any, expected: Any) -> None:
+    tool = {"function": {"name": "set", "parameters": {"properties": {"a": schema}}}}
+    text = XML_CALL.format("<parameter=a>\n7\n</parameter>")
+    assert calls_of("qwen3.5", text, [tool]) == ("", [ToolCall("set", {"a": expected})])
 
 
 def test_the_text_before_a_call_is_released_without_its_beginning() -> None:

@@ -60,7 +60,7 @@ def call(name: str, **arguments: Any) -> str:
 def play(server: StdioServer | str, *answers: str) -> tuple[Episode, list[str], DeskFactory]:
     row = {"id": "p", "index": 0, "thread": StringThread([("user", "1+1?")]).to_json()}
     factory, renderer = DeskFactory(server), MODEL.renderer()
-    episode = Episode(row, 0, EnvironmentRunner(factory, seed=0, seconds=60))
+    episode = Episode(row, 0, environment=EnvironmentRunner(factory, seed=0, seconds=60))
     script = ScriptedAnswers(renderer, *answers)
     limits = EpisodeLimits(turns=4, tokens=None, seconds=None, new_tokens=3)
     player = EpisodePlayer(renderer, limits, concurrency=1, name_row=lambda index: f"row {index}")

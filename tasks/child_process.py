@@ -1,6 +1,11 @@
-"""The programs by which child processes of this process end together with it."""
+"""The programs by which child processes of this process end together with it, and the proxy settings of child processes
+that call a server on this machine."""
 
 from __future__ import annotations
+
+import os
+
+LOOPBACK = "127.0.0.1"
 
 # PR_SET_PDEATHSIG (1) stays in force after exec. The signal is SIGKILL, because no process would be left to follow a
 # SIGTERM up. If the parent died before the call, getppid has changed.
@@ -41,3 +46,10 @@ except OSError as error:
 """Becomes COMMAND, after `python -c GUARDED_COMMAND PIPE BYTES COMMAND` was started in a session of its own, with an
 address space of BYTES (0: no limit). PIPE is the read end of a pipe: when its write end closes, all processes of the
 group are killed."""
+
+
+def no_proxy_with_loopback(name: str) -> str:
+    """Returns the value of the environment variable (NO_PROXY or no_proxy) with the loopback address added."""
+    # Clients read one of the two names. If only the other one is set, its hosts stay excluded.
+    hosts = os.environ.get(name) or os.environ.get(name.swapcase())
+    return f"{hosts},{LOOPBACK}" if hosts else LOOPBACK

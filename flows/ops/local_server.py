@@ -22,9 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from flows.ops.processes import open_log
-from tasks.child_process import DIE_WITH_PARENT
+from tasks.child_process import DIE_WITH_PARENT, LOOPBACK, no_proxy_with_loopback
 
-LOOPBACK = "127.0.0.1"
 SERVER_HOME = Path(".ostinato") / "prefect"
 """Folder of the database of a server that a command or a recipe starts, relative to the working directory: it shows
 earlier runs, too."""
@@ -272,9 +271,3 @@ def _no_proxy(api_url: str) -> dict[str, str | None]:
     if LOOPBACK not in api_url:
         return {}
     return {name: no_proxy_with_loopback(name) for name in ("NO_PROXY", "no_proxy")}
-
-
-def no_proxy_with_loopback(name: str) -> str:
-    """Returns the value of the environment variable (NO_PROXY or no_proxy) with the loopback address added."""
-    hosts = [os.environ.get(name, ""), LOOPBACK]
-    return ",".join(host for host in hosts if host)

@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.ops.local_server import LOOPBACK, no_proxy_with_loopback, server_environment
+from flows.ops.local_server import server_environment
 from flows.ops.processes import UP_ID_ENV
 from flows.ops.state import TOKEN_ENV, TOKEN_FILE_ENV, Ports, UpError, UpState, token_file, write_private
+from tasks.child_process import LOOPBACK, no_proxy_with_loopback
 
 BUCKET = "ostinato"
 HEARTBEAT_SECONDS = 30

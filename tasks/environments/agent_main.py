@@ -37,8 +37,8 @@ def main() -> None:
     """Runs the function that the first argument names."""
     task = json.load(sys.stdin)
     reward = asyncio.run(_reward(load_object(sys.argv[1]), task))
-    # The reward is the last line, whatever the agent has printed.
-    print(f"\n{json.dumps(_as_json(reward), default=str)}", flush=True)
+    # The reward is the last line, whatever the agent has printed. float: for numbers of numpy and torch.
+    print(f"\n{json.dumps(_as_json(reward), default=float)}", flush=True)
 
 
 if __name__ == "__main__":

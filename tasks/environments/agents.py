@@ -24,7 +24,7 @@ from typing import Literal
 from pydantic import JsonValue
 
 from engine.http.openai.sessions import Session, SessionLimit, reward_of
-from tasks.child_process import GUARDED_COMMAND
+from tasks.child_process import GUARDED_COMMAND, no_proxy_with_loopback
 from tasks.environments.base import turn_grade
 from tasks.environments.spec import AgentSpec, search_path
 
@@ -100,13 +100,17 @@ class AgentAttempt:
         )  # fmt: skip
 
     def _variables(self) -> dict[str, str]:
-        # Tokens of this project's services are no business of the agent.
+        # The tokens of this project's services are left out. All other variables pass, also keys such as HF_TOKEN:
+        # an agent may need its keys.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("OSTINATO_")}
         if self.spec.path is not None:
             # The function is importable there as it is here.
             inherited["PYTHONPATH"] = os.pathsep.join(folder for folder in sys.path if folder)
         return inherited | {
             "PATH": search_path(),
+            # HTTP clients would otherwise send the calls to a proxy that the environment names.
+            "NO_PROXY": no_proxy_with_loopback("NO_PROXY"),
+            "no_proxy": no_proxy_with_loopback("no_proxy"),
             "OPENAI_BASE_URL": self.url,
             "OPENAI_API_KEY": self.session.id,
             "OPENAI_MODEL": self.session.served.model_id,
@@ -147,7 +151,7 @@ class AgentAttempt:
     def _grade(self, reward: float | list[float] | None) -> float | None:
         try:
             return turn_grade(reward)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:  # OverflowError: an int beyond the range of floats
             raise AgentFailed(f"the agent's reward cannot be used: {error}") from error
 
     def _printed_reward(self) -> float | list[float] | None:

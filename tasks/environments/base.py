@@ -80,8 +80,8 @@ class EnvironmentFailed(Exception):
 
 
 def turn_grade(grades: Grades | None) -> float | None:
-    """The grade of a turn as one number. Raises TypeError for other types, ValueError for NaN and for values that are
-    too large for float32."""
+    """The grade of a turn, or the reward of an agent, as one number. Raises TypeError for other types, ValueError for
+    NaN and for values that are too large for float32, OverflowError for an int that is too large for a float."""
     if grades is None:
         return None
     if isinstance(grades, Sequence) and not isinstance(grades, str):
@@ -95,6 +95,6 @@ def turn_grade(grades: Grades | None) -> float | None:
         value = as_number(part.value if isinstance(part, Grade) else part)
         # The comparison is written so that it refuses NaN, too.
         if not abs(value) <= LARGEST_REWARD:
-            raise ValueError(f"the environment graded a turn {value:g}; expected {REWARD_RANGE}")
+            raise ValueError(f"a reward is {value:g}; expected {REWARD_RANGE}")
         values.append(value)
     return math.fsum(values)

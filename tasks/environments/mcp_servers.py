@@ -18,8 +18,9 @@ from storage.serialization import Frozen
 from tasks.environments.spec import EnvironmentSpecError
 from tasks.environments.tools import Tool, ToolEnvironment, ToolFailed
 
-REFUSALS = (-32600, -32601, -32602, -32603)
-"""JSON-RPC's codes of a call that the server received and refused: what is wrong is the call, not the server."""
+REFUSALS = (-32600, -32601, -32602)
+"""JSON-RPC's codes of a call that the server received and refused: what is wrong is the call, not the server. An
+internal error (-32603) is a failure of the server."""
 MOST_PAGES = 100
 """Most pages of a list of tools."""
 
@@ -166,6 +167,7 @@ def _server_parameters(server: StdioServer | str) -> Any:
 
 
 async def _all_tools(client: Any) -> list[Any]:
+    """Raises ToolFailed if the list is too long."""
     tools: list[Any] = []
     cursor = None
     for _ in range(MOST_PAGES):
@@ -173,8 +175,11 @@ async def _all_tools(client: Any) -> list[Any]:
         tools += page.tools
         cursor = page.next_cursor
         if cursor is None:
-            break
-    return tools
+            return tools
+    raise ToolFailed(
+        f"its list of tools does not end after {MOST_PAGES} pages ({len(tools)} tools); serve fewer tools, or more on "
+        "each page"
+    )
 
 
 def _end_of(task: asyncio.Task[None], listed: asyncio.Future[list[Any]]) -> None:

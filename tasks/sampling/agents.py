@@ -129,13 +129,14 @@ class AgentRunner:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         if self.in_flight is not None:
-            # The sampler has also counted answers of attempts that failed.
+            # The sampler has also counted answers of attempts that failed, and of masked episodes.
             self.in_flight.count_tokens(self._tokens_of(trajectories))
 
     def _tokens_of(self, trajectories: Sequence[Trajectory]) -> dict[PolicyRef, int]:
-        """The number of tokens that each policy sampled of the trajectories."""
+        """The number of tokens that each policy sampled of the trajectories that are not masked."""
         tokens: dict[PolicyRef, int] = {}
-        for segment in chain.from_iterable(trajectory.segments for trajectory in trajectories):
+        kept = [trajectory.segments for trajectory in trajectories if trajectory.status == "ok"]
+        for segment in chain.from_iterable(kept):
             for state, count in zip(segment.policy_states, segment.policy_tokens, strict=True):
                 policy = self._policies[state]
                 tokens[policy] = tokens.get(policy, 0) + count

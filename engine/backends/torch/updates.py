@@ -367,7 +367,7 @@ def check_sequences(sequences: Sequence[Packable], *, vocab_size: int, context_l
 
     Raises:
         SampleTooLong: a sequence is longer than the context.
-        BadSpec: a token id that the model does not have.
+        BadSpec: a token id that the model does not have, also among those of a teacher.
     """
     for index, sequence in enumerate(sequences):
         token_ids = sequence.token_ids
@@ -382,6 +382,15 @@ def check_sequences(sequences: Sequence[Packable], *, vocab_size: int, context_l
             raise BadSpec(
                 f"sample {index} (group {sequence.group!r}) has the token id {token_ids[position]} at position "
                 f"{position}; the model's are 0..{vocab_size - 1}. Was it rendered with another model's tokenizer?"
+            )
+        # A teacher with the same tokenizer may have a wider head, whose last ids are no tokens.
+        choices = sequence.teacher_top_ids
+        if choices is not None and choices.size and not 0 <= choices.min() <= choices.max() < vocab_size:
+            wrong = choices[(choices < 0) | (choices >= vocab_size)][0]
+            raise BadSpec(
+                f"sample {index} (group {sequence.group!r}) has {wrong} among its teacher_top_ids; the model's tokens "
+                f"are 0..{vocab_size - 1}. Give fewer tokens of the teacher (teacher_top_k), or a teacher whose "
+                "config.json has no larger vocab_size"
             )
 
 

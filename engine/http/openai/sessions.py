@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
@@ -555,6 +556,10 @@ def session_router(server: SessionServer) -> APIRouter:
             value = None
         if value is None:
             problem = 'the reward is no number; send a number, a list of numbers, or {"reward": a number}'
+            raise ApiError(400, problem, code="invalid_value")
+        parts = value if isinstance(value, list) else [value]
+        if not all(abs(part) <= sys.float_info.max for part in parts):  # also false for NaN
+            problem = "the reward is NaN, infinite or too large for a float; send a finite number"
             raise ApiError(400, problem, code="invalid_value")
         server.find(session).reward = value  # type: ignore[assignment]  # a list of numbers is a JSON value
         return {"accepted": True}

@@ -16,6 +16,7 @@ from engine.backends.torch.loading import load_model
 from engine.backends.torch.packing import Packed
 from engine.backends.torch.trainer import TorchTrainer
 from engine.errors import BadSpec, OutOfMemory
+from engine.losses.distillation import ForwardKLSpec
 from engine.losses.likelihood import CrossEntropySpec
 from engine.models.samples import Sample
 from engine.protocol import TokenSequence
@@ -155,4 +156,18 @@ def test_an_id_outside_the_vocabulary_is_named(tiny_folder: Path, wrong: int) ->
         trainer.logprobs(
             [TokenSequence([1, 258], [0, 1], ""), TokenSequence(ids, weights, "g")], temperature=1.0, max_tokens=64
         )
+    assert trainer.seen == []
+
+
+@pytest.mark.parametrize("wrong", [259, 1 << 20])
+def test_a_teachers_id_outside_the_vocabulary_is_named(tiny_folder: Path, wrong: int) -> None:
+    """A teacher with the student's tokenizer may have more rows in its head."""
+    trainer = SmallMemory(tiny_folder, room=99)
+
+    def sample(last: int) -> Sample:
+        top = {"teacher_top_ids": [7, 8, 258, last], "teacher_top_logprobs": [-1.0, -2.0] * 2}
+        return Sample([1, 2, 3], [0.0, 1.0, 1.0], "g", **top)
+
+    with pytest.raises(BadSpec, match=rf"sample 1 \(group 'g'\) has {wrong} among its teacher_top_ids.* 0\.\.258"):
+        trainer.update([sample(9), sample(wrong)], Objective(ForwardKLSpec()), OptimizerSpec(lr=0), max_tokens=64)
     assert trainer.seen == []

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +21,14 @@ from pydantic import JsonValue
 from engine.text.threads import StringThread
 from tasks.environments.base import Environment, EnvironmentFactory, Grades
 from tasks.environments.episodes import Episode, EpisodeLimits, EpisodePlayer
-from tasks.environments.mcp_servers import MCPEnvironment, StdioServer
+from tasks.environments.mcp_servers import MCPEnvironment, StdioServer, _all_tools, _Connection
 from tasks.environments.runner import EnvironmentRunner
+from tasks.environments.tools import ToolFailed
 from tests.fixtures import servers
 from tests.fixtures.tool_models import MODELS, ToolModel
 from tests.tasks.environments.test_tools import ScriptedAnswers
 
-pytest.importorskip("mcp")
+MCPError = pytest.importorskip("mcp").MCPError
 
 PROGRAM = str(Path(servers.__path__[0]) / "mcp_server.py")
 # the mcp package passes on few variables of the environment
@@ -105,6 +107,35 @@ def test_a_server_that_crashes_twice_masks_the_episode() -> None:
     episode, _, factory = play(STDIO, call("crash"), "It is 7.<|im_end|>")
     assert episode.ending == "masked" and len(factory.created) == 2
     assert episode.reason is not None and "failed in a call of crash" in episode.reason
+
+
+@pytest.mark.parametrize("code", [-32602, -32603])
+async def test_an_internal_error_is_a_failure_of_the_server(code: int) -> None:
+    """JSON-RPC 2.0, section 5.1: -32602 is "Invalid params", which the assistant gave, and -32603 "Internal error"."""
+
+    async def call_tool(name: str, arguments: dict[str, Any]) -> None:
+        raise MCPError(code, "broken")
+
+    connection = _Connection(STDIO)
+    connection._client = SimpleNamespace(call_tool=call_tool)
+    expected = RuntimeError if code == -32602 else ToolFailed
+    with pytest.raises(expected, match="broken") as caught:
+        await connection.call("add", {})
+    assert caught.type is expected
+
+
+@pytest.mark.parametrize("pages", [100, 101])
+async def test_a_list_of_tools_is_read_to_its_end_or_refused(pages: int) -> None:
+    async def list_tools(cursor: int | None) -> SimpleNamespace:
+        page = cursor or 0
+        return SimpleNamespace(tools=[page], next_cursor=page + 1 if page + 1 < pages else None)
+
+    client = SimpleNamespace(list_tools=list_tools)
+    if pages == 100:
+        assert await _all_tools(client) == list(range(100))
+    else:
+        with pytest.raises(ToolFailed, match=r"does not end after 100 pages \(100 tools\); serve fewer tools"):
+            await _all_tools(client)
 
 
 def test_a_server_that_cannot_be_started_masks_the_episode() -> None:

@@ -19,10 +19,11 @@ from storage.store.artifacts import ArtifactRef, read_manifest
 from storage.store.tables import read_table
 from tasks.batches.rl import prepare_batch
 from tasks.environments.agents import AgentAttempt
+from tasks.environments.episodes import EpisodeSegment, Trajectory
 from tasks.environments.spec import AgentSpec, AgentSpecError, agent_spec
 from tasks.evaluation.heldout import evaluate_policy
 from tasks.plans import AgentPlan, BatchPlan, EvaluationPlan
-from tasks.sampling.agents import CommittedCall
+from tasks.sampling.agents import AgentRunner, CommittedCall
 from tasks.sampling.episodes import play_episodes
 from tests.fixtures.guessing import PLAIN_AGENT
 from tests.fixtures.runs.task_calls import GREEDY, SAMPLING, TaskCalls, three_times
@@ -161,6 +162,19 @@ async def test_an_evaluation_is_played_by_agents(calls: TaskCalls) -> None:
     for row in rows:
         assert row["status"] == "ok" and 0 <= row["reward"] <= 2
         assert row["text"].startswith("user: Guess.\nassistant: ") and "\nuser: Again.\nassistant: " in row["text"]
+
+
+def test_only_the_tokens_of_episodes_that_are_kept_are_counted() -> None:
+    newer = POLICY.model_copy(update={"step": 1, "state": "b" * 64})
+    runner: Any = SimpleNamespace(_policies={POLICY.state: POLICY, newer.state: newer})
+    tokenized: Any = None
+    trajectories = []
+    for ending, counts in (("agent", [2, 3]), ("masked", [10, 20]), ("turns", [0, 4])):
+        segment = EpisodeSegment(
+            tokenized, first_turn=0, policy_states=[POLICY.state, newer.state], policy_tokens=counts
+        )
+        trajectories.append(Trajectory({}, 0, segments=[segment], ending=ending))
+    assert AgentRunner._tokens_of(runner, trajectories) == {POLICY: 2, newer: 3 + 4}
 
 
 def test_a_damaged_record_of_a_call_is_no_answer() -> None:

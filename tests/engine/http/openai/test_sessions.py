@@ -315,6 +315,10 @@ async def test_rewards_are_numbers(talk: Talk) -> None:
     async with httpx.AsyncClient() as client:
         for body in (b"{", b"[" * 100_000):
             assert (await client.post(f"{talk.url}/reward", content=body)).status_code == 400
+        for number in ("NaN", "[1, -Infinity]", '{"reward": 1e999}', str(10**400)):
+            refused = await client.post(f"{talk.url}/reward", content=number)
+            assert refused.status_code == 400 and refused.json()["error"]["type"] == "invalid_request_error"
+            assert "send a finite number" in refused.json()["error"]["message"]
     assert talk.session.reward == [1, 0.5]
 
 

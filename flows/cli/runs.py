@@ -289,7 +289,10 @@ def _sample_cells(row: GradedSample) -> tuple[Any, ...]:
 @runs_app.command("lineage")
 def lineage(
     target: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_RUN", help="name, name@version, run/stage/model@step, or a run.")
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_RUN", help="name, name@version, name@champion, run/stage/model@step, or a run."
+        ),
     ],
     prompt: Annotated[
         str, typer.Option("--prompt", help="Id or part of the text of a prompt: shows the steps that used it.")

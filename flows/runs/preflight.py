@@ -19,12 +19,16 @@ from engine.models.hub import hub_repo_of_key
 from engine.specs.engine import EngineSpec
 from engine.validation_messages import field_keys
 from flows.configs.common import TrainingConfig
+from flows.configs.evaluation import EvaluationFlowConfig, Suite, semantic
 from flows.configs.forms import FormConfig, merge_further
 from flows.configs.overrides import WHOLE, ConfigError, load_config, validation_problems
 from flows.runs.durations import measure_store
 from flows.runs.estimate import estimate
 from flows.runs.input_checks import check_length, check_warmup, hub_commits, input_problems
 from flows.runs.session import workspace_of
+from storage.chain.leases import check_not_deleted
+from storage.chain.run_record import check_same_semantic, find_run
+from storage.errors import StorageError
 from storage.store.objects import ObjectStore
 from tasks.load import load_prompts
 
@@ -64,7 +68,7 @@ def check_config(model: type[FormConfig], values: dict[str, Any], store: ObjectS
                 break
     if config is None:
         return CheckedConfig(None, problems or {WHOLE: "the config does not fit"})
-    for path, message in _problems_outside(config, store):
+    for path, message in (*_problems_of_key(config, store), *_problems_outside(config, store)):
         # the stand-in of a wrong value is not there either
         if not any(path == known or path.startswith(f"{known}.") for known in problems):
             problems[path] = message
@@ -96,6 +100,27 @@ def _leave_out(values: dict[str, Any], error: ValidationError) -> bool:
             del group[path[-1]]
             changed = True
     return changed
+
+
+def _problems_of_key(config: FormConfig, store: ObjectStore) -> Iterator[tuple[str, str]]:
+    """Yields (path, message) if the run's key belongs to a run with other settings. What its data and model contain is
+    compared only when the run opens, which loads them."""
+    if isinstance(config, TrainingConfig):
+        settings = config.semantic()
+    elif isinstance(config, EvaluationFlowConfig) and isinstance(config.suite, Suite):
+        settings = semantic(config.suite)
+    else:
+        return
+    if not config.run:
+        return
+    try:
+        check_not_deleted(store, config.run)
+        recorded = find_run(store, config.run)
+        if recorded is not None:
+            inputs = {name: value for name, value in recorded.semantic.items() if name == "inputs"}
+            check_same_semantic(recorded, settings | inputs)
+    except StorageError as error:
+        yield "run", str(error)
 
 
 def _problems_outside(config: FormConfig, store: ObjectStore) -> Iterator[tuple[str, str]]:

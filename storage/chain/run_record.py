@@ -90,15 +90,20 @@ def create_or_check_run(
 
     # the run exists: compare its configuration with this one
     recorded = _parse(put.data, keys.run_json(run))
-    differences = list(_differences(recorded.semantic, new_info.semantic))
+    check_same_semantic(recorded, new_info.semantic)
+    differences_noted = (*recorded.warnings, *_warnings(recorded, new_info))
+    return RunOpening(created=False, warnings=differences_noted, info=recorded)
+
+
+def check_same_semantic(recorded: RunInfo, semantic: Mapping[str, Any]) -> None:
+    """Raises SemanticMismatch if a run was started with other settings that decide its result."""
+    differences = list(_differences(recorded.semantic, json.loads(canonical_json(dict(semantic)))))
     if differences:
         listed = "\n".join(f"  {key}: the run has {old}, given {new}" for key, old, new in differences)
         raise SemanticMismatch(
-            f"run {run!r} was started with another configuration:\n{listed}\n"
+            f"run {recorded.run!r} was started with another configuration:\n{listed}\n"
             "resume it with its own values, choose another run key, or fork it ('ostinato fork') to change them mid-way"
         )
-    differences_noted = (*recorded.warnings, *_warnings(recorded, new_info))
-    return RunOpening(created=False, warnings=differences_noted, info=recorded)
 
 
 def read_run(store: ObjectStore, run: str) -> RunInfo:

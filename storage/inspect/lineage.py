@@ -18,6 +18,7 @@ from storage.chain.records import Chain, CommitRecord, PolicyRef
 from storage.chain.run_record import find_run, read_run
 from storage.errors import CorruptArtifact, ObjectNotFound
 from storage.inspect.accounting import StepInputs, step_inputs
+from storage.registry.decisions import resolve_model
 from storage.registry.models import find_model, registered_key
 from storage.serialization import Frozen, canonical_text, flatten
 from storage.store import keys
@@ -227,7 +228,8 @@ class Lineage(Frozen):
 
 
 def lineage_of(store: ObjectStore, target: str) -> Lineage:
-    """Returns the lineage of a registered model (`name`, `name@version`), a policy (`run/stage/model@step`) or a run.
+    """Returns the lineage of a registered model (`name`, `name@version`, `name@alias`), a policy
+    (`run/stage/model@step`) or a run.
 
     Of a run, it is the lineage of the longest chain of the last stage. Raises ObjectNotFound, CorruptArtifact.
     """
@@ -384,7 +386,7 @@ def _lineage_of_policy(store: ObjectStore, policy: PolicyRef, title: str) -> Lin
 
 
 def _find_model(store: ObjectStore, target: str) -> ArtifactRef | None:
-    name, _, version = target.partition("@")
+    name, _, version = resolve_model(store, target).partition("@")
     if not keys.is_name(name):
         return None
     return find_model(store, name, version or None)

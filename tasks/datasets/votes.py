@@ -134,9 +134,11 @@ def preferred_model(store: ObjectStore) -> str | None:
     wins: Counter[str] = Counter()
     # newest first, because Counter keeps the order of equal counts
     for vote in reversed(list_votes(store)):
-        winner = (vote.left if vote.choice == "left" else vote.right).model
+        if vote.choice == "tie":
+            continue
+        winner = _version_name(store, vote.left if vote.choice == "left" else vote.right)
         # a name without a version is that of a run
-        if vote.choice != "tie" and "@" in winner:
+        if "@" in winner:
             wins[resolve_model(store, winner)] += 1
     registered = [model for model, _ in wins.most_common() if find_model(store, *model.split("@", 1)) is not None]
     return registered[0] if registered else None

@@ -10,8 +10,11 @@ import pytest
 
 from engine.specs.engine import LocalEngineSpec
 from flows.configs.common import GRPOConfig, SFTConfig
+from flows.configs.evaluation import EvaluationFlowConfig
+from flows.configs.evaluation import semantic as semantic_of_suite
 from flows.runs.expected_errors import DoesNotFit
 from flows.runs.preflight import check_config, expected_of_run, field_texts
+from storage.chain.run_record import create_or_check_run
 from storage.store.objects import open_store
 from tests.fixtures.toy import toy_config
 
@@ -34,6 +37,32 @@ def test_a_right_config_has_no_problems_and_stays_as_it_is(right: dict[str, Any]
     checked = check_config(GRPOConfig, right, STORE)
     assert checked.problems == {} and checked.config == GRPOConfig.model_validate(right)
     assert repr(right) == before
+
+
+def test_the_key_of_a_run_with_other_settings_is_refused_at_the_run(right: dict[str, Any], tmp_path: Path) -> None:
+    """What the data and the model contain is known only to the run itself."""
+    store, config = open_store(tmp_path / "runs"), GRPOConfig.model_validate(right | {"run": "taken"})
+    semantic = config.semantic() | {"inputs": {"dataset": "d", "model": "m"}}
+    create_or_check_run(store, "taken", semantic=semantic, other={}, code_version="test")
+    # the same settings continue the run, and those that do not decide its result may differ
+    again = right | {"run": "taken", "checkpoints": {"every_steps": 3}}
+    assert check_config(GRPOConfig, again, store).problems == {}
+    wrong = check_config(GRPOConfig, right | {"run": "taken", "seed": 99}, store).problems
+    assert set(wrong) == {"run"}
+    assert "run 'taken' was started with another configuration" in wrong["run"]
+    assert f"seed: the run has {config.seed}, given 99" in wrong["run"] and "inputs" not in wrong["run"]
+    assert check_config(GRPOConfig, right | {"run": "free", "seed": 99}, store).problems == {}
+    # an evaluation with the key of a training
+    suite = {"datasets": [{"source": right["data"]["train"]}], "graders": [right["grader"]]}
+    values = {"models": ["m"], "suite": suite}
+    assert "another configuration" in check_config(EvaluationFlowConfig, values | {"run": "taken"}, store).problems["run"]
+    body = semantic_of_suite(EvaluationFlowConfig.model_validate(values).suite, models={"m@1": "0"})
+    create_or_check_run(store, "judged", semantic=body, other={}, code_version="test")
+    assert "run" not in check_config(EvaluationFlowConfig, values | {"run": "judged"}, store).problems
+    suite["seed"] = 1
+    assert "evaluation.seed: the run has 0, given 1" in check_config(
+        EvaluationFlowConfig, values | {"run": "judged"}, store
+    ).problems["run"]
 
 
 def test_wrong_types_missing_files_and_rules_about_several_fields_come_together(right: dict[str, Any]) -> None:

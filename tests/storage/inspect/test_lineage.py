@@ -15,8 +15,10 @@ from storage.errors import ObjectNotFound
 from storage.inspect.accounting import step_inputs
 from storage.inspect.lineage import lineage_of, runs_by_dataset, step_lineage, training_datasets
 from storage.inspect.prompt_lineage import prompt_report
+from storage.registry.decisions import commit_decision
 from storage.registry.models import find_model, registered_key
 from storage.store import keys
+from storage.store.artifacts import Provenance
 from storage.store.index import record_run
 from storage.store.objects import open_store
 from storage.store.tables import read_table
@@ -52,6 +54,17 @@ def test_a_model_a_policy_and_a_run_have_one_lineage(toy: ToyRun) -> None:
         assert lineage.base.startswith("tiny@")
     assert lineage_of(toy.store, "toy").target == f"model {version(toy)}"
     assert lineage_of(toy.store, "toy/0-grpo/policy@2").segments[0].until == 2
+
+
+def test_an_alias_has_the_lineage_of_its_version(toy: ToyRun) -> None:
+    name, _, number = version(toy).partition("@")
+    provenance = Provenance(code_version="test", config_digest="0" * 64, seed=0)
+    commit_decision(
+        toy.store, name, number, "promote", over=None, reasons=["a start"], who="ada", provenance=provenance
+    )  # fmt: skip
+    assert lineage_of(toy.store, f"{name}@champion") == lineage_of(toy.store, version(toy))
+    with pytest.raises(ObjectNotFound):
+        lineage_of(toy.store, f"{name}@best")
 
 
 def test_a_base_model_was_made_by_nothing(toy: ToyRun) -> None:

@@ -97,6 +97,19 @@ def test_blind_votes_are_counted_by_the_version_that_answered(store: ObjectStore
     assert [(tally.model, tally.won, tally.tied, tally.votes) for tally in count_wins(store, list_votes(store))] == [
         ("m@1", 2, 1, 4), ("tuned, step 0", 2, 2, 6), ("m@2", 0, 1, 2),
     ]  # fmt: skip
+    # the version that answered as m@champion; an answer of a run is of no registered model
+    assert preferred_model(store) == "m@1"
+
+
+def test_a_model_that_was_chosen_without_its_version_is_preferred_in_the_version_that_answered(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    base = publish(store, tmp_path, "m", "1")
+    publish(store, tmp_path, "m", "2")
+    root = Chain(store, "served/m", "0-1", "policy").create_root(Root(base=base, base_digest=base.sha256))
+    answer = {"model": "m", "policy": f"policy:served/m/0-1/policy@0#{root.state()}", "text": "good"}
+    commit_vote(store, Vote.model_validate(vote(1, "left").model_dump() | {"left": answer}))
+    assert preferred_model(store) == "m@1"
 
 
 def test_a_comparison_has_one_vote(store: ObjectStore) -> None:

@@ -168,7 +168,7 @@ class DeskFactory(EnvironmentFactory):
 
 def play(renderer: Renderer, *answers: str) -> tuple[Episode, list[str]]:
     row = {"id": "p", "index": 0, "thread": StringThread([("user", "1+1?")]).to_json()}
-    episode = Episode(row, 0, EnvironmentRunner(DeskFactory(), seed=0, seconds=5))
+    episode = Episode(row, 0, environment=EnvironmentRunner(DeskFactory(), seed=0, seconds=5))
     script = ScriptedAnswers(renderer, *answers)
     limits = EpisodeLimits(turns=4, tokens=None, seconds=None, new_tokens=3)
     player = EpisodePlayer(renderer, limits, concurrency=1, name_row=lambda index: f"row {index}")

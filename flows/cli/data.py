@@ -224,14 +224,20 @@ def _print_hints(store: ObjectStore, data: LoadedDataset, spec: FileDataset, use
                 f"{name} alone means the newer version {name}@{newest[:SHOWN_VERSION]}; a config that uses these rows "
                 f"needs {name}@{version[:SHOWN_VERSION]}",
             )
+    if unread := unread_columns(spec, use):
+        names = ", ".join(unread)
+        print_plain(
+            messages(),
+            f"columns that were not read: {names}; --set 'metadata_columns=[{names}]' keeps them in the "
+            "metadata of the threads, where graders read them",
+        )
+
+
+def unread_columns(spec: RowsDataset, use: DatasetUse) -> list[str]:
+    """The columns of a committed file that this use does not read. Empty if they are not known."""
     with suppress(DatasetError, OSError):
-        if unread := spec.unread_columns(use):
-            names = ", ".join(unread)
-            print_plain(
-                messages(),
-                f"columns that were not read: {names}; --set 'metadata_columns=[{names}]' keeps them in the "
-                "metadata of the threads, where graders read them",
-            )
+        return spec.unread_columns(use) if isinstance(spec, FileDataset) else []
+    return []
 
 
 @contextmanager

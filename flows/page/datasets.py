@@ -6,12 +6,13 @@ import json
 import tempfile
 from pathlib import Path
 from typing import Any, get_args
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request, Response
 from starlette.responses import RedirectResponse
 
 from flows.catalogue import TRAININGS
-from flows.cli.data import add_dataset
+from flows.cli.data import add_dataset, unread_columns
 from flows.cli.output import format_size
 from flows.configs.overrides import ConfigError, parse_config
 from flows.page.security import MAX_FORM_BYTES, Form
@@ -48,18 +49,20 @@ def router(page: Page) -> APIRouter:
         """Adds a file that is uploaded, or a dataset of the hub."""
         form: Form = request.state.form
         try:
-            data = _add(store, form)
+            data, unread = _add(store, form)
         except (ConfigError, DatasetError, StorageError) as error:
             return _show_all(page, request, form, problem=str(error))
         name, version = keys.dataset_of(data.ref.key)
-        return RedirectResponse(f"/datasets/{name}/{version}", status_code=303)
+        query = "?" + urlencode({"unread": ", ".join(unread)}) if unread else ""
+        return RedirectResponse(f"/datasets/{name}/{version}{query}", status_code=303)
 
     @router.get("/datasets/{name}/{version}")
-    def show(request: Request, name: str, version: str, start: int = 0) -> Response:
+    def show(request: Request, name: str, version: str, start: int = 0, unread: str = "") -> Response:
         versions = list_datasets(store, name)
         for dataset in versions:
             if dataset.version == version:
-                return page.render(request, "dataset.html", **_dataset(store, dataset, versions, max(0, start)))
+                values = _dataset(store, dataset, versions, max(0, start))
+                return page.render(request, "dataset.html", unread=unread, **values)
         raise PageError(f"No dataset {name[:80]}@{version[:12]} is in {store.url}.", "Choose one under Datasets.", 404)
 
     return router
@@ -75,8 +78,9 @@ def _show_all(page: Page, request: Request, form: Form, problem: str = "") -> Re
     )  # fmt: skip
 
 
-def _add(store: ObjectStore, form: Form) -> LoadedDataset:
-    """Loads the dataset that the form describes. Raises ConfigError, DatasetError, StorageError."""
+def _add(store: ObjectStore, form: Form) -> tuple[LoadedDataset, list[str]]:
+    """Loads the dataset that the form describes, and returns it with the names of the columns that were not read.
+    Raises ConfigError, DatasetError, StorageError."""
     upload, hub = form.files.get("file"), form.get("path")
     if (upload is None) == (not hub):
         raise DatasetError("choose a file to upload, or give the name of a dataset of the hub, and not both")
@@ -105,13 +109,13 @@ class _Uploaded(FileDataset):
         return Path(self.path).name
 
 
-def _load(store: ObjectStore, form: Form, spec: RowsDataset) -> LoadedDataset:
+def _load(store: ObjectStore, form: Form, spec: RowsDataset) -> tuple[LoadedDataset, list[str]]:
     use: Any = form.get("use")
     if use not in get_args(DatasetUse):
         raise DatasetError(f"given the use {use[:20]!r}; expected one of {', '.join(get_args(DatasetUse))}")
     data = add_dataset(store, spec, use)
     announce_dataset(data, spec, use)
-    return data
+    return data, unread_columns(spec, use)
 
 
 def _dataset(store: ObjectStore, dataset: DatasetVersion, versions: list[DatasetVersion], start: int) -> dict[str, Any]:

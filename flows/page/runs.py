@@ -151,16 +151,13 @@ def _act(actions: RunActions, form: Form, action: str, name: str) -> str:
 
 def _live_values(view: RunView, actions: RunActions) -> dict[str, Any]:
     """What the part that is polled shows."""
-    verification = actions.verification(view.key)
-    phase = f"{view.summary is not None}-{view.is_active}-{view.done > 0}"
-    sentences = advice(view.steps[0], view.steps) if view.steps else []
-    last = view.steps[-1] if view.steps else None
-    rewards = sorted(last.by_source.items()) if last else []
-    parts = sorted(last.by_part.items()) if last else []
-    polls = view.is_active or verification == []
+    verification, last = actions.verification(view.key), view.steps[-1] if view.steps else None
     return {
-        "view": view, "phase": phase, "advice": sentences, "last": last, "rewards": rewards, "parts": parts,
-        "verification": verification, "polls": polls,
+        "view": view, "phase": f"{view.summary is not None}-{view.is_active}-{view.done > 0}", "last": last,
+        "advice": advice(view.steps[0], view.steps) if view.steps else [],
+        "rewards": sorted(last.by_source.items()) if last else [],
+        "parts": sorted(last.by_part.items()) if last else [],
+        "verification": verification, "polls": view.is_active or verification == [],
     }  # fmt: skip
 
 

@@ -125,9 +125,8 @@ def _render(page: Page, request: Request, form: StartForm) -> Response:
     shown = {key.path for keys in groups.values() for key in keys}
     elsewhere = {path: text for path, text in form.problems.items() if path not in shown or form.yaml is not None}
     choices = _choices(page) if form.yaml is None else {}
-    values = {"trainings": (), "form": form, "groups": groups, "choices": choices, "elsewhere": elsewhere}
-    status = 422 if form.problems else 200
-    return page.render(request, "start.html", status=status, prefix=PREFIX, **values)
+    values = {"form": form, "groups": groups, "choices": choices, "elsewhere": elsewhere, "prefix": PREFIX}
+    return page.render(request, "start.html", status=422 if form.problems else 200, **values)
 
 
 def _leaves(group: type[BaseModel], path: str = "") -> list[ConfigKey]:
@@ -160,15 +159,9 @@ def _choices(page: Page) -> dict[str, list[str]]:
 
 def _values(form: StartForm) -> dict[str, Any]:
     """The config of the form. Notes in the form what cannot be read."""
-    if form.yaml is not None:
-        try:
-            return load_yaml(form.yaml)
-        except ConfigError as error:
-            form.problems[WHOLE] = str(error)
-            return {}
     datasets = {key.path for key in _leaves(form.training.config) if _is_dataset(key)}
     sets = []
-    for path, text in form.texts.items():
+    for path, text in form.texts.items() if form.yaml is None else ():
         # the path of a file stands for a dataset
         if path in datasets and not text.startswith("{") and text != "null":
             text = json.dumps({"kind": "file", "path": text})
@@ -178,7 +171,7 @@ def _values(form: StartForm) -> dict[str, Any]:
         except ConfigError as error:
             form.problems[path] = str(error)
     try:
-        return load_config(None, sets)
+        return load_config(None, sets) if form.yaml is None else load_yaml(form.yaml)
     except ConfigError as error:
         form.problems[WHOLE] = str(error)
         return {}

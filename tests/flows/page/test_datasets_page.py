@@ -80,6 +80,18 @@ def test_a_training_is_offered_with_the_dataset_filled_in(page: PageClient) -> N
     assert f'value="{value}"' in page.text(f"/start?training=grpo{link}")
 
 
+def test_columns_that_were_not_read_are_named_once(page: PageClient) -> None:
+    row = json.dumps({"prompt": "1+1?", "completion": "2", "level": "<b>"}).encode()
+    place = page.done("/datasets", {"file": ("sums.jsonl", row)}, use="prompt")
+    assert "Columns that were not read: completion, level." in page.text(place)
+    # later visits and rows do not repeat it
+    assert "not read" not in page.text(place.partition("?")[0])
+    # a use that reads the column, with the other one kept
+    place = page.done("/datasets", {"file": ("sums.jsonl", row)}, use="completion", metadata_columns="[level]")
+    assert "?" not in place and "not read" not in page.text(place)
+    assert "&lt;b&gt;" in page.text(f"{place}?unread=%3Cb%3E")
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [

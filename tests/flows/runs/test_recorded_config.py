@@ -28,7 +28,7 @@ from storage.errors import CorruptArtifact, ObjectNotFound, RunBeingDeleted
 from storage.store import keys
 from storage.store.objects import ObjectStore, open_store
 from tasks.datasets.load import load_dataset
-from tasks.datasets.spec import HeldoutSplit
+from tasks.datasets.spec import HeldoutSplit, RegisteredDataset
 from tests.fixtures.page import PROVENANCE, publish
 from tests.fixtures.runs.toy_run import ToyRun
 
@@ -110,6 +110,9 @@ def test_the_suite_of_a_run_has_its_held_out_rows_and_its_grader(store: ObjectSt
     name, version = keys.dataset_of(parts[1].ref.key)
     expected = [{"source": {"kind": "registered", "key": f"{name}@{version}"}}]
     assert name == "sums-heldout" and suite_of_run(store, "tuned") == {"suite.datasets": expected}
+    # completions are prompts, too
+    prompts = RegisteredDataset(key=f"{name}@{version}")
+    assert load_dataset(store, prompts, use="prompt", provenance=PROVENANCE).rows == parts[1].rows > 0
     # held-out rows of their own, and a grader without those of its settings that are defaults
     sets = [sets[0], "run=graded", "algorithm.steps=1", sets[2], f"data.heldout={json.dumps(FILE)}"]
     grader = {"path": "tasks.graders:ExactMatch", "timeout_seconds": 7.0}

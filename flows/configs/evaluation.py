@@ -73,7 +73,7 @@ class Suite(Frozen):
     datasets: tuple[SuiteDataset, ...] = ()
     """Datasets of prompts, to which the models give answers. Stored answers bring their prompts with them."""
     graders: tuple[SuiteGrader, ...] = Field(min_length=1)
-    """Graders, each of which grades every answer."""
+    """Graders, each of which grades every answer, such as `[{path: tasks.graders:ExactMatch}]`."""
     sampling: SuiteSampling = SuiteSampling()
     """How completions are sampled. Temperature 0 is greedy."""
     samples_per_prompt: int = Field(1, ge=1)
@@ -139,7 +139,7 @@ class PromptSuite(Suite):
     """An evaluation suite of models."""
 
     datasets: tuple[SuiteDataset, ...] = Field(min_length=1)
-    """Datasets of prompts, to which the models give answers."""
+    """Datasets of prompts, to which the models give answers, such as `[{source: {kind: registered, key: sums}}]`."""
 
 
 class HarnessSuite(HarnessTasks):

@@ -152,10 +152,9 @@ def router(page: Page) -> APIRouter:
     @router.post("/chat/votes/train")
     def train(request: Request) -> Response:
         """Commits all votes as a dataset, and opens the form that trains on it."""
-        settings: dict[str, Any] = {"data__train": _registered_votes(page.store)}
-        if model := preferred_model(page.store):
-            settings["model__key"] = model
-        return RedirectResponse(start_link("dpo", **settings), status_code=303)
+        data, model = _registered_votes(page.store), preferred_model(page.store)
+        settings = {"model__key": model} if model else {}
+        return RedirectResponse(start_link("dpo", data__train=data, **settings), status_code=303)
 
     @router.get("/chat/{id}")
     def show_conversation(request: Request, id: str) -> Response:

@@ -13,6 +13,7 @@ from flows.page.chat import how_to_call
 from flows.page.security import Form
 from flows.page.shared import Page, PageError, start_link
 from flows.promotion.hand_decisions import account_name, card_text, promote_by_hand, roll_back_by_hand
+from flows.runs.recorded_config import suite_of_run
 from storage.chain.deletion import delete_model
 from storage.errors import ModelInUse, ObjectNotFound
 from storage.inspect.lineage import lineage_of
@@ -132,15 +133,16 @@ def _version(page: Page, name: str, version: str) -> dict[str, Any]:
     store, model = page.store, f"{name}@{version}"
     manifest = _manifest(store, name, version)
     log = alias_log(store, name)
-    evaluations = find_evaluations(store, model)
+    evaluations, lineage = find_evaluations(store, model), _lineage(store, model)
+    suite = suite_of_run(store, lineage["parts"][-1][0]) if lineage["parts"] else {}
     return {
         "name": name, "version": version, "model": model, "over": log[-1].number if log else 0,
         "created": manifest.created, "size": format_size(manifest.bytes),
         "files": [(entry.name, format_size(entry.bytes)) for entry in manifest.files],
-        "is_champion": bool(log) and log[-1].version == version, "lineage": _lineage(store, model),
+        "is_champion": bool(log) and log[-1].version == version, "lineage": lineage,
         "evaluations": evaluations,
         "samples": [sample for one in evaluations for sample in one.samples if sample.model == model],
-        "card": _card(store, name, version), "evaluate": start_link("evaluation", models=[model]),
+        "card": _card(store, name, version), "evaluate": start_link("evaluation", models=[model], **suite),
         "call": how_to_call(page.settings, model),
         "problems": {}, "typed": {"who": account_name()},
     }  # fmt: skip

@@ -19,17 +19,19 @@ from engine.specs.engine import EngineSpec, LocalEngineSpec
 from flows.catalogue import AnyTraining
 from flows.configs.common import TrainingConfig
 from flows.configs.distill import TEACHER
-from flows.configs.evaluation import EvaluationFlowConfig
+from flows.configs.evaluation import EvaluationFlowConfig, SuiteGrader
 from flows.configs.forms import FormConfig
 from flows.configs.overrides import RULES, describe_validation
 from flows.ops.state import write_private
 from storage.chain.fork import read_fork
 from storage.chain.leases import check_not_deleted
 from storage.chain.listing import run_chains, stages_of
-from storage.chain.run_record import RunInfo, find_run
-from storage.errors import CorruptArtifact, ObjectNotFound
+from storage.chain.run_record import RunInfo, find_run, read_run
+from storage.errors import CorruptArtifact, ObjectNotFound, StorageError
+from storage.registry.datasets import list_datasets
 from storage.registry.models import find_model, list_versions
 from storage.store import keys
+from storage.store.artifacts import read_manifest
 from storage.store.objects import ObjectStore
 
 _ENGINE: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
@@ -179,6 +181,41 @@ def _evaluation_config(run: str, info: RunInfo) -> RecordedConfig:
         raise CorruptArtifact(f"{keys.run_json(run)} is not a config of this version: {problems}") from error
     models = {"models": frozenset(filter(None, inputs["models"].values()))}
     return RecordedConfig(run, "evaluation", _short(config), models=models)
+
+
+def suite_of_run(store: ObjectStore, run: str) -> dict[str, Any]:
+    """Returns dotted key -> value of an evaluation's config that a training knows: its held-out rows and its grader.
+    What the run does not have, or what cannot be read, is left out."""
+    suite: dict[str, Any] = {}
+    try:
+        recorded = read_config(store, run)
+        if recorded.flow is None:
+            return {}
+        source = _heldout_source(store, run, recorded.values["data"].get("heldout"))
+    except StorageError:
+        return {}
+    if source is not None:
+        suite["suite.datasets"] = [{"source": source}]
+    grader = recorded.values.get("grader", {})
+    if "path" in grader:
+        suite["suite.graders"] = [{name: value for name, value in grader.items() if name in SuiteGrader.model_fields}]
+    return suite
+
+
+def _heldout_source(store: ObjectStore, run: str, heldout: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The dataset of the held-out rows of a run. That of a split is a dataset of the store, which the run made."""
+    if heldout is None or heldout["kind"] != "split":
+        return heldout
+    # both parts of a split have the whole dataset as their parent, and the run recorded the part that it trained on
+    inputs: Any = read_run(store, run).semantic["inputs"]
+    versions = list_datasets(store)
+    wholes = {version.ref.parents for version in versions if version.ref.sha256 in inputs.values()}
+    for version in versions:
+        if version.ref.parents in wholes and version.ref.sha256 not in inputs.values():
+            extra = read_manifest(store, version.ref.key).extra
+            if (extra.get("part"), extra.get("split")) == ("heldout", heldout["split"]):
+                return {"kind": "registered", "key": version.key}
+    return None
 
 
 def write_config(config: RecordedConfig, folder: Path) -> tuple[Path, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import json
 import re
 import tarfile
 from pathlib import Path
@@ -19,6 +20,7 @@ from storage.store import keys
 from storage.store.artifacts import ArtifactRef
 from storage.store.objects import ObjectStore, open_store
 from tests.fixtures.page import HOSTILE, PageClient, publish
+from tests.fixtures.runs.toy_run import ToyRun
 
 NUMERICS = Numerics(backend="test", device="none", compute_dtype="float32", threads=1, max_tokens=1)
 
@@ -154,6 +156,26 @@ def test_a_version_says_how_to_call_and_to_evaluate_it(page: PageClient) -> None
     # what is missing is said at its field
     refused = page.post("/start", training="evaluation", **{"v.models": "[m@v1]", "action": "check"})
     assert refused.status_code == 422 and 'id="e-v.suite.graders"' in refused.text
+
+
+def test_an_evaluation_begins_with_what_the_run_of_the_version_knows(toy_run: ToyRun, tmp_path: Path) -> None:
+    toy = toy_run.copied(tmp_path / "copy")
+    record = json.loads(toy.store.get("runs/toy/run.json"))
+    heldout = {"kind": "registered", "key": "sums@1"}
+    record["other"]["data"] = {"heldout": heldout}
+    toy.store.put("runs/toy/run.json", json.dumps(record).encode())
+    page, model = PageClient(toy.store.url), json.loads(toy.store.get("runs/toy/result.json"))["model"]
+    text = html.unescape(page.text(f"/models/{model.replace('@', '/')}"))
+    link = re.search(r'href="(/start\?training=evaluation[^"]*)"', text)
+    assert link is not None
+    form = html.unescape(page.text(link[1]))
+    assert f'name="v.models" type="text" value="[{model}]"' in form
+    assert 'name="v.suite.datasets" type="text" value="[{source: {kind: registered, key: sums@1}}]"' in form
+    assert 'name="v.suite.graders" type="text" value="[{path: \'tests.fixtures.grading:even_share\'}]"' in form
+    # without such a run, the help of the fields has examples
+    base = "/start?training=evaluation"
+    assert "such as [{path: tasks.graders:ExactMatch}]" in page.text(base)
+    assert "such as [{source: {kind: registered, key: sums}}]" in page.text(base)
 
 
 def test_the_lineage_of_a_trained_version_names_its_base_and_its_run(

@@ -55,8 +55,8 @@ def test_the_key_of_a_run_with_other_settings_is_refused_at_the_run(right: dict[
     # an evaluation with the key of a training
     suite = {"datasets": [{"source": right["data"]["train"]}], "graders": [right["grader"]]}
     values = {"models": ["m"], "suite": suite}
-    problems = check_config(EvaluationFlowConfig, values | {"run": "taken"}, store).problems
-    assert "another configuration" in problems["run"]
+    wrong = check_config(EvaluationFlowConfig, values | {"run": "taken"}, store).problems
+    assert "another configuration" in wrong["run"]
     body = semantic_of_suite(EvaluationFlowConfig.model_validate(values).suite, models={"m@1": "0"})
     create_or_check_run(store, "judged", semantic=body, other={}, code_version="test")
     assert "run" not in check_config(EvaluationFlowConfig, values | {"run": "judged"}, store).problems

@@ -3,6 +3,7 @@ with, also with the settings that do not decide the result."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Set  # noqa: UP035 - as recipes write it
 
@@ -10,7 +11,7 @@ import pytest
 
 from engine.specs.engine import HttpEngineSpec
 from flows.catalogue import TRAININGS
-from flows.configs.common import FlowConfig, GRPOConfig
+from flows.configs.common import FlowConfig, GRPOConfig, SFTConfig
 from flows.configs.evaluation import EvaluationFlowConfig
 from flows.configs.evaluation import semantic as evaluation_semantic
 from flows.configs.overrides import load_config, parse_config
@@ -19,14 +20,16 @@ from flows.configs.sweep import SweepConfig
 from flows.parameters import Dataset, Grader, Model, dataset_kinds
 from flows.recipe import InputConfig
 from flows.runs.recipe_context import RecipeContext
-from flows.runs.recorded_config import FLOW, config_yaml, read_config, write_config
+from flows.runs.recorded_config import FLOW, config_yaml, read_config, suite_of_run, write_config
 from storage.chain.fork import fork_run
 from storage.chain.records import Chain, Root
 from storage.chain.run_record import create_or_check_run
 from storage.errors import CorruptArtifact, ObjectNotFound, RunBeingDeleted
 from storage.store import keys
 from storage.store.objects import ObjectStore, open_store
-from tests.fixtures.page import publish
+from tasks.datasets.load import load_dataset
+from tasks.datasets.spec import HeldoutSplit, RegisteredDataset
+from tests.fixtures.page import PROVENANCE, publish
 from tests.fixtures.runs.toy_run import ToyRun
 
 SETS = {
@@ -85,6 +88,43 @@ def test_the_child_runs_of_a_sweep_and_of_recurring_are_read_back(store: ObjectS
         record(store, "grpo", config)
         again, _ = written_and_read(store, config, tmp_path)
         assert again == config
+
+
+def test_the_suite_of_a_run_has_its_held_out_rows_and_its_grader(store: ObjectStore, tmp_path: Path) -> None:
+    rows = tmp_path / "sums.jsonl"
+    rows.write_text("\n".join(f'{{"prompt": "{n}+1?", "completion": "{n + 1}"}}' for n in range(20)))
+    source = {"kind": "file", "path": str(rows)}
+    sets = [f"model.key={tmp_path}", "run=tuned", f"data.train={json.dumps(source)}", "data.heldout={split: 0.2}"]
+    config = parse_config(SFTConfig, None, sets)
+    heldout = config.data.heldout_rows
+    assert heldout is not None
+    (train, use), = config.data.inputs.values()
+    parts = [load_dataset(store, part, use=use, provenance=PROVENANCE) for part in (train, heldout)]
+    # another split of the same rows, which another run made
+    other = HeldoutSplit(split=0.5).part(config.data.train, "heldout")
+    load_dataset(store, other, use=use, provenance=PROVENANCE)
+    create_or_check_run(
+        store, "tuned", semantic=config.semantic() | {"inputs": {"dataset": parts[0].ref.sha256, "model": "e" * 64}},
+        other=config.other() | {FLOW: "sft"}, code_version="test",
+    )  # fmt: skip
+    name, version = keys.dataset_of(parts[1].ref.key)
+    expected = [{"source": {"kind": "registered", "key": f"{name}@{version}"}}]
+    assert name == "sums-heldout" and suite_of_run(store, "tuned") == {"suite.datasets": expected}
+    # completions are prompts, too
+    prompts = RegisteredDataset(key=f"{name}@{version}")
+    assert load_dataset(store, prompts, use="prompt", provenance=PROVENANCE).rows == parts[1].rows > 0
+    # held-out rows of their own, and a grader without those of its settings that are defaults
+    sets = [sets[0], "run=graded", "algorithm.steps=1", sets[2], f"data.heldout={json.dumps(FILE)}"]
+    grader = {"path": "tasks.graders:ExactMatch", "timeout_seconds": 7.0}
+    record(store, "grpo", parse_config(GRPOConfig, None, [*sets, f"grader={json.dumps(grader)}"]))
+    suite = suite_of_run(store, "graded")
+    assert suite == {"suite.datasets": [{"source": FILE}], "suite.graders": [grader]}
+    EvaluationFlowConfig.model_validate(
+        {"models": ["m"], "suite": {"datasets": suite["suite.datasets"], "graders": suite["suite.graders"]}}
+    )
+    # neither a run of a recipe nor an unknown one is an error
+    create_or_check_run(store, "recipe", semantic={"seed": 0}, other={}, code_version="test")
+    assert suite_of_run(store, "recipe") == suite_of_run(store, "none") == {}
 
 
 def test_a_run_of_an_earlier_version_has_what_was_recorded(toy_run: ToyRun, tmp_path: Path) -> None:

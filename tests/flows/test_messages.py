@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 WITH_BACKTICKS = {
-    "flows/cli/config.py", "flows/configs/keys.py",
+    "engine/text/tool_calls.py", "flows/cli/config.py", "flows/configs/keys.py",
     "flows/evaluation.py", "flows/promotion/model_card.py", "flows/recurring.py", "flows/sweep.py",
     "tasks/evaluation/model_comparison.py", "tasks/graders/code.py", "tasks/graders/json_schema.py",
     "flows/verl/shell.py", "tasks/loggers/services.py", "tasks/report.py", "tasks/reports/flow_run_page.py",

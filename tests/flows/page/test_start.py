@@ -139,6 +139,15 @@ def test_values_that_were_changed_after_the_estimate_start_nothing(
         assert shown[1] not in answer.text and 'name="start"' in answer.text
 
 
+def test_the_key_of_another_run_is_refused_at_its_field(toy_run: ToyRun, tmp_path: Path, tiny_folder: Path) -> None:
+    sent = right_values(tmp_path, tiny_folder) | {"v.run": "toy"}
+    answer = page_client(toy_run.folder).post("/start", data=sent)
+    message = error_of(answer.text, "run")
+    assert "run 'toy' was started with another configuration" in message
+    assert "algorithm.steps: the run has 4, given 2" in message
+    assert answer.status_code == 422 and "Start the run" not in answer.text
+
+
 def test_fields_and_yaml_have_the_same_values(page: TestClient) -> None:
     fields = {"training": "evaluation", "v.models": "[m@v1, m@v2]", "v.run": "mine", "v.engine": ""}
     text = page.post("/start", data=fields | {"action": "yaml"}).text

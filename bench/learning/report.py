@@ -37,7 +37,7 @@ def read(name: str) -> list[Line]:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds with the ends of its 95 % interval, Student's t. One value has no interval."""
+    """A mean of scores over seeds with the ends of its 95 % interval, Student's t. One value has no interval."""
 
     mean: float
     half: float | None
@@ -52,7 +52,16 @@ class Interval:
     def __str__(self) -> str:
         if self.half is None:
             return f"{self.mean:.3f}"
-        return f"{self.mean:.3f} ({self.mean - self.half:.3f} to {self.mean + self.half:.3f})"
+        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+    @property
+    def low(self) -> float:
+        """The lower end. Scores are within 0 and 1."""
+        return max(0.0, self.mean - (self.half or 0))
+
+    @property
+    def high(self) -> float:
+        return min(1.0, self.mean + (self.half or 0))
 
 
 @dataclass(frozen=True)
@@ -202,8 +211,8 @@ def draw(name: str, curves: Sequence[tuple[str, Curve]], before: float | None, w
                 xs, means = [0.0, *xs], [before, *means]
             axes.plot(xs, means, color=colour, marker="o", markersize=3, label=f"{label} ({len(curve.lines)} seeds)")
             if scores[0].half is not None:
-                lows = [score.mean - (score.half or 0) for score in scores]
-                highs = [score.mean + (score.half or 0) for score in scores]
+                lows = [score.low for score in scores]
+                highs = [score.high for score in scores]
                 axes.fill_between(xs[-len(lows) :], lows, highs, color=colour, alpha=0.15, linewidth=0)
         axes.set_xlabel(column.replace("_", " ").replace("cpu", "CPU"))
         axes.set_ylim(0, 1)

@@ -64,7 +64,8 @@ def test_one_seed_has_no_interval() -> None:
 def test_a_section_has_the_means_over_the_seeds_that_are_there() -> None:
     lines = [line("base", 0, [0.125]), line("ours", 0, [0.2, 0.4]), line("ours", 2, [0.4, 0.6], cpu=30.0)]
     text = report.section(TASK, lines)
-    # means 0.3 and 0.5, s = 0.1414, error 0.1, t of one degree is 12.7062, ends within 0 and 1; 20 and 60 CPU-s in the mean are 40
+    # means 0.3 and 0.5, s = 0.1414, error 0.1, t of one degree is 12.7062, and scores are within 0 and 1; CPU-s are 20
+    # and 60
     assert "| Ostinato | 2 of 3 | 0.125 | 0.300 (0.000 to 1.000) | 0.500 (0.000 to 1.000) | 0 | 40 | 0.011 |" in text
     assert "TRL" not in text
 

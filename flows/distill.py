@@ -77,8 +77,8 @@ class Distillation(GRPO):
         assert isinstance(self.algorithm, DistillAlgorithm)
         self.on_policy = options.get("on_policy", 1.0)
         # the settings as they were given: staleness changes those of a policy loss
-        given = read_options(Regularisation, options, options.get("regularisation"))
-        check_divergence(self.algorithm, given, self.rules, self.on_policy)
+        chosen = read_options(Regularisation, options, options.get("regularisation"))
+        check_divergence(self.algorithm, chosen, self.rules, self.on_policy)
         self.teacher_beta, self.teacher_top_k = self.algorithm.teacher_beta, self.algorithm.top_k
         self.divergence_loss = self.algorithm.divergence_loss(self.regularisation.norm_constant)
         # the teachers

@@ -10,6 +10,7 @@ from typing import Literal
 
 from engine.protocol import StopReason
 from engine.text.tokenizers import BROKEN, Tokenizer
+from engine.text.tool_calls import overlap_start
 
 FinishReason = Literal["stop", "length"]
 
@@ -101,7 +102,8 @@ class AnswerBuilder:
                 self.finish = "stop"
                 self._held = self._held[: min(matches)]
             else:
-                held_back = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+                starts = [overlap_start(self._held, stop) for stop in self._stop]
+                held_back = len(self._held) - min(starts, default=len(self._held))
         end = len(self._held) - held_back
         released, self._held = self._held[:end], self._held[end:]
         self.text += released
@@ -111,11 +113,3 @@ class AnswerBuilder:
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """Returns the text of one token, also of a special token. It contains `BROKEN` for a part of a character."""
     return tokenizer.decode([token], skip_special=False)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of `text` that is a prefix of `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0

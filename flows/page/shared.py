@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode
 
 import yaml
@@ -87,7 +86,7 @@ class Page:
         with temporary_settings(settings), get_client(sync_client=True, httpx_settings=timeout) as client:
             yield client
 
-    def render(self, request: Request, template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
+    def render(self, request: Request, template: str, *, status: int = 200, **values: object) -> HTMLResponse:
         """Renders a template of this package."""
         text = self.templates.get_template(template).render(request=request, **values)
         return HTMLResponse(text, status_code=status)
@@ -102,7 +101,7 @@ class Page:
         return self.render(request, template, status=status, what=what, what_to_do=what_to_do, code=status)
 
 
-def start_link(training: str, **settings: Any) -> str:
+def start_link(training: str, **settings: object) -> str:
     """Address of the start form with this training and these settings, by dotted key."""
     typed = {"training": training}
     for name, value in settings.items():

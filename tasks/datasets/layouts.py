@@ -113,9 +113,9 @@ def turns_as_text(turns: Sequence[RawTurn]) -> list[RawTurn]:
             continue
         calls = [part for part in content if isinstance(part, ToolCallFragment)]
         if calls:
-            said = "".join(part.text for part in content if isinstance(part, TextFragment))
+            text = "".join(part.text for part in content if isinstance(part, TextFragment))
             written = [call_as_text(call.name, call.arguments) for call in calls]
-            content = "\n".join(part for part in (said, *written) if part)
+            content = "\n".join(part for part in (text, *written) if part)
         elif _are_answers(content):
             content = "".join(part.text for part in content if isinstance(part, ToolResponseFragment))
         texts.append((role, content))

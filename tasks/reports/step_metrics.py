@@ -78,10 +78,7 @@ def measure_step(
         skipped_updates=record.skipped,
         skipped_reasons=tuple(f"{update} (batch {record.request.batch.key})" for update in record.skipped_updates),
         entropy=_entropy(shards),
-        truncated=_per_completion([shard.truncated for shard in shards], completions),
-        turns_mean=_per_completion([shard.turns for shard in shards], completions),
-        segments_mean=_per_completion([shard.segments for shard in shards], completions),
-        failed_attempts_mean=_per_completion([shard.failed_attempts for shard in shards], completions),
+        **_per_completion_of(shards, completions),
         clip_fraction=record.metrics.get("clip_fraction_mean"),
         skipped=bool(rollouts) and record.request.batch.rows == 0,
         logprob_gap=record.metrics.get("logprob_gap_mean", gap),
@@ -93,6 +90,16 @@ def measure_step(
         tokens_per_second=tokens / lap.wall_seconds if lap.wall_seconds else 0.0,
         seconds=lap.seconds,
     )
+
+
+def _per_completion_of(shards: Sequence[_ShardCounts], completions: int) -> dict[str, float | None]:
+    """What is counted per shard, divided by the number of completions."""
+    return {
+        "truncated": _per_completion([shard.truncated for shard in shards], completions),
+        "turns_mean": _per_completion([shard.turns for shard in shards], completions),
+        "segments_mean": _per_completion([shard.segments for shard in shards], completions),
+        "failed_attempts_mean": _per_completion([shard.failed_attempts for shard in shards], completions),
+    }
 
 
 def _of_lanes(lap: Lap, *, is_asynchronous: bool) -> dict[str, Any]:

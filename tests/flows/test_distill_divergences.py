@@ -24,6 +24,7 @@ from flows.configs.distill import DistillConfig
 from flows.distill import distill
 from storage.chain.fork import fork_run
 from storage.chain.listing import run_chains
+from tests.fixtures.models import swap_two_tokens
 from tests.fixtures.runs.flow_runs import FlowRuns
 
 TOP = 5
@@ -233,11 +234,7 @@ def test_teachers_that_do_not_fit_are_refused_before_a_model_loads(
     prefect_server: str, tmp_path: Path, tiny_folder: Path, teachers: dict[str, Path]
 ) -> None:
     other = build_tiny_model(tmp_path / "other", seed=1)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = sorted(vocabulary, key=vocabulary.__getitem__)[40:42]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    swap_two_tokens(other)
     runs = make_runs(tmp_path, tiny_folder, {"column": "kind", "by_value": {}})
     data = {"data__train": answered(tmp_path)}
     mismatched = {"column": "kind", "by_value": {"odd": str(teachers["odd"]), "even": str(other)}}

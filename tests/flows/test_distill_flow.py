@@ -16,6 +16,7 @@ from engine.errors import BadSpec
 from flows.configs.distill import DistillConfig
 from flows.distill import distill
 from tests.fixtures.engines import hugging_face_logprobs
+from tests.fixtures.models import swap_two_tokens
 from tests.fixtures.runs.flow_runs import GRADED, FlowRuns
 
 ALONE = {"grader__path": "tasks.graders.rules:no_reward", "algorithm__kl_beta": 0.0}
@@ -95,12 +96,8 @@ def test_a_teacher_with_other_tokens_or_a_short_context_is_refused(
     runs: FlowRuns, tmp_path: Path, teacher_folder: Path
 ) -> None:
     other = build_tiny_model(tmp_path / "other", seed=1)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = sorted(vocabulary, key=vocabulary.__getitem__)[40:42]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(BadSpec, match=f"token {vocabulary[second]} is .* give a teacher with the same tokenizer"):
+    token_id = swap_two_tokens(other)
+    with pytest.raises(BadSpec, match=f"token {token_id} is .* give a teacher with the same tokenizer"):
         runs.run("other", teacher__key=str(other))
 
     short = build_tiny_model(tmp_path / "short", seed=1)

@@ -197,13 +197,10 @@ def _prepare(
     request = GenerateRequest(resolved.policy, repeated_prompts, seeds, sampling)
 
     reads_calls = isinstance(body, ChatRequest) and body.reads_calls
-    answers = []
-    for _ in repeated_prompts:
-        answers.append(
-            AnswerBuilder(
-                tokenizer, stop=body.stops, min_tokens=sampling.min_new_tokens, with_calls=reads_calls
-            )
-        )
+    answers = [
+        AnswerBuilder(tokenizer, stop=body.stops, min_tokens=sampling.min_new_tokens, with_calls=reads_calls)
+        for _ in repeated_prompts
+    ]
     generation = Generation(
         engine,
         request,
